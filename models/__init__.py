@@ -1,0 +1,1 @@
+"""Models: architecture, initialisation and cost. Imports torch and nothing else."""

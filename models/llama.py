@@ -1,0 +1,222 @@
+"""Llama 3: grouped-query attention, rotary positions, RMSNorm, SwiGLU (Touvron et al. 2023, arXiv 2302.13971; Grattafiori et al. 2024,
+arXiv 2407.21783).
+
+Letters: B batch, T tokens (of this rank), C model width, H query heads, K key/value heads, D head dim, F feed-forward width,
+V vocabulary. A line that changes a shape ends with it.
+
+Three things keep the model pipeline-friendly: the top-level forward is a loop over children; the layers live in a ModuleDict, so
+that their names survive when a stage deletes the others; embedding, norm and output may be None. `freqs_cis` is a persistent
+buffer, cut inside the attention by the length that the attention sees, so a stage or a checkpoint carries all it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from models import ops
+from models.contract import ModelConfig, nearest_divisors
+from models.init import normal_
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """[model] for Llama. The defaults are the small model of configs/llama.toml."""
+
+    dim: Annotated[int, "model width C", ">= 1"] = 256
+    n_layers: Annotated[int, "transformer blocks", ">= 1"] = 6
+    n_heads: Annotated[int, "query heads H", ">= 1"] = 8
+    n_kv_heads: Annotated[int, "key and value heads K; divides n_heads", ">= 1"] = 4
+    hidden_dim: Annotated[int, "feed-forward width F", ">= 1"] = 768
+    norm_eps: Annotated[float, "added to the mean square in RMSNorm", "> 0"] = 1e-5
+    rope_theta: Annotated[float, "base of the rotary frequencies", "> 0"] = 500_000.0
+    rope_scaling: Annotated[float, "Llama 3.1 long-context factor; 1: none", ">= 1"] = 1.0
+    rope_low_freq: Annotated[float, "wavelengths above original length / this are scaled in full", "> 0"] = 1.0
+    rope_high_freq: Annotated[float, "wavelengths below original length / this are left alone", "> 0"] = 4.0
+    rope_original_seq_len: Annotated[int, "context length before scaling, tokens", ">= 1"] = 8192
+
+    def check(self) -> None:
+        if self.dim % 2:
+            raise ValueError(f"model.dim = {self.dim}: must be even; nearest: {self.dim - 1 or 2} or {self.dim + 1}")
+        if (self.dim // 2) % self.n_heads:
+            raise ValueError(
+                f"model.n_heads = {self.n_heads}: must cut model.dim = {self.dim} into heads of one even width (rotary positions turn "
+                f"pairs); nearest: {nearest_divisors(self.dim // 2, self.n_heads)}"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"model.n_kv_heads = {self.n_kv_heads}: must divide model.n_heads = {self.n_heads}; "
+                f"nearest: {nearest_divisors(self.n_heads, self.n_kv_heads)}"
+            )
+        if self.rope_high_freq <= self.rope_low_freq:
+            raise ValueError(
+                f"model.rope_high_freq = {self.rope_high_freq}: must be above model.rope_low_freq = {self.rope_low_freq}; "
+                "Llama 3.1 uses 4.0 and 1.0"
+            )
+
+
+def build(config: Config, *, vocab_size: int, max_seq_len: int) -> Llama:
+    """The whole model, uninitialised: build it under torch.device("meta"), shard, `to_empty`, then `init_weights`."""
+    return Llama(config, vocab_size, max_seq_len)
+
+
+class Llama(nn.Module):
+    def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(config.dim, vocab_size, bias=False)
+        head_dim = config.dim // config.n_heads
+        self.register_buffer("freqs_cis", torch.empty(max_seq_len, head_dim // 2, 2), persistent=True)  # [T, D/2, 2]
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # tokens [B, T], or [B, T, C] in a later stage
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x  # [B, T, C]
+        for name, block in self.layers.items():
+            h = block(h, self.freqs_cis, cache[name] if cache is not None else None)
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h  # [B, T, V]
+
+    def new_cache(self, batch: int, length: int) -> Cache:
+        """Empty key/value caches for `batch` sequences of up to `length` tokens, on the model's device."""
+        device = self.freqs_cis.device
+        return {name: block.attention.new_cache(batch, length, device) for name, block in self.layers.items()}
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Published initialisation (Llama 3 as in torchtitan): embedding N(0, 1); projections N(0, 0.02); those that write into the
+        residual stream (wo, w2) and the gate's partner (w3) scaled by depth; head N(0, 1/C), cut at 3 sigma; norms 1."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            elif name.startswith("tok_embeddings"):
+                normal_(parameter, name, seed, std=1.0)
+            elif name.startswith("output"):
+                normal_(parameter, name, seed, std=self.config.dim**-0.5, cut=3.0)
+            else:
+                layer, kind = int(name.split(".")[1]), name.split(".")[-2]
+                depth = math.sqrt(2 * (layer + 1)) if kind in ("wo", "w2", "w3") else 1.0
+                normal_(parameter, name, seed, std=0.02 / depth)
+        self.freqs_cis.copy_(rotary_table(self.config, self.max_seq_len))
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """6 flops per weight that multiplies (the embedding only looks up), plus 12 * L * H * D * T for the attention scores; no
+        discount for the causal half (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
+        weights = sum(p.numel() for name, p in self.named_parameters() if not name.startswith("tok_embeddings"))
+        return 6 * weights + 12 * len(self.layers) * self.config.dim * seq_len
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, h: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
+        h = h + self.attention(self.attention_norm(h), freqs_cis, cache)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
+        # -1, not H or K: under tensor parallelism a rank has only some of the heads
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
+        start = cache.length if cache is not None else 0
+        freqs = freqs_cis[start : start + q.shape[1]]  # [T, D/2, 2]
+        q, k = ops.rope(q, freqs), ops.rope(k, freqs)
+        if cache is not None:
+            k, v = cache.append(k, v)  # [B, start + T, K, D]
+        out = ops.causal_attention(q, k, v)  # [B, T, H, D]
+        return self.wo(out.flatten(-2))  # [B, T, C]
+
+    def new_cache(self, batch: int, length: int, device: torch.device) -> LayerCache:
+        shape = (batch, length, self.n_kv_heads, self.head_dim)
+        return LayerCache(shape, device)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
+        return self.w2(ops.swiglu(self.w1(x), self.w3(x)))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in fp32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class LayerCache:
+    """Keys and values of the tokens that one layer has seen; the memory is taken once, on the first append."""
+
+    def __init__(self, shape: tuple[int, int, int, int], device: torch.device) -> None:
+        self.shape, self.device = shape, device  # [B, T, K, D]
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k and v [B, T, K, D] behind what is there and returns all of it; the dtype is that of the first append."""
+        if self._keys is None or self._values is None:
+            self._keys = torch.empty(self.shape, device=self.device, dtype=k.dtype)
+            self._values = torch.empty_like(self._keys)
+        end = self.length + k.shape[1]
+        assert end <= self.shape[1], f"the cache holds {self.shape[1]} tokens, {end} were asked for"
+        self._keys[:, self.length : end] = k
+        self._values[:, self.length : end] = v
+        self.length = end
+        return self._keys[:, :end], self._values[:, :end]
+
+
+Cache = dict[str, LayerCache]
+
+
+def rotary_table(config: Config, length: int) -> Tensor:
+    """cos and sin of position * frequency, fp32 [length, D/2, 2] (Su et al. 2021, arXiv 2104.09864; scaling as in Llama 3.1)."""
+    head_dim = config.dim // config.n_heads
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # [D/2]
+    freqs = config.rope_theta ** (-pairs / head_dim)
+    if config.rope_scaling > 1:
+        freqs = _stretch(freqs, config)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), freqs)  # [T, D/2]
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # [T, D/2, 2]
+
+
+def _stretch(freqs: Tensor, config: Config) -> Tensor:
+    """Long wavelengths are slowed by rope_scaling, short ones kept, and those between are interpolated."""
+    turns = config.rope_original_seq_len * freqs / (2 * math.pi)  # turns within the original context
+    keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
+    keep = keep.clamp(0, 1)
+    return freqs * (keep + (1 - keep) / config.rope_scaling)
+

@@ -1,0 +1,1 @@
+"""How one replica group computes: one file per technique, parallelize.py holds their order."""
