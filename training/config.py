@@ -1,0 +1,61 @@
+"""The [training] section: what a step eats and how long it goes on. Imports nothing, so that everyone may read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True)
+class DataloaderConfig:
+    """How batches are made ready while the step computes; changes the speed, never the batches."""
+
+    num_workers: Annotated[int, "processes that prepare batches; 0: one thread of the rank", ">= 0"] = 0
+    prefetch_factor: Annotated[int, "batches made ready ahead, per worker or by the thread", ">= 1"] = 2
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Data, batch, length and arithmetic of the run."""
+
+    dataset: Annotated[
+        Literal["stdlib", "files", "tokens", "huggingface"],
+        "source: Python's own standard library, local text, token files, or a streamed Hugging Face data set",
+    ] = "stdlib"
+    dataset_path: Annotated[str, "file or glob for files and tokens, owner/name for huggingface"] = ""
+    dataset_text_key: Annotated[str, "field that holds the text in .jsonl, .parquet and huggingface records"] = "text"
+    dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "what a .bin token file holds"] = "uint16"
+    dataset_subset: Annotated[str, 'subset of a huggingface data set ("en" of allenai/c4); "": its default'] = ""
+    dataset_split: Annotated[str, "split of a huggingface data set that is trained on"] = "train"
+    dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.01
+    local_batch_size: Annotated[int, "sequences of one forward and backward of one rank", ">= 1"] = 8
+    global_batch_size: Annotated[
+        int,
+        "sequences of one step over all ranks; more than the ranks hold: accumulated; -1: as much as they hold",
+        ">= -1",
+        "!= 0",
+    ] = -1
+    seq_len: Annotated[int, "tokens of one sequence", ">= 1"] = 2048
+    max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
+    steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
+    seed: Annotated[int, "seed of the initial values, the order of the data and dropout", ">= 0", "< 4294967296"] = 0
+    deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
+    dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
+    mixed_precision_param: Annotated[
+        Literal["auto", "bfloat16", "float32"], "forward and backward; auto: bfloat16 where the hardware is fast at it"
+    ] = "auto"
+    mixed_precision_reduce: Annotated[Literal["float32"], "gradients on their way between ranks"] = "float32"
+    gc_freq: Annotated[
+        int, "Python's garbage is collected every so many steps, all ranks at once; 0: as Python likes", ">= 0"
+    ] = 50
+    dataloader: Annotated[DataloaderConfig, "how batches are made ready"] = field(default_factory=DataloaderConfig)
+
+    def check(self) -> None:
+        if self.dataset == "stdlib" and self.dataset_path:
+            raise ValueError(
+                f'training.dataset_path = "{self.dataset_path}": training.dataset = "stdlib" reads no path; '
+                'for a path: training.dataset = "files", "tokens" or "huggingface"'
+            )
+        if self.dataset != "stdlib" and not self.dataset_path:
+            wanted = "owner/name" if self.dataset == "huggingface" else "a file or a glob"
+            raise ValueError(f'training.dataset_path = "": training.dataset = "{self.dataset}" needs {wanted}')
