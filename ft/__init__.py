@@ -1,0 +1,19 @@
+"""Fault tolerance: the seam of the training loop and what stands behind it. Imports no sibling package, so it can be lifted out whole.
+
+Names resolve on first use (PEP 562), so that importing `ft` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {"Commit": "ft.seam", "Deal": "ft.seam", "Seam": "ft.seam", "Sums": "ft.seam", "SoloManager": "ft.solo"}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ft' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,63 @@
+"""What differs between devices, in one place. Everything else is one code path."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this rank, and the collective backend that serves it."""
+
+    torch_device: torch.device
+    backend: str
+
+    @property
+    def type(self) -> str:
+        return self.torch_device.type
+
+    @property
+    def name(self) -> str:
+        """The model of the device, as vendors write it; for a CPU the first model name that the kernel lists."""
+        if self.type == "cuda":
+            return torch.cuda.get_device_name(self.torch_device)
+        return _cpu_name()
+
+    def fast_bfloat16(self) -> bool:
+        """Whether bf16 matrix products are faster than fp32 here: CUDA since Ampere; CPUs with AMX or AVX512-BF16."""
+        if self.type == "cuda":
+            return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+    def memory_gib(self) -> float:
+        """Peak memory of this rank: CUDA's allocator, or the resident set of the process."""
+        if self.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device) / 2**30
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
+
+
+def pick_device(local_rank: int) -> Device:
+    """CUDA device `local_rank` where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return Device(device, "nccl")
+    return Device(torch.device("cpu"), "gloo")
+
+
+@cache
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:  # no /proc: not Linux
+        pass
+    return "CPU"

@@ -1,0 +1,21 @@
+"""Random numbers that need no saving: every generator is seeded anew from what the work is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+
+def seed_slot(seed: int, step: int, slot: int, group_rank: int) -> None:
+    """Seeds torch's generators (CPU and CUDA) for one slot of one step, so that a resumed or repeated step draws the same numbers."""
+    digest = hashlib.sha256(f"{seed}/{step}/{slot}/{group_rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def make_deterministic() -> None:
+    """Only deterministic kernels; an operation that has none raises. The cuBLAS workspace must be fixed before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,50 @@
+"""Loss on held-out documents: a fixed number of sequences, the same at every look and for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from parallelisms.means import sum_over_ranks
+from training.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """[validation]: loss on documents that are never trained on."""
+
+    enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
+    freq: Annotated[int, "steps between two looks; the last step always looks", ">= 1"] = 100
+    steps: Annotated[int, "batches of one look, each of training's global size", ">= 1"] = 10
+    fraction: Annotated[float, "share of the documents that is held out", "> 0", "< 1"] = 0.03
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """Means over the held-out tokens; bits per byte compares across tokenizers."""
+
+    nats_per_token: float
+    nats_per_byte: float
+    bits_per_byte: float
+
+
+def validate(
+    batches: Iterable[Any], evaluate: Callable[[Tensor, Tensor], Tensor], token_bytes: Tensor, device: torch.device
+) -> ValidationLoss:
+    """Every rank passes its own batches, the same number each; the result is over all of them.
+
+    `token_bytes` [V] int64 on `device`: how many bytes of text each token id stands for (0 for BOS, EOS, PAD).
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, valid tokens, bytes
+    for batch in batches:
+        inputs, labels = batch.inputs.to(device), batch.labels.to(device)
+        valid = labels[labels != IGNORED]
+        nats = evaluate(inputs, labels)
+        sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
+    nats, tokens, byte_count = sum_over_ranks(sums).tolist()  # the one sync of a look
+    per_byte = nats / max(byte_count, 1)
+    return ValidationLoss(nats / max(tokens, 1), per_byte, per_byte / 0.6931471805599453)
