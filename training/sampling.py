@@ -1,0 +1,48 @@
+"""Text from a model: tokens one after the other, with the keys and values of what was read kept in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """[sample]: the text that a run prints at its end, and what scripts/generate.py does by default."""
+
+    tokens: Annotated[int, "length of the sample, tokens; 0: no sample", ">= 0"] = 200
+    prompt: Annotated[str, 'text that the sample continues; "": from BOS alone'] = ""
+    temperature: Annotated[float, "logits are divided by this; 0: the likeliest token each time", ">= 0"] = 0.8
+    top_k: Annotated[int, "draw among the k likeliest tokens; 0: among all", ">= 0"] = 50
+    seed: Annotated[int, "of the draws", ">= 0"] = 0
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: Tensor, config: SampleConfig, *, length: int) -> Iterator[int]:
+    """Yields `length` token ids that continue `prompt` [T] int64 (at least one token), the model's device and layout whatever they are.
+
+    With a sharded model every rank must draw the whole of it; equal seeds give equal text. Never stops at EOS: that is the reader's
+    business, since all ranks must run the same number of forwards.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    cache = model.new_cache(1, prompt.numel() + length)
+    tokens = prompt.unsqueeze(0)  # [1, T]
+    for _ in range(length):
+        logits = model(tokens, cache=cache)[0, -1].float().cpu()  # [V]: the draw is on the host, the same on every device
+        drawn = draw(logits, config, generator)
+        yield drawn
+        tokens = torch.tensor([[drawn]], device=prompt.device)
+
+
+def draw(logits: Tensor, config: SampleConfig, generator: torch.Generator) -> int:
+    """One token id from logits [V] fp32."""
+    if config.temperature == 0:
+        return int(logits.argmax())
+    logits = logits / config.temperature
+    if 0 < config.top_k < logits.numel():
+        logits[logits < logits.topk(config.top_k).values[-1]] = -torch.inf
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
