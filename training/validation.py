@@ -20,7 +20,6 @@ class ValidationConfig:
     enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
     freq: Annotated[int, "steps between two looks; the last step always looks", ">= 1"] = 100
     steps: Annotated[int, "batches of one look, each of training's global size", ">= 1"] = 10
-    fraction: Annotated[float, "share of the documents that is held out", "> 0", "< 1"] = 0.03
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""The model: shapes, the pipeline-friendly contract, values that no layout changes, the cache."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from models import llama
+from models.init import BLOCK_ROWS, normal_
+
+SMALL = llama.Config(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48)
+V, T = 61, 24
+
+
+def built(seed: int = 0, config: llama.Config = SMALL) -> llama.Llama:
+    with torch.device("meta"):
+        model = llama.build(config, vocab_size=V, max_seq_len=T)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model
+
+
+def tokens(batch: int = 2, length: int = T) -> torch.Tensor:
+    return torch.randint(0, V, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_forward_gives_logits_of_every_token():
+    assert built()(tokens()).shape == (2, T, V)
+
+
+def test_a_token_sees_nothing_behind_it():
+    model, x = built(), tokens(1)
+    changed = x.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % V
+    torch.testing.assert_close(model(x)[:, :-1], model(changed)[:, :-1])
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2)])
+def test_any_cut_into_stages_computes_the_same(cuts: tuple[int, ...]):
+    whole = built()
+    edges = [0, *cuts, SMALL.n_layers]
+    h = tokens()
+    for first, last in zip(edges, edges[1:], strict=False):
+        stage = copy.deepcopy(whole)
+        for name in list(stage.layers):
+            if not first <= int(name) < last:
+                del stage.layers[name]
+        if first > 0:
+            stage.tok_embeddings = None
+        if last < SMALL.n_layers:
+            stage.norm = stage.output = None
+        assert set(stage.state_dict()) <= set(whole.state_dict())  # names survive, so one checkpoint serves every cut
+        h = stage(h)
+    torch.testing.assert_close(h, whole(tokens()), rtol=0, atol=0)
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    state = built().state_dict()
+    again, other = built().state_dict(), built(seed=1).state_dict()
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    assert not torch.equal(state["layers.0.attention.wq.weight"], other["layers.0.attention.wq.weight"])
+    assert not torch.equal(state["layers.0.attention.wq.weight"], state["layers.1.attention.wq.weight"])
+    deeper = built(config=llama.Config(**{**vars(SMALL), "n_layers": 5})).state_dict()
+    assert all(torch.equal(state[name], deeper[name]) for name in state)
+
+
+def test_row_blocks_are_drawn_apart():
+    """A rank that holds only the second block draws what the whole tensor holds there."""
+    whole = torch.empty(BLOCK_ROWS + 5, 3)
+    normal_(whole, "w", 0, std=1.0)
+    longer = torch.empty(3 * BLOCK_ROWS, 3)
+    normal_(longer, "w", 0, std=1.0)
+    assert torch.equal(whole[:BLOCK_ROWS], longer[:BLOCK_ROWS])
+    assert not torch.equal(longer[:BLOCK_ROWS], longer[BLOCK_ROWS : 2 * BLOCK_ROWS])
+
+
+def test_published_spread_of_initial_values():
+    model = built(config=llama.Config(dim=256, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=512))
+    std = {name: p.std().item() for name, p in model.named_parameters()}
+    assert std["tok_embeddings.weight"] == pytest.approx(1.0, rel=0.02)
+    assert std["layers.0.attention.wq.weight"] == pytest.approx(0.02, rel=0.02)
+    assert std["layers.1.attention.wo.weight"] == pytest.approx(0.02 / 2, rel=0.02)
+    assert std["layers.0.feed_forward.w2.weight"] == pytest.approx(0.02 / 2**0.5, rel=0.02)
+    head = dict(model.named_parameters())["output.weight"]
+    assert head.abs().max() <= 3 * 256**-0.5 and head.std().item() == pytest.approx(256**-0.5 * 0.9866, rel=0.02)
+    assert (model.norm.weight == 1).all()
+
+
+def test_cached_logits_equal_uncached():
+    model, x = built(), tokens(2)
+    whole = model(x)
+    cache = model.new_cache(2, T)
+    pieces = [model(x[:, a:b], cache=cache) for a, b in ((0, 7), (7, 8), (8, 9), (9, 20), (20, T))]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_angles_of_llama_3_1():
+    """Short wavelengths are kept, long ones slowed by the factor, those between interpolated."""
+    sizes = dict(dim=128, n_heads=1, n_kv_heads=1)
+    plain = llama.rotary_table(llama.Config(**sizes), 2)[1]  # [D/2, 2]: the angles of position 1
+    scaled = llama.rotary_table(llama.Config(**sizes, rope_scaling=8.0), 2)[1]
+    angles, slowed = torch.atan2(plain[:, 1], plain[:, 0]), torch.atan2(scaled[:, 1], scaled[:, 0])
+    wavelengths = 2 * torch.pi / angles
+    short, long = wavelengths < 8192 / 4.0, wavelengths > 8192 / 1.0
+    assert short.any() and long.any() and not (short | long).all()
+    torch.testing.assert_close(slowed[short], angles[short])
+    torch.testing.assert_close(slowed[long], angles[long] / 8, rtol=1e-4, atol=1e-9)
+    between = ~(short | long)
+    assert (slowed[between] < angles[between]).all() and (slowed[between] > angles[between] / 8).all()
+
+
+def test_flops_follow_the_published_formula():
+    model = built()
+    weights = sum(p.numel() for p in model.parameters()) - V * SMALL.dim
+    assert model.flops_per_token(T) == 6 * weights + 12 * 3 * 32 * T
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(dim=33), "model.dim = 33: must be even; nearest: 32 or 34"),
+        (dict(n_heads=5), "model.n_heads = 5: must cut model.dim = 32 into heads of one even width .*; nearest: 4 or 8"),
+        (dict(n_heads=32), "model.n_heads = 32: .* nearest: 16"),
+        (dict(n_kv_heads=3), "model.n_kv_heads = 3: must divide model.n_heads = 4; nearest: 2 or 4"),
+        (dict(rope_high_freq=1.0), "model.rope_high_freq = 1.0: must be above"),
+    ],
+)
+def test_contradicting_sizes_are_refused(sizes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        llama.Config(**{**vars(SMALL), **sizes}).check()
