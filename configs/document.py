@@ -1,0 +1,100 @@
+"""A TOML file as it was read, with the line of every key; and Origin, what a Config keeps of it for messages."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.errors import ConfigError
+from configs.lines import key_lines
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEY_AHEAD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the settings of a Config were written: the file, the line of each key, and the keys set by overrides."""
+
+    file: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    overrides: frozenset[str] = frozenset()
+
+    def place(self, key: str) -> str:
+        """How a message names a key: "configs/llama.toml:12: training.steps", or "--training.steps"."""
+        if any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in self.overrides):
+            return f"--{key}"
+        line = self.lines.get(key)
+        where = f"{self.file}:{line}: " if line else f"{self.file}: " if self.file else ""
+        return where + key
+
+    def explain(self, message: str) -> str:
+        """A section's own "section.key = value: cause" with the place in front."""
+        key = _KEY_AHEAD.match(message)
+        return self.place(key.group()) + message[key.end() :] if key else message
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tables of a TOML file and the line of every key."""
+
+    file: str
+    tables: Mapping[str, Any]
+    lines: Mapping[str, int]
+
+
+def read(file: str) -> Document:
+    """Reads a TOML file. Raises ConfigError: it is missing, unreadable, not UTF-8, or not TOML."""
+    try:
+        raw = Path(file).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file{_beside(Path(file))}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: a folder, not a TOML file{_inside(Path(file))}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    try:
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{file}:{line}: not UTF-8: byte 0x{raw[error.start]:02x}; save the file as UTF-8") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_broken(file, text, str(error))) from None
+    return Document(file, tables, key_lines(text))
+
+
+def _broken(file: str, text: str, error: str) -> str:
+    """tomllib's message, its "(at line 3, column 7)" turned into file:line, and the line itself."""
+    lines = text.split("\n")
+    cause, _, position = error.rpartition(" (at ")
+    numbers = re.fullmatch(r"line (\d+), column (\d+)\)", position)
+    number = int(numbers.group(1)) if numbers else len(lines)
+    shown = lines[number - 1].strip() if number <= len(lines) else ""
+    hint = ""
+    if cause == "Invalid value":
+        hint = "; no value" if shown.endswith("=") else "; strings need quotes"
+    return f"{file}:{number}: not TOML: {cause or error}{hint}: {shown[:80] or 'end of file'}"
+
+
+def _beside(path: Path) -> str:
+    names = [str(other) for other in path.parent.glob("*.toml")] or [
+        str(other) for other in Path("configs").glob("*.toml")
+    ]
+    close = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else _inside(path.parent)
+
+
+def _inside(folder: Path) -> str:
+    names = sorted(str(path) for path in folder.glob("*.toml"))
+    return f"; there are {', '.join(names[:5])}" if names else ""

@@ -1,0 +1,94 @@
+"""The key that an unknown name may have meant, in any section: typos, the wrong section, names of other trainers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+# What torchtitan's versions and other trainers call our keys. With a section: that key exactly; without: in any.
+OTHER_NAMES = {
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "metrics.enable_color_printing": "metrics.disable_color_printing",
+    "metrics.rank_0_only": "metrics.save_for_all_ranks",
+    "model.hf_assets_path": "model.tokenizer_path",
+    "optimizer.betas": "optimizer.beta1",
+    "optimizer.fused": "optimizer.implementation",
+    "training.compile": "compile.enable",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "batch_size": "training.local_batch_size",
+    "clip_grad": "training.max_norm",
+    "compile": "compile.enable",
+    "context_length": "training.seq_len",
+    "data_path": "training.dataset_path",
+    "grad_clip": "training.max_norm",
+    "gradient_accumulation_steps": "training.global_batch_size",
+    "hidden_size": "model.dim",
+    "intermediate_size": "model.hidden_dim",
+    "learning_rate": "optimizer.lr",
+    "log_interval": "metrics.log_freq",
+    "max_grad_norm": "training.max_norm",
+    "max_iters": "training.steps",
+    "max_seq_len": "training.seq_len",
+    "max_steps": "training.steps",
+    "num_heads": "model.n_heads",
+    "num_kv_heads": "model.n_kv_heads",
+    "num_layers": "model.n_layers",
+    "output_dir": "job.dump_folder",
+    "random_seed": "training.seed",
+    "save_interval": "checkpoint.interval",
+    "sequence_length": "training.seq_len",
+    "tokenizer": "model.tokenizer_path",
+    "warmup": "lr_scheduler.warmup_steps",
+}
+# Keys of torchtitan that have no counterpart by design.
+GONE = {
+    "model.flavor": "sizes are spelled out: model.dim, model.n_layers, ...",
+    "job.config_file": "the config file is the first argument",
+    "job.custom_config_module": "a model's keys are the Config of models/<model.name>.py",
+    "checkpoint.interval_type": "checkpoint.interval counts steps",
+}
+_SAME_SECTION = 0.15  # how much likeness a candidate of the same section has ahead of others
+
+
+def unknown_key(wrong: str, legal: Sequence[str]) -> str:
+    """What is wrong with "section.key", and what may be meant: "no such key; did you mean optimizer.lr?"."""
+    section, _, name = wrong.rpartition(".")
+    if wrong in GONE:
+        return f"no such key; {GONE[wrong]}"
+    elsewhere = [key for key in legal if key.rpartition(".")[2] == name]
+    if wrong not in OTHER_NAMES and elsewhere:
+        elsewhere.sort(key=lambda key: -_likeness(section, key.rpartition(".")[0]))
+        return f"no such key here; it is {' or '.join(elsewhere[:3])}"
+    found = nearest_key(wrong, legal)
+    if found:
+        return f"no such key; did you mean {found}?"
+    own = [key[len(section) + 1 :] for key in legal if key.startswith(f"{section}.") and "[]" not in key]
+    return f"no such key; [{section}] has {', '.join(own)}" if own else "no such key"
+
+
+def nearest_key(wrong: str, legal: Sequence[str]) -> str | None:
+    """The legal key that looks most like "section.key", by its own name or one it has elsewhere; None if none does."""
+    section, _, name = wrong.rpartition(".")
+    best, best_score = None, 0.75
+    aliases = [(alias, key) for alias, key in OTHER_NAMES.items() if key in legal]
+    for alias, key in [*((key, key) for key in legal), *aliases]:
+        score = _likeness(name, alias.rpartition(".")[2])
+        if section in (alias.rpartition(".")[0], key.rpartition(".")[0]):
+            score += _SAME_SECTION
+        if alias == wrong:
+            return key
+        if score > best_score:
+            best, best_score = key, score
+    return best
+
+
+def nearest_section(wrong: str, sections: Iterable[str]) -> str | None:
+    """The section that looks most like this name; None if none does."""
+    close = difflib.get_close_matches(wrong.lower(), sections, n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a.lower().replace("-", "_"), b.lower()).ratio()

@@ -1,0 +1,88 @@
+"""Config: every part's own section, composed. Each dataclass stands beside the code that obeys it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import models
+from configs.document import Origin
+from models.contract import ModelConfig
+from parallelisms.distributed import CommConfig
+from parallelisms.mesh import ParallelismConfig
+from parallelisms.parallelize import CompileConfig
+from training.checkpoint import CheckpointConfig
+from training.config import TrainingConfig
+from training.metrics import MetricsConfig
+from training.optimizer import OptimizerConfig
+from training.profiling import ProfilingConfig
+from training.sampling import SampleConfig
+from training.schedule import LRSchedulerConfig
+from training.validation import ValidationConfig
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """[job]: what the run is called and where it leaves its files."""
+
+    name: Annotated[
+        str, "the run's folder in dump_folder; \"\": the config file's name, so the same command finds its run again"
+    ] = ""
+    dump_folder: Annotated[str, "folder of all runs"] = "./outputs"
+    description: Annotated[str, "a note to yourself"] = ""
+    print_config: Annotated[bool, "print every setting at the start"] = False
+
+    def check(self) -> None:
+        if self.name != Path(self.name).name or self.name in (".", "..") or "\0" in self.name:
+            raise ValueError(
+                f'job.name = "{self.name}": must be the name of one folder; job.dump_folder says where it lies'
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run, one attribute per section. Frozen, and equal to another if all settings are."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)  # in truth models.<model.name>.Config, see model_section
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    origin: Origin = field(
+        default_factory=Origin, compare=False, repr=False
+    )  # not a section: where the settings were written
+
+    @property
+    def run_folder(self) -> Path:
+        """<run>: everything the run leaves is in here."""
+        return Path(self.job.dump_folder) / self.job.name
+
+
+def model_section(name: str) -> type[ModelConfig]:
+    """The class of [model] for `model.name`: Config in models/<name>.py. ValueError: no such model."""
+    if name.isidentifier() and importlib.util.find_spec(f"{models.__name__}.{name}"):
+        module = importlib.import_module(f"{models.__name__}.{name}")
+        section = getattr(module, "Config", None)
+        if isinstance(section, type) and issubclass(section, ModelConfig) and hasattr(module, "build"):
+            return section
+        cause = f"models/{name}.py holds no model: it needs `Config` (a ModelConfig) and `build`"
+    else:
+        cause = f"there is no models/{name}.py"
+    raise ValueError(f'model.name = "{name}": {cause}; there are {", ".join(model_names())}')
+
+
+def model_names() -> list[str]:
+    """The files of models/ that hold a model, told by their text: importing a fork's unfinished file could fail."""
+    files = sorted(Path(models.__path__[0]).glob("*.py"))
+    return [file.stem for file in files if "\nclass Config(" in file.read_text(encoding="utf-8")]
