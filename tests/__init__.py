@@ -1,0 +1,1 @@
+"""Tests; run by scripts/run_tests.sh."""

@@ -1,0 +1,1 @@
+"""Tests that need several ranks, run on pooled gloo workers (pool.py)."""

@@ -1,0 +1,225 @@
+"""Ranks for tests: worker processes that import torch once per test session and then run one function after another.
+
+    def halves(rank_scale: float) -> list[float]:                 # module level, in the test file
+        ...                                                       # dist is initialised: gloo, this rank's own number
+
+    def test_halves(pool):                                        # the fixture of conftest.py
+        first, second = pool.run(2, halves, 0.5)                  # what each rank returned, by rank
+
+A run has a process group of its own, on a FileStore of its own, so nothing is left over from the run before and no port is guessed.
+A rank that raises fails the test with its own traceback; ranks that then hang are killed and replaced, so the next test finds a
+pool that works. This file is also the worker's program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GRACE_S = 5.0  # how long the other ranks may go on after one has failed: gloo tells them of a closed connection at once
+
+
+class WorkerFailed(AssertionError):
+    """A rank raised, died or did not come back; the message holds every failed rank's own traceback or last output."""
+
+
+class Pool:
+    """Up to `most` ranks. Workers start when first asked for and live until `close`."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="pharos-pool-")
+        self._runs = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Calls `function(*args)` on `world_size` ranks in a fresh process group and returns what they returned, by rank.
+
+        `function` must be at module level of a test file; arguments and results are pickled. Raises WorkerFailed.
+        """
+        assert 1 <= world_size <= self._most, f"a pool of {self._most} cannot run {world_size} ranks"
+        self._start(world_size)
+        self._runs += 1
+        store = str(Path(self._folder.name) / f"store-{self._runs}")
+        file, name = function.__code__.co_filename, function.__qualname__
+        ranks = self._workers[:world_size]
+        for rank, worker in enumerate(ranks):
+            worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
+        answers = _collect(ranks, timeout_s)
+        for worker, answer in zip(ranks, answers, strict=True):
+            if not isinstance(answer, _Answer):  # died or still in there: of no use to the next test
+                worker.stop()
+                self._workers.remove(worker)
+        problems = [f"rank {rank} of {world_size}: {_problem(answer)}" for rank, answer in enumerate(answers) if _problem(answer)]
+        if problems:
+            raise WorkerFailed("\n".join(problems))
+        return [answer.value for answer in answers]
+
+    def close(self) -> None:
+        """Ends every worker. May be called twice."""
+        while self._workers:
+            self._workers.pop().stop()
+        self._folder.cleanup()
+
+    def _start(self, count: int) -> None:
+        while len(self._workers) < count:
+            self._workers.append(_Worker(Path(self._folder.name)))
+
+
+@dataclass(frozen=True)
+class _Task:
+    file: str
+    name: str
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    store: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: Any = None
+    error: str = ""
+
+
+class _Worker:
+    """The parent's end of one worker process."""
+
+    def __init__(self, folder: Path) -> None:
+        ours, theirs = Pipe()
+        self.connection = ours
+        self._log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115 (closed in stop)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(variable, None)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        theirs.close()
+
+    def send(self, task: _Task) -> None:
+        with contextlib.suppress(BrokenPipeError):  # dead already: _collect says so, with its last output
+            self.connection.send_bytes(pickle.dumps(task))
+
+    def receive(self) -> _Answer | str:
+        """The answer, or what there is to say of a worker that died."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            code = self._process.wait()
+            return f"died (exit code {code}); its last output:\n{Path(self._log.name).read_text(errors='replace')[-4000:]}"
+
+    def stop(self) -> None:
+        self.connection.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def _collect(workers: list[_Worker], timeout_s: float) -> list[_Answer | str]:
+    """One answer per worker; a str for those that died or were not back in time. One failure shortens the time of the others."""
+    answers: dict[int, _Answer | str] = {}
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout_s
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            answers[rank] = workers[rank].receive()
+            if _problem(answers[rank]):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    for rank in waiting.values():
+        answers[rank] = "still running when the time was over; killed"
+    return [answers[rank] for rank in range(len(workers))]
+
+
+def _problem(answer: _Answer | str) -> str:
+    return answer if isinstance(answer, str) else answer.error
+
+
+# The worker's side: `python pool.py DESCRIPTOR`.
+
+
+def _serve(connection: Connection) -> None:
+    """Runs tasks until the parent closes the pipe."""
+    _die_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(_run(task))
+
+
+def _run(task: _Task) -> bytes:
+    import torch.distributed as dist
+
+    try:
+        # The group's own timeout is the shorter: a rank left alone in a collective then says which one.
+        timeout = timedelta(seconds=task.timeout_s * 0.8)
+        store = dist.FileStore(task.store, task.world_size)
+        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
+        try:
+            return pickle.dumps(_Answer(_function(task.file, task.name)(*task.args)))
+        finally:
+            dist.destroy_process_group()
+    except BaseException:  # whatever it is, it is the test's to see; the worker goes on
+        return pickle.dumps(_Answer(error=traceback.format_exc()))
+
+
+def _function(file: str, name: str) -> Callable[..., Any]:
+    """The test file's function, by path: the name under which pytest imported the file means nothing here."""
+    module_name = "pool_" + str(Path(file)).replace(os.sep, "_").removesuffix(".py")
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    value: Any = sys.modules[module_name]
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _die_with_parent() -> None:
+    """A worker that waits in a collective must not outlive a killed pytest (Linux; elsewhere the group's timeout ends it)."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        pr_set_pdeathsig = 1  # prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    from tests.multiproc import pool as this_file  # tasks are pickled under this name, not under __main__
+
+    this_file._serve(Connection(int(sys.argv[1])))

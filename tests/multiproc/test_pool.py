@@ -1,0 +1,62 @@
+"""The pool itself: results by rank, failures with their traceback, and a pool that works after them."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multiproc.pool import Pool, WorkerFailed
+
+
+def total(offset: float) -> tuple[int, float]:
+    value = torch.tensor(float(dist.get_rank()) + offset)
+    dist.all_reduce(value)
+    return os.getpid(), value.item()
+
+
+def one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 cannot go on")
+    dist.barrier()
+
+
+def one_dies() -> None:
+    if dist.get_rank() == 1:
+        print("about to go", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def one_never_comes() -> None:
+    if dist.get_rank() == 0:
+        signal.pause()
+
+
+def test_results_come_by_rank_and_workers_are_kept(pool: Pool) -> None:
+    first = pool.run(2, total, 0.5)
+    again = pool.run(2, total, 1.0)
+    assert [value for _, value in first] == [2.0, 2.0]
+    assert [value for _, value in again] == [3.0, 3.0]
+    assert [pid for pid, _ in first] == [pid for pid, _ in again]
+
+
+def test_the_traceback_of_the_rank_that_raised_is_shown(pool: Pool) -> None:
+    with pytest.raises(WorkerFailed, match=r'rank 1 of 2: Traceback(.|\n)*raise ValueError\("rank 1 cannot go on"\)'):
+        pool.run(2, one_raises)
+    assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
+
+
+def test_a_dead_worker_is_told_with_its_last_output_and_replaced(pool: Pool) -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 of 2: died \(exit code -9\)(.|\n)*about to go"):
+        pool.run(2, one_dies)
+    assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
+
+
+def test_a_rank_that_does_not_come_back_is_killed_and_replaced(pool: Pool) -> None:
+    with pytest.raises(WorkerFailed, match="rank 0 of 2: still running when the time was over"):
+        pool.run(2, one_never_comes, timeout_s=1.0)
+    assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
