@@ -1,0 +1,84 @@
+"""Ranks that share the batch compute what one process computes: initial values, gradients, norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from models import llama
+from parallelisms.clip import gradient_norm, scale_gradients
+from parallelisms.mesh import DP_SHARD
+from parallelisms.parallelize import CompileConfig, Precision, parallelize
+from tests.multiproc.pool import Pool
+from training.loss import IGNORED, cross_entropy_sum
+
+V, T, BATCH = 61, 16, 4
+SIZES = llama.Config(
+    dim=24, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=40
+)  # rows that two and three ranks cannot share evenly
+
+
+def gradients(dtype: torch.dtype, reshard: str, microbatches: int) -> dict[str, Any]:
+    """One step's summed gradients, gathered, with this rank's share of a batch whose sequences have unequal numbers of targets."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with torch.device("meta"):
+        model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(DP_SHARD,))
+    parallel = parallelize(
+        model,
+        mesh,
+        cross_entropy_sum,
+        precision=Precision(torch.float32, dtype, torch.float32),
+        reshard_after_forward=reshard,
+        compile=CompileConfig(),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    initial = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    draws = torch.Generator().manual_seed(1)
+    inputs = torch.randint(0, V, (BATCH, T), generator=draws)
+    labels = torch.randint(0, V, (BATCH, T), generator=draws)
+    for row in range(BATCH):
+        labels[row, : 3 * row] = IGNORED
+    rows = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    loss = torch.zeros(())
+    for x, y in zip(inputs[rows].chunk(microbatches), labels[rows].chunk(microbatches), strict=True):
+        loss += parallel.forward_backward(x, y)
+    dist.all_reduce(loss)
+    norm = gradient_norm(model.parameters())
+    scale_gradients(model.parameters(), 0.5)
+    halves = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {"initial": initial, "loss": loss, "norm": norm, "gradients": {name: 2 * g for name, g in halves.items()}}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Any]:
+    return pool.run(1, gradients, torch.float32, "default", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "reshard", "microbatches"), [(1, "always", 2), (2, "default", 1), (2, "never", 2), (3, "always", 1)]
+)
+def test_sharded_gradients_are_those_of_one_process(
+    pool: Pool, alone: dict, world: int, reshard: str, microbatches: int
+):
+    for result in pool.run(world, gradients, torch.float32, reshard, microbatches):
+        for name, value in alone["initial"].items():
+            assert torch.equal(result["initial"][name], value), name  # bit for bit: no layout changes what is drawn
+        for name, value in alone["gradients"].items():
+            error = (result["gradients"][name] - value).norm() / value.norm()
+            assert error <= 1e-5, f"{name}: {error:.1e}"
+        torch.testing.assert_close(result["loss"], alone["loss"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(result["norm"], alone["norm"], rtol=1e-5, atol=0)
+
+
+def test_bf16_gradients_are_near(pool: Pool, alone: dict):
+    for result in pool.run(2, gradients, torch.bfloat16, "default", 1):
+        whole = torch.cat([g.flatten() for g in result["gradients"].values()])
+        reference = torch.cat([g.flatten() for g in alone["gradients"].values()])
+        assert (whole - reference).norm() / reference.norm() < 0.03
+        assert whole.dtype == torch.float32  # accumulated and reduced in fp32
