@@ -6,9 +6,9 @@
     def test_halves(pool):                                        # the fixture of conftest.py
         first, second = pool.run(2, halves, 0.5)                  # what each rank returned, by rank
 
-A run has a process group of its own, on a FileStore of its own, so nothing is left over from the run before and no port is guessed.
-A rank that raises fails the test with its own traceback; ranks that then hang are killed and replaced, so the next test finds a
-pool that works. This file is also the worker's program.
+A run has a process group of its own, on a FileStore of its own, so nothing is left over from the run before and no port
+is guessed. A rank that raises fails the test with its own traceback; ranks that then hang are killed and replaced: the
+next test finds a pool that works. This file is also the worker's program.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_GRACE_S = 5.0  # how long the other ranks may go on after one has failed: gloo tells them of a closed connection at once
+_GRACE_S = 5.0  # how long other ranks may go on after one has failed: gloo tells them of a closed connection at once
 
 
-class WorkerFailed(AssertionError):
+class WorkerError(AssertionError):
     """A rank raised, died or did not come back; the message holds every failed rank's own traceback or last output."""
 
 
@@ -47,15 +47,15 @@ class Pool:
         self._runs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Calls `function(*args)` on `world_size` ranks in a fresh process group and returns what they returned, by rank.
+        """Calls `function(*args)` on `world_size` ranks in a fresh process group; returns their results, by rank.
 
-        `function` must be at module level of a test file; arguments and results are pickled. Raises WorkerFailed.
+        `function` must be at module level of a test file; arguments and results are pickled. Raises WorkerError.
         """
         assert 1 <= world_size <= self._most, f"a pool of {self._most} cannot run {world_size} ranks"
         self._start(world_size)
         self._runs += 1
         store = str(Path(self._folder.name) / f"store-{self._runs}")
-        file, name = function.__code__.co_filename, function.__qualname__
+        file, name = function.__code__.co_filename, function.__name__
         ranks = self._workers[:world_size]
         for rank, worker in enumerate(ranks):
             worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
@@ -64,10 +64,10 @@ class Pool:
             if not isinstance(answer, _Answer):  # died or still in there: of no use to the next test
                 worker.stop()
                 self._workers.remove(worker)
-        problems = [f"rank {rank} of {world_size}: {_problem(answer)}" for rank, answer in enumerate(answers) if _problem(answer)]
+        problems = [(rank, problem) for rank, answer in enumerate(answers) if (problem := _problem(answer))]
         if problems:
-            raise WorkerFailed("\n".join(problems))
-        return [answer.value for answer in answers]
+            raise WorkerError("\n".join(f"rank {rank} of {world_size}: {problem}" for rank, problem in problems))
+        return [answer.value for answer in answers if isinstance(answer, _Answer)]
 
     def close(self) -> None:
         """Ends every worker. May be called twice."""
@@ -104,7 +104,8 @@ class _Worker:
         ours, theirs = Pipe()
         self.connection = ours
         self._log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115 (closed in stop)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(variable, None)
@@ -125,10 +126,12 @@ class _Worker:
     def receive(self) -> _Answer | str:
         """The answer, or what there is to say of a worker that died."""
         try:
-            return pickle.loads(self.connection.recv_bytes())
+            answer: _Answer = pickle.loads(self.connection.recv_bytes())
+            return answer
         except (EOFError, ConnectionResetError):
             code = self._process.wait()
-            return f"died (exit code {code}); its last output:\n{Path(self._log.name).read_text(errors='replace')[-4000:]}"
+            output = Path(self._log.name).read_text(errors="replace")
+            return f"died (exit code {code}); its last output:\n{output[-4000:]}"
 
     def stop(self) -> None:
         self.connection.close()
@@ -138,7 +141,7 @@ class _Worker:
 
 
 def _collect(workers: list[_Worker], timeout_s: float) -> list[_Answer | str]:
-    """One answer per worker; a str for those that died or were not back in time. One failure shortens the time of the others."""
+    """One answer per worker; a str for those that died or did not come back. A failure shortens the others' time."""
     answers: dict[int, _Answer | str] = {}
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout_s
@@ -177,17 +180,18 @@ def _serve(connection: Connection) -> None:
 
 def _run(task: _Task) -> bytes:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore  # dist.FileStore, which mypy does not take for exported
 
     try:
         # The group's own timeout is the shorter: a rank left alone in a collective then says which one.
         timeout = timedelta(seconds=task.timeout_s * 0.8)
-        store = dist.FileStore(task.store, task.world_size)
+        store = FileStore(task.store, task.world_size)
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
         try:
             return pickle.dumps(_Answer(_function(task.file, task.name)(*task.args)))
         finally:
             dist.destroy_process_group()
-    except BaseException:  # whatever it is, it is the test's to see; the worker goes on
+    except BaseException:  # noqa: BLE001 (whatever it is, it is the test's to see; the worker goes on)
         return pickle.dumps(_Answer(error=traceback.format_exc()))
 
 
@@ -203,14 +207,12 @@ def _function(file: str, name: str) -> Callable[..., Any]:
         except BaseException:
             del sys.modules[module_name]
             raise
-    value: Any = sys.modules[module_name]
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    function: Callable[..., Any] = getattr(sys.modules[module_name], name)
+    return function
 
 
 def _die_with_parent() -> None:
-    """A worker that waits in a collective must not outlive a killed pytest (Linux; elsewhere the group's timeout ends it)."""
+    """A worker that waits in a collective must not outlive a killed pytest (Linux; elsewhere its group's timeout)."""
     if sys.platform == "linux":
         import ctypes
         import signal

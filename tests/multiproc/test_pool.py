@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multiproc.pool import Pool, WorkerFailed
+from tests.multiproc.pool import Pool, WorkerError
 
 
 def total(offset: float) -> tuple[int, float]:
@@ -45,18 +45,18 @@ def test_results_come_by_rank_and_workers_are_kept(pool: Pool) -> None:
 
 
 def test_the_traceback_of_the_rank_that_raised_is_shown(pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match=r'rank 1 of 2: Traceback(.|\n)*raise ValueError\("rank 1 cannot go on"\)'):
+    with pytest.raises(WorkerError, match=r'rank 1 of 2: Traceback(.|\n)*raise ValueError\("rank 1 cannot go on"\)'):
         pool.run(2, one_raises)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
 def test_a_dead_worker_is_told_with_its_last_output_and_replaced(pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match=r"rank 1 of 2: died \(exit code -9\)(.|\n)*about to go"):
+    with pytest.raises(WorkerError, match=r"rank 1 of 2: died \(exit code -9\)(.|\n)*about to go"):
         pool.run(2, one_dies)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
 def test_a_rank_that_does_not_come_back_is_killed_and_replaced(pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match="rank 0 of 2: still running when the time was over"):
+    with pytest.raises(WorkerError, match="rank 0 of 2: still running when the time was over"):
         pool.run(2, one_never_comes, timeout_s=1.0)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
