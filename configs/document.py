@@ -67,6 +67,11 @@ def read(file: str) -> Document:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{file}:{line}: not UTF-8: byte 0x{raw[error.start]:02x}; save the file as UTF-8") from None
+    return parse(text, file)
+
+
+def parse(text: str, file: str) -> Document:
+    """TOML text under the name of its file. Raises ConfigError: it is not TOML."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

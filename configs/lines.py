@@ -21,7 +21,7 @@ _SCALAR = re.compile(r"[^,\]}#\n]+")
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of every table and key of a valid TOML text: {"training": 3, "training.steps": 4, "model.list[0].key": 9}.
+    """The line of every table and key of a valid TOML text: {"training": 3, "training.steps": 4, "a.list[0].b": 9}.
 
     A key that several statements build up (dotted keys, sub-tables) has the line where it is first named.
     """

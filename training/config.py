@@ -8,46 +8,42 @@ from typing import Annotated, Literal
 
 @dataclass(frozen=True)
 class DataloaderConfig:
-    """How batches are made ready while the step computes; changes the speed, never the batches."""
+    """[training.dataloader]: how batches are made ready while a step computes; never changes the batches."""
 
-    num_workers: Annotated[int, "processes that prepare batches; 0: one thread of the rank", ">= 0"] = 0
-    prefetch_factor: Annotated[int, "batches made ready ahead, per worker or by the thread", ">= 1"] = 2
+    num_workers: Annotated[int, "processes that prepare batches; 0: one thread", ">= 0"] = 0
+    prefetch_factor: Annotated[int, "batches made ready ahead, by each", ">= 1"] = 2
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Data, batch, length and arithmetic of the run."""
+    """[training]: data, batch, length and arithmetic of the run."""
 
     dataset: Annotated[
         Literal["stdlib", "files", "tokens", "huggingface"],
-        "source: Python's own standard library, local text, token files, or a streamed Hugging Face data set",
+        "where the text comes from",
     ] = "stdlib"
-    dataset_path: Annotated[str, "file or glob for files and tokens, owner/name for huggingface"] = ""
-    dataset_text_key: Annotated[str, "field that holds the text in .jsonl, .parquet and huggingface records"] = "text"
+    dataset_path: Annotated[str, "files and globs, by commas; owner/name for huggingface"] = ""
+    dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "what a .bin token file holds"] = "uint16"
-    dataset_subset: Annotated[str, 'subset of a huggingface data set ("en" of allenai/c4); "": its default'] = ""
-    dataset_split: Annotated[str, "split of a huggingface data set that is trained on"] = "train"
+    dataset_subset: Annotated[str, 'of a huggingface data set ("en" of allenai/c4); "": default'] = ""
+    dataset_split: Annotated[str, "of a huggingface data set, to train on"] = "train"
     dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.01
     local_batch_size: Annotated[int, "sequences of one forward and backward of one rank", ">= 1"] = 8
     global_batch_size: Annotated[
         int,
-        "sequences of one step over all ranks; more than the ranks hold: accumulated; -1: as much as they hold",
+        "sequences of a step, all ranks; -1: local x ranks",
         ">= -1",
         "!= 0",
     ] = -1
     seq_len: Annotated[int, "tokens of one sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
-    seed: Annotated[int, "seed of the initial values, the order of the data and dropout", ">= 0", "< 4294967296"] = 0
+    seed: Annotated[int, "of initial values, data order, dropout", ">= 0", "< 4294967296"] = 0
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
-    mixed_precision_param: Annotated[
-        Literal["auto", "bfloat16", "float32"], "forward and backward; auto: bfloat16 where the hardware is fast at it"
-    ] = "auto"
+    mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute; auto: what is fast"] = "auto"
     mixed_precision_reduce: Annotated[Literal["float32"], "gradients on their way between ranks"] = "float32"
-    gc_freq: Annotated[
-        int, "Python's garbage is collected every so many steps, all ranks at once; 0: as Python likes", ">= 0"
-    ] = 50
+    gc_freq: Annotated[int, "steps between garbage collections; 0: as Python likes", ">= 0"] = 50
     dataloader: Annotated[DataloaderConfig, "how batches are made ready"] = field(default_factory=DataloaderConfig)
 
     def check(self) -> None:

@@ -1,0 +1,116 @@
+"""What `train.py --help [section]` prints, and docs/config.md: every key, its default, meaning and legal values.
+
+`python -m configs.help` (make docs) writes docs/config.md; a test fails when the file is stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from configs.errors import ConfigError
+from configs.keys import Key, walk
+from configs.nearest import nearest_key, nearest_section
+from configs.values import to_text
+
+COLUMNS = 100
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+_HELP_AT = 38  # the column where the meaning of a key starts
+_USAGE = """\
+CONFIG.toml, then overrides: --section.key value | --section.key=value | --section.flag (for true)
+Values are TOML; strings need no quotes; lists and tables do: --optimizer.groups '[{pattern = "*norm*"}]'
+"""
+_DOCS_HEAD = """\
+# Settings
+
+Made from the dataclasses by `make docs`; do not edit. The same is told by `python train.py --help [section]`.
+
+A run takes one TOML file and, after it, overrides: `--section.key value`, `--section.key=value`, or `--section.flag`
+alone for true. Strings need no quotes there; lists and tables are written as TOML. A key that is in neither has the
+default below. The keys of `[model]` are those of `models/llama.py`; another `model.name` brings its own.
+"""
+
+
+def help_text(section: str | None = None, *, sections: Mapping[str, type] | None = None) -> str:
+    """The keys of one section, or of all. Raises ConfigError naming the nearest if there is no such section."""
+    sections = sections or _all_sections()
+    if section is None:
+        return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"
+    name = section.strip("[]").split(".")[0]
+    if name not in sections:
+        raise ConfigError(f"--help {section}: no such section{_meant(name, sections)}")
+    return _section_text(name, sections[name]) + "\n"
+
+
+def docs_markdown(*, sections: Mapping[str, type] | None = None) -> str:
+    """The text of docs/config.md."""
+    parts = [_DOCS_HEAD.strip()]
+    for name, kind in (sections or _all_sections()).items():
+        rows = [_row(path, key) for path, key in walk(kind, name)]
+        table = ["| key | default | legal | what it does |", "| --- | --- | --- | --- |", *rows]
+        parts.append(
+            f"## [{name}]\n\n{_sentence(name, kind).removeprefix(f'[{name}]').lstrip(': ').capitalize()}\n\n"
+            + "\n".join(table)
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _section_text(name: str, kind: type) -> str:
+    lines = [_sentence(name, kind)]
+    for path, key in walk(kind, name):
+        head = f"  {path.removeprefix(f'{name}.')} = {_default(key)}"
+        lines += textwrap.wrap(
+            f"{key.help} ({_limits(key)})" if _limits(key) else key.help,
+            COLUMNS,
+            initial_indent=f"{head:{_HELP_AT - 2}}  ",
+            subsequent_indent=" " * _HELP_AT,
+            break_on_hyphens=False,
+        ) or [head]
+    return "\n".join(lines)
+
+
+def _limits(key: Key) -> str:
+    """The legal values as far as the default does not show them already, short enough to fit behind the meaning."""
+    return "|".join(map(str, key.choices)) or ", ".join(bound.text.replace(" ", "") for bound in key.bounds)
+
+
+def _row(path: str, key: Key) -> str:
+    default = "(required)" if key.default is dataclasses.MISSING else f"`{_default(key)}`"
+    cells = (f"`{path}`", default, key.legal(), key.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(key: Key) -> str:
+    return "(required)" if key.default is dataclasses.MISSING else to_text(key.default)
+
+
+def _sentence(name: str, kind: type) -> str:
+    """The head line of a section: its docstring's first, which the dataclasses begin with "[section]"."""
+    doc = (kind.__doc__ or "").strip().split("\n")[0]
+    if doc.startswith(f"[{name}]"):
+        return doc
+    return f"[{name}]: {doc}" if doc and not doc.startswith(f"{kind.__name__}(") else f"[{name}]"
+
+
+def _meant(name: str, sections: Mapping[str, type]) -> str:
+    near = nearest_section(name, sections)
+    if near is None:
+        key = nearest_key(f".{name}", [path for other, kind in sections.items() for path, _ in walk(kind, other)])
+        near = key.split(".")[0] if key else None
+        if key:
+            return f"; {key} is in [{near}]: --help {near}"
+    return f"; did you mean {near}?" if near else f"; there are {', '.join(sections)}"
+
+
+def _all_sections() -> dict[str, type]:
+    from configs import load, schema  # brings torch with it
+
+    sections = load.section_types(schema.Config)
+    return {**sections, "model": schema.model_section(schema.ModelConfig.name)}
+
+
+if __name__ == "__main__":
+    DOCS.parent.mkdir(exist_ok=True)
+    DOCS.write_text(docs_markdown(), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""<run>/config.toml: all settings of a run, written when it starts and compared when it starts again.
+
+A second start goes on with the checkpoints of the first. Under another model, other data, another update rule or another seed
+it would go on with something else under the same name and the same curve; so that is refused, and the way out is named.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs import document
+from configs.document import Document
+from configs.errors import ConfigError, Problems
+from configs.keys import keys_of
+from configs.load import section_types
+from configs.values import to_text
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+
+FILE_NAME = "config.toml"
+# What a run is: under another value of these, what follows would be another run. All else may change between two starts: length,
+# layout, number of ranks, checkpoints, validation, watching, compute precision.
+_IDENTITY = (
+    "model.",
+    "optimizer.",
+    "lr_scheduler.",
+    "training.dataset",
+    "training.seq_len",
+    "training.global_batch_size",
+    "training.max_norm",
+    "training.seed",
+    "training.dtype",
+)
+_MAY_CHANGE = (
+    "optimizer.implementation",  # another kernel, the same rule
+    "lr_scheduler.total_steps",  # grows with training.steps
+)
+
+
+def to_toml(config: Config) -> str:
+    """Every setting, defaults included, as TOML that loads back as an equal Config."""
+    parts = []
+    for name in section_types(type(config)):
+        parts += _tables(name, getattr(config, name))
+    return "\n".join(parts)
+
+
+def save(config: Config, folder: Path) -> None:
+    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. OSError is the caller's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{FILE_NAME}.{os.getpid()}"
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(to_toml(config))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / FILE_NAME)
+
+
+def check_saved(config: Config, folder: Path) -> None:
+    """Raises ConfigError if `folder` holds a run that this config would not continue but falsify; passes if it holds none."""
+    saved = folder / FILE_NAME
+    if not saved.exists():
+        return
+    try:
+        before = document.read(str(saved))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; it was written by this run's first start: restore or remove it") from None
+    problems = Problems()
+    for key, old, new in _differences(config, before):
+        problems.add(f"{config.origin.place(key)}: saved {old}, now {new}", line=config.origin.lines.get(key))
+    if len(problems):
+        problems.add(
+            f"{folder} holds a run with the saved settings: put them back, or start another run with --job.name NAME "
+            f"(from these weights: and --checkpoint.initial_load_path {folder / config.checkpoint.folder})"
+        )
+    problems.raise_any()
+
+
+def _differences(config: Config, before: Document) -> Iterator[tuple[str, str, str]]:
+    """(key, saved, now) of every key that makes the run what it is. A key that the saved file lacks was added since: its default."""
+    saved = dict(_flat(before.tables))
+    now = dict(_flat(document.parse(to_toml(config), FILE_NAME).tables))
+    other_model = saved.get("model.name", config.model.name) != config.model.name
+    defaults = type(config)(model=type(config.model)())
+    old = {**dict(_flat(document.parse(to_toml(defaults), FILE_NAME).tables)), **saved}
+    for key in {**now, **saved}:
+        if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
+            continue
+        if key not in now:
+            yield key, to_text(saved[key]), "no such key"
+        elif old[key] != now[key]:
+            yield key, to_text(old[key]), to_text(now[key])
+
+
+def _matters(key: str, config: Config) -> bool:
+    if key == "training.local_batch_size":
+        return (
+            config.training.global_batch_size == -1
+        )  # then it says how many sequences a step has; else only how they are cut
+    return key.startswith(_IDENTITY) and key not in _MAY_CHANGE
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _tables(path: str, section: Any) -> list[str]:
+    """[path] with its keys, then its nested tables. Lists of tables are written in line, so that order cannot go wrong."""
+    lines, nested = [f"[{path}]"], []
+    for key in keys_of(type(section)).values():
+        value = getattr(section, key.name)
+        if key.table:
+            nested += _tables(f"{path}.{key.name}", value)
+        else:
+            lines.append(f"{key.name} = {to_text(value)}")
+    return ["\n".join(lines) + "\n", *nested]
