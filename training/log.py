@@ -1,0 +1,82 @@
+"""Human lines of one rank: where every other part of the run says what it does.
+
+Floor 3, beside progress.py; made once in train.py and handed down as an argument, so that nothing reaches for a global
+logger. Lines go to standard output and nowhere else: the launcher already files each rank's output.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TextIO
+
+# Select Graphic Rendition codes (ECMA-48, 8.3.117); the bright-free set is legible on light and dark terminals.
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35"}
+
+
+class Log:
+    """Writes lines as `[rank step] text`: information from global rank 0 only, warnings and errors from every rank.
+
+    The methods take printf arguments as logging.Logger's do, so either may be passed where a `log` is asked for.
+    A line (or a text of several) leaves in one write, so lines of ranks that share a pipe do not interleave below the
+    pipe's atomic size (4096 bytes on Linux). Safe to use from several threads.
+
+    `step` is set by the loop and names the last committed optimizer step.
+    """
+
+    def __init__(
+        self, *, global_rank: int = 0, group: str = "", stream: TextIO | None = None, colour: bool = True
+    ) -> None:
+        """`group` names the replica group once there are several. `colour` permits colour; only a terminal gets it."""
+        self.global_rank = global_rank
+        self.step: int | None = None
+        self._group = group
+        self._stream = sys.stdout if stream is None else stream
+        self._lock = threading.Lock()
+        self.is_terminal = _is_terminal(self._stream)
+        self.colour = colour and self.is_terminal
+
+    def info(self, message: str, *args: object) -> None:
+        """Say it on global rank 0 only."""
+        if self.global_rank == 0:
+            self._write("", message, args)
+
+    def warning(self, message: str, *args: object) -> None:
+        """Say it on whichever rank it happens."""
+        self._write(self.paint("warning: ", "yellow"), message, args)
+
+    def error(self, message: str, *args: object) -> None:
+        """Say, on whichever rank it happens, what is about to end the run."""
+        self._write(self.paint("error: ", "red"), message, args)
+
+    def overwrite(self, text: str) -> None:
+        """Replace the terminal's current line (a progress bar); elsewhere, and on other ranks, nothing."""
+        if self.is_terminal and self.global_rank == 0:
+            self._put(f"\r\x1b[K{text}")  # EL: erase to the end of the line
+
+    def paint(self, text: str, *styles: str) -> str:
+        """`text` in the given styles (names in _CODES), or as it is where there is no colour."""
+        if not self.colour:
+            return text
+        return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
+
+    def prefix(self) -> str:
+        """`[rank step]`, or `[group/rank step]` once there are groups; no step before the first is known."""
+        who = f"{self._group}/{self.global_rank}" if self._group else f"{self.global_rank}"
+        return f"[{who}]" if self.step is None else f"[{who} {self.step}]"
+
+    def _write(self, level: str, message: str, args: tuple[object, ...]) -> None:
+        text = message % args if args else message
+        self._put(f"{self.paint(self.prefix(), 'dim')} {level}{text}\n")
+
+    def _put(self, text: str) -> None:
+        with self._lock:
+            try:
+                self._stream.write(text)
+                self._stream.flush()  # a pipe is block-buffered: without it a killed rank takes its last words along
+            except BrokenPipeError:
+                pass  # whoever read us (`| head`) has gone; training goes on
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return bool(getattr(stream, "isatty", lambda: False)())

@@ -1,0 +1,333 @@
+"""What a run shows of itself: the console line, metrics.jsonl and the charts.
+
+Floor 3. train.py calls Meter.step after each committed step and Meter.validation after each look at held-out text; the
+figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and
+memory is read on logging steps only, from counters on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any
+
+from training.extras import need
+from training.progress import LONG_PHASES, Progress, duration
+from training.sinks import Sinks
+
+if TYPE_CHECKING:
+    from parallelisms.device import Device
+    from training.log import Log
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """How often the run says how it is doing, and where."""
+
+    log_freq: Annotated[int, "steps between console lines (and chart points); first and last step always", ">= 1"] = 10
+    enable_tensorboard: Annotated[bool, "write TensorBoard charts; metrics.jsonl is written always"] = True
+    save_tb_folder: Annotated[str, "TensorBoard's folder inside the run's"] = "tb"
+    enable_wandb: Annotated[bool, "write Weights & Biases charts (needs the wandb package)"] = False
+    disable_color_printing: Annotated[bool, "no colours on a terminal"] = False
+    peak_tflops: Annotated[
+        float, "peak of one device in TFLOP/s, for MFU; 0: MFU on devices whose peak is known, none elsewhere", ">= 0"
+    ] = 0.0
+
+    def check(self) -> None:
+        folder = PurePath(self.save_tb_folder)
+        if not self.save_tb_folder or folder.is_absolute() or ".." in folder.parts or folder == PurePath():
+            raise ValueError(
+                f'metrics.save_tb_folder = "{self.save_tb_folder}": must name a folder inside the run\'s; nearest: "tb"'
+            )
+        if self.enable_wandb:
+            need("wandb", extra="wandb", setting="metrics.enable_wandb = true")
+
+
+class Meter:
+    """Turns committed steps into console lines, journal lines and chart points.
+
+    Every rank makes one (it is cheap and takes part in the checkpoint); only the rank with sinks writes, and the log
+    says lines on global rank 0. Make it just before the loop: the first step's time counts from here, or from
+    load_state_dict. A step's seconds are those of the clock less progress.LONG_PHASES (checkpoint, validation), which
+    are reported on their own.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        *,
+        sinks: Sinks,
+        log: Log,
+        progress: Progress,
+        steps: int,
+        device: Device | None = None,
+        world_size: int = 1,
+        flops_per_token: float = 0.0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: see there."""
+        self.tokens = 0  # valid tokens since step 0, over all starts and ranks
+        self._config, self._sinks, self._log, self._progress = config, sinks, log, progress
+        self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
+        self._wall_clock = wall_clock
+        self._memory = Memory(device)
+        self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
+        self._first_step: int | None = None  # of this start
+        self._after_first_s = 0.0
+        self._interval = _Interval()
+        self._spent = self._clocks()
+
+    def step(
+        self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int, max_loss: float | None = None
+    ) -> None:
+        """Step `step` is committed. Loss in nats per token over all ranks; `tokens` valid in this step, over all ranks.
+
+        `max_loss` is the largest of the ranks' own losses, where somebody measured it.
+        """
+        lap = self._lap()
+        self.tokens += tokens
+        self._interval = self._interval.plus(lap, tokens)
+        first = self._first_step is None
+        if self._first_step is None:
+            self._first_step, self._after_first_s = step, self._progress.total()
+        logging_step = first or step % self._config.log_freq == 0 or step == self._steps
+        if logging_step:
+            self._memory.read()
+        self._journal(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=self.tokens,
+            tokens_per_s=_per(tokens, lap.step_s),
+            memory_gib=self._memory.gib,
+            step_s=lap.step_s,
+            data_s=lap.data_s,
+            checkpoint_s=lap.checkpoint_s,
+        )
+        if logging_step:
+            rates = self._rates()
+            self._log.info(self._line(step, loss, grad_norm, lr, rates))
+            scalars = {
+                "loss_metrics/global_avg_loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "n_tokens_seen": self.tokens,
+            }
+            if max_loss is not None:
+                scalars["loss_metrics/global_max_loss"] = max_loss
+            self._chart(step, {**scalars, **rates, **self._memory.scalars})
+            self._interval = _Interval()
+
+    def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
+        """A look at held-out text after `step`: nats per token, bits per byte, valid tokens and seconds it took."""
+        self._log.info(
+            f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
+            f"{bits_per_byte:.4f} bits per byte  {tokens:,} tokens in {seconds:.1f} s"
+        )
+        self._journal(
+            step,
+            validation_loss=loss,
+            validation_bits_per_byte=bits_per_byte,
+            validation_s=seconds,
+            validation_tokens=tokens,
+        )
+        self._chart(
+            step,
+            {
+                "validation_metrics/loss": loss,
+                "validation_metrics/bits_per_byte": bits_per_byte,
+                "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
+            },
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens = int(state["tokens"])
+        self._spent = self._clocks()
+
+    def close(self) -> None:
+        """Closes the sinks."""
+        self._sinks.close()
+
+    def _clocks(self) -> tuple[float, float, float, float]:
+        spent = self._progress.spent
+        return self._progress.total(), spent("data"), spent("checkpoint"), spent(*LONG_PHASES)
+
+    def _lap(self) -> _Lap:
+        """What passed since the last one."""
+        before, self._spent = self._spent, self._clocks()
+        total, data, checkpoint, long_phases = (now - then for now, then in zip(self._spent, before, strict=True))
+        return _Lap(step_s=total - long_phases, data_s=data, checkpoint_s=checkpoint)
+
+    def _rates(self) -> dict[str, float]:
+        """Means over the steps since the last logging step. Throughput is per device, as MFU's definition wants it."""
+        interval = self._interval
+        tps = _per(interval.tokens, interval.step_s) / self._world_size
+        rates = {
+            "throughput(tps)": tps,
+            "time_metrics/end_to_end(s)": interval.step_s / interval.steps,
+            "time_metrics/data_loading(s)": interval.data_s / interval.steps,
+            "time_metrics/data_loading(%)": 100 * _per(interval.data_s, interval.step_s),
+        }
+        if self._flops_per_token:
+            rates["tflops"] = self._flops_per_token * tps / 1e12
+            if self._peak_tflops:
+                rates["mfu(%)"] = 100 * rates["tflops"] / self._peak_tflops
+        return rates
+
+    def _line(self, step: int, loss: float, grad_norm: float, lr: float, rates: dict[str, float]) -> str:
+        paint = self._log.paint
+        fields = [
+            paint(f"step {step}/{self._steps}", "bold"),
+            paint(f"loss {loss:.4f}", "green"),
+            f"grad norm {grad_norm:.4f}",
+            f"lr {lr:.2e}",
+            paint(f"{rates['throughput(tps)'] * self._world_size:,.0f} tok/s", "blue"),
+            f"memory {self._memory.text()}",
+        ]
+        if "mfu(%)" in rates:
+            fields.append(paint(f"mfu {rates['mfu(%)']:.1f}%", "magenta"))
+        eta_s = self._eta_s(step)
+        if eta_s is not None:
+            fields.append(f"ETA {duration(eta_s)}")
+        return "  ".join(fields)
+
+    def _eta_s(self, step: int) -> float | None:
+        """Seconds to the last step at the pace of this start, all told; its first step (compilation) left out."""
+        done = step - (self._first_step or 0)
+        if done <= 0 or step >= self._steps:
+            return None
+        return (self._progress.total() - self._after_first_s) / done * (self._steps - step)
+
+    def _journal(self, step: int, **scalars: float) -> None:
+        for sink in self._sinks.journals:
+            sink.write(step, {**scalars, "time": self._wall_clock()})
+
+    def _chart(self, step: int, scalars: dict[str, float]) -> None:
+        for sink in self._sinks.charts:
+            sink.write(step, scalars)
+
+
+class Memory:
+    """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever.
+
+    The counters are the host's: reading them does not wait for the device.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self.gib = 0.0
+        self.scalars: dict[str, float] = {}
+        self._device = device
+        self._total_gib = _total_gib(device)
+
+    def read(self) -> None:
+        """Takes the figures and starts the peak anew."""
+        if self._device is None:
+            return
+        if self._device.type != "cuda":
+            self.gib = self._device.memory_gib()
+            self.scalars = self._tags("active", self.gib)
+            return
+        import torch
+
+        stats = torch.cuda.memory_stats(self._device.torch_device)
+        torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+        self.gib = stats.get("reserved_bytes.all.peak", 0) / 2**30
+        self.scalars = {
+            **self._tags("active", stats.get("active_bytes.all.peak", 0) / 2**30),
+            **self._tags("reserved", self.gib),
+            "memory/num_alloc_retries": stats.get("num_alloc_retries", 0),
+            "memory/num_ooms": stats.get("num_ooms", 0),
+        }
+
+    def text(self) -> str:
+        """`1.25 GiB (5%)`."""
+        return f"{self.gib:.2f} GiB" + (f" ({self.gib / self._total_gib:.0%})" if self._total_gib else "")
+
+    def _tags(self, kind: str, gib: float) -> dict[str, float]:
+        tags = {f"memory/max_{kind}(GiB)": gib}
+        if self._total_gib:
+            tags[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
+        return tags
+
+
+def flops_per_token(
+    parameters: int, embedding_parameters: int, *, layers: int, heads: int, head_dim: int, seq_len: int
+) -> float:
+    """Floating-point operations of forward and backward per token of a decoder, as MFU counts them.
+
+    6 (N - N_embedding) + 12 L H D T: two operations per weight forward and four backward, and attention's two products
+    without a discount for the causal half (PaLM, arXiv 2204.02311, appendix B; torchtitan counts the same).
+    """
+    return 6.0 * (parameters - embedding_parameters) + 12.0 * layers * heads * head_dim * seq_len
+
+
+# Dense bf16 peaks in TFLOP/s from the vendors' data sheets; the first pattern found in the device's name counts.
+_PEAKS = (
+    (r"\bMIG\b", None),  # a slice of a card has a slice of its peak
+    (r"\bA100\b", 312.0),
+    (r"\bH100 NVL\b", 835.0),
+    (r"\bH100 PCIe\b", 756.0),
+    (r"\bH100\b.*(HBM3|SXM)", 989.0),
+    (r"\bH200 NVL\b", 835.0),
+    (r"\bH200\b", 989.0),
+    (r"\bH20\b", 148.0),
+    (r"\bGB200\b", 2500.0),
+    (r"\bB200\b", 2250.0),
+    (r"\bMI250X\b", 191.5),
+    (r"\bMI300X\b", 1300.0),
+    (r"\bMI355X\b", 2500.0),
+    (r"\bL40S\b", 362.0),
+)
+
+
+def known_peak_tflops(device_name: str) -> float | None:
+    """The device's peak, or None: a guessed peak gives an MFU that means nothing."""
+    return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
+
+
+@dataclass(frozen=True)
+class _Lap:
+    """Seconds of one step."""
+
+    step_s: float
+    data_s: float
+    checkpoint_s: float
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """Sums since the last logging step."""
+
+    steps: int = 0
+    tokens: int = 0
+    step_s: float = 0.0
+    data_s: float = 0.0
+
+    def plus(self, lap: _Lap, tokens: int) -> _Interval:
+        return _Interval(self.steps + 1, self.tokens + tokens, self.step_s + lap.step_s, self.data_s + lap.data_s)
+
+
+def _per(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def _total_gib(device: Device | None) -> float:
+    """Memory of the device, or of the machine for a CPU; 0 where nobody says."""
+    if device is None:
+        return 0.0
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError):
+        return 0.0

@@ -1,0 +1,62 @@
+"""What to say when a loss or a gradient is no longer a number: which rank, which parameter, which text.
+
+Floor 3. Called on every rank after all agreed that something is not finite and before the optimizer would have stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAMED = 3  # how many of each are listed; the first tell the story
+
+
+def describe(
+    rank: int,
+    step: int,
+    losses: Sequence[tuple[int, Sequence[int], float]],
+    named_gradients: Mapping[str, Tensor | None],
+) -> str:
+    """One line on what is not finite on `rank`, or "" where everything is.
+
+    `losses`: slot, positions (sequence indices) and loss sum of each microbatch this rank has run in `step`, the step
+    that was not taken. `named_gradients`: local tensors; after a reduction over ranks they may show what another rank
+    caused. Waits for the device: the run is over.
+    """
+    bad_losses = [
+        f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
+    ]
+    bad_gradients = []
+    for name, gradient in named_gradients.items():
+        if gradient is None:
+            continue
+        wrong = gradient.numel() - int(gradient.isfinite().sum())
+        if wrong:
+            bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values{_kinds(gradient)})")
+    parts = [*_first(bad_losses, "microbatches"), *_first(bad_gradients, "parameters")]
+    if bad_gradients and losses and not bad_losses:
+        run = ", ".join(_positions(positions) for _, positions, _ in losses[:_NAMED])
+        parts.append(f"its losses are finite ({run}{', ...' if len(losses) > _NAMED else ''})")
+    return f"step {step} not taken, rank {rank}: {'; '.join(parts)}" if parts else ""
+
+
+def _first(texts: list[str], noun: str) -> list[str]:
+    more = len(texts) - _NAMED
+    return texts[:_NAMED] + ([f"{more} more {noun}"] if more > 0 else [])
+
+
+def _positions(positions: Sequence[int]) -> str:
+    if len(positions) == 1:
+        return f"position {positions[0]}"
+    if list(positions) == list(range(positions[0], positions[0] + len(positions))):
+        return f"positions {positions[0]}-{positions[-1]}"
+    return f"positions {', '.join(map(str, positions))}"
+
+
+def _kinds(gradient: Tensor) -> str:
+    kinds = [word for word, found in (("nan", gradient.isnan()), ("inf", gradient.isinf())) if bool(found.any())]
+    return f": {' and '.join(kinds)}"

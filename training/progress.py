@@ -1,0 +1,232 @@
+"""Where the time goes: phases of the loop, a bar for long work, and the closing summary.
+
+Floor 3. The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own
+thread where this rank is right now, and train.py prints `summary` last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+Clock = Callable[[], float]
+
+# The phases of a run and how a reader is told that a rank is in one. Other names may be used and stand for themselves.
+PHASES = {
+    "": "between phases",
+    "start": "start",
+    "data": "data loading",
+    "compute": "forward and backward",
+    "reduce": "gradient reduction",
+    "optimizer": "optimizer step",
+    "checkpoint": "checkpoint",
+    "validation": "validation",
+    "sample": "text sample",
+}
+# Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
+LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample"})
+
+
+class LogLike(Protocol):
+    """What a Bar needs of training.log.Log."""
+
+    is_terminal: bool
+
+    def info(self, message: str, *args: object) -> None: ...
+
+    def overwrite(self, text: str) -> None: ...
+
+
+class Progress:
+    """The phase this rank is in, and the seconds spent in each phase so far.
+
+    Phases nest; a second is counted once: for the innermost phase, or for the outermost of LONG_PHASES it lies in (data
+    loaded for validation is validation's). Phases are entered by the thread that made the object; any thread may ask.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._began = clock()
+        self._mark = self._began  # up to here every second is on some phase's account
+        self._thread = threading.get_ident()
+        # Replaced, never changed: one attribute read gives another thread a consistent stack without a lock.
+        self._stack: tuple[tuple[str, float], ...] = ()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's seconds for `name`, less those of phases inside it."""
+        assert threading.get_ident() == self._thread, f"phase {name!r}: entered by a foreign thread"
+        outer = self._stack
+        self._account()
+        self._stack = (*outer, (name, self._mark))
+        try:
+            yield
+        finally:
+            self._account()
+            self._stack = outer
+
+    def current(self) -> tuple[str, float]:
+        """The innermost open phase and the seconds since it was entered; ("", 0.0) outside of all."""
+        stack = self._stack
+        return (stack[-1][0], self._clock() - stack[-1][1]) if stack else ("", 0.0)
+
+    def open_phases(self) -> tuple[tuple[str, float], ...]:
+        """Name and seconds since entry of each open phase, outermost first."""
+        stack, now = self._stack, self._clock()
+        return tuple((name, now - since) for name, since in stack)
+
+    def total(self) -> float:
+        """Seconds since this object was made."""
+        return self._clock() - self._began
+
+    def spent(self, *names: str) -> float:
+        """Seconds counted for the phases `names` together, including those of a block that is still open."""
+        self._account()
+        return sum(self.seconds.get(name, 0.0) for name in names)
+
+    def _account(self) -> None:
+        now = self._clock()
+        if self._stack:
+            open_names = [name for name, _ in self._stack]
+            name = next((name for name in open_names if name in LONG_PHASES), open_names[-1])
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+
+class Bar:
+    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every few seconds.
+
+    Nothing is printed for work that ends within the first interval, except on a terminal. `total` 0: unknown.
+    """
+
+    def __init__(
+        self,
+        total: float,
+        label: str,
+        unit: str,
+        *,
+        log: LogLike,
+        clock: Clock = time.monotonic,
+        interval_s: float = 5.0,
+    ) -> None:
+        self.done = 0.0
+        self._total, self._label, self._unit = total, label, unit
+        self._log, self._clock = log, clock
+        self._interval_s = 0.1 if log.is_terminal else interval_s
+        self._began = self._shown = clock()
+
+    def update(self, amount: float) -> None:
+        """`amount` more is done."""
+        self.done += amount
+        now = self._clock()
+        if now - self._shown >= self._interval_s:
+            self._shown = now
+            self._show(self.text())
+
+    def text(self) -> str:
+        """One line: label, picture, share, rate and the time that is left at this rate."""
+        seconds = self._clock() - self._began
+        rate = self.done / seconds if seconds > 0 else 0.0
+        speed = f"{quantity(rate)} {self._unit}/s"
+        if self._total <= 0:
+            return f"{self._label}: {quantity(self.done)} {self._unit}, {speed}"
+        share = min(1.0, self.done / self._total)
+        left = f", {duration((self._total - self.done) / rate)} left" if rate > 0 and share < 1 else ""
+        amount = f"{quantity(self.done)} of {quantity(self._total)} {self._unit}"
+        return f"{self._label}: {_picture(share)}{share:4.0%}, {amount}, {speed}{left}"
+
+    def close(self) -> None:
+        """Take the bar off the terminal; what was done is for the caller to say, in words."""
+        self._log.overwrite("")
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _show(self, text: str) -> None:
+        if self._log.is_terminal:
+            self._log.overwrite(text)
+        else:
+            self._log.info(text)
+
+
+# What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
+_ACCOUNTS = {
+    "compute": ("compute", "reduce", "optimizer"),
+    "data": ("data",),
+    "checkpoint": ("checkpoint",),
+    "validation": ("validation",),
+}
+
+
+def summary(
+    progress: Progress,
+    *,
+    steps: int,
+    first_step: int,
+    tokens: int,
+    loss: float | None,
+    validation_loss: float | None = None,
+    saved: str = "",
+    next_command: str = "",
+) -> str:
+    """The run's closing lines: what was done, what it cost, what came of it, what to type next.
+
+    `steps` is the last committed step and `first_step` the step this start resumed from (0: none); `tokens` are those
+    of this start alone. `saved` names the last checkpoint.
+    """
+    total = progress.total()
+    counted = {name: progress.spent(*phases) for name, phases in _ACCOUNTS.items()}
+    counted["other"] = max(0.0, total - sum(counted.values()))
+    shares = ", ".join(f"{name} {seconds:.1f} s ({_share(seconds, total)})" for name, seconds in counted.items())
+    since = f" (resumed at {first_step})" if first_step else ""
+    rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
+    lines = [f"finished step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
+    losses = [f"training {loss:.4f}"] if loss is not None else []
+    losses += [f"validation {validation_loss:.4f}"] if validation_loss is not None else []
+    if losses:
+        lines.append(f"  loss: {', '.join(losses)}")
+    if saved:
+        lines.append(f"  checkpoint: {saved}")
+    if next_command:
+        lines.append(f"  next: {next_command}")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3:05 (minutes), 2:03:05 (hours), 3 d 02:03 as a reader wants it."""
+    whole = int(seconds + 0.5)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, second = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{second:02}"
+    hours, minute = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{hours // 24} d {hours % 24:02}:{minute:02}"
+
+
+def quantity(value: float) -> str:
+    """950, 12.3k, 4.57M, 1.20G: three figures and a decimal prefix."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while abs(value) >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        prefixes.pop(0)
+    digits = 0 if abs(value) >= 99.5 or not prefixes[0] else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{prefixes[0]}"
+
+
+def _picture(share: float, width: int = 20) -> str:
+    full = int(share * width)
+    return f"[{'#' * full}{'.' * (width - full)}] "
+
+
+def _share(seconds: float, total: float) -> str:
+    return f"{seconds / total:.0%}" if total > 0 else "0%"

@@ -1,0 +1,106 @@
+"""Signals become wishes that the loop asks for once a step, so that all ranks act on them at the same step.
+
+Floor 3. train.py carries `take()` in the step's one small all-reduce and acts on what the ranks agree on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from training.progress import Clock
+
+if TYPE_CHECKING:
+    from training.log import Log
+
+STOP = 1  # save, then exit 0
+SAVE = 2  # save, then go on
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+# A launcher, a terminal and a scheduler may each deliver the same wish; what comes this soon is no second one.
+_SAME_WISH_S = 2.0
+
+
+class Signals:
+    """From construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE.
+
+    A second stop signal ends the process at once with 128 + its number. That works while the loop is stuck in C code,
+    where Python runs no handler: the interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a
+    thread reads it. Make it in the main thread.
+    """
+
+    def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
+        assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
+        self._log, self._clock, self._exit_now = log, clock, exit_now
+        self._lock = threading.Lock()
+        self._wishes = 0
+        self._stop_asked: float | None = None
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, _noted) for number in (*_STOPPING, signal.SIGUSR1)}
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
+        self._thread.start()
+        os.register_at_fork(after_in_child=self._forget_in_child)
+
+    def take(self) -> int:
+        """STOP | SAVE as far as asked for since the last call on this rank; 0: nothing."""
+        with self._lock:
+            wishes, self._wishes = self._wishes, 0
+        return wishes
+
+    def close(self) -> None:
+        """Gives the signals back to whoever had them. May be called twice."""
+        if not self._old_handlers:
+            return
+        self._restore()
+        self._writer.close()  # ends the reading thread
+        self._thread.join(timeout=5.0)
+        self._reader.close()
+
+    def received(self, number: int) -> None:
+        """Signal `number` has arrived."""
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            self._wish(SAVE)
+            self._log.info(f"{name}: saving after this step, then going on")
+            return
+        now = self._clock()
+        if self._stop_asked is None:
+            self._stop_asked = now
+            self._wish(STOP)
+            self._log.info(f"{name}: saving after this step, then leaving; another one ends the run at once")
+        elif now - self._stop_asked >= _SAME_WISH_S:
+            # Not through the log: the stuck loop may hold its lock.
+            os.write(2, f"{name} again: ending at once, without saving\n".encode())
+            self._exit_now(128 + number)
+
+    def _wish(self, wish: int) -> None:
+        with self._lock:
+            self._wishes |= wish
+
+    def _read(self) -> None:
+        while numbers := self._reader.recv(64):
+            for number in numbers:
+                if number in self._old_handlers:  # others' handlers write here too
+                    self.received(number)
+
+    def _restore(self) -> None:
+        signal.set_wakeup_fd(self._old_wakeup_fd)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._old_handlers = {}
+
+    def _forget_in_child(self) -> None:
+        """A forked child shares the socket: without this, a signal to the child would be taken for the parent's."""
+        if self._old_handlers:
+            self._restore()
+
+
+def _noted(number: int, frame: object) -> None:
+    """Does nothing: its being there keeps the default action away and makes the interpreter write to the socket."""

@@ -1,0 +1,264 @@
+"""A hang is told before it is ended: which rank is where, in one line.
+
+Floor 3. A thread on every rank watches progress.py's phases from outside the loop; ranks speak through the process
+group's key-value store, since in a hang no collective gets through. A rank whose data loader hangs stands in no
+collective, so no collective's timeout would ever end it; here it ends like the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from training.progress import LONG_PHASES, PHASES, Clock, Progress
+
+if TYPE_CHECKING:
+    from training.log import Log
+
+POLL_S = 1.0
+
+
+class Store(Protocol):
+    """The part of torch.distributed.Store that is used; its failures are RuntimeErrors."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+
+class Abort(Protocol):
+    """Ends this process some time from now, unless called off."""
+
+    def arm(self, after_s: float) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class StackDump:
+    """Writes every thread's stack to standard error, which is the rank's log, and exits with 1.
+
+    It is a timer in C: it fires even while the watchdog's own thread waits for a store that died, or for Python's lock.
+    """
+
+    def arm(self, after_s: float) -> None:
+        faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
+
+    def cancel(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class Watchdog:
+    """Past `timeout_s` without a finished step says who is where and then ends the process.
+
+    The first step since the start, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. Once a rank
+    suspects a hang it publishes its phase; rank 0 (a later one where 0 is gone) waits up to `answer_s` for the others
+    and prints one line; some `grace_s` later every rank dumps its stacks and exits. A step that finishes in between
+    calls all of it off.
+
+    `store` should be a connection of its own (`store.clone()`): on a shared one the loop may be waiting.
+    `record` is called once per hang, after the line was due: the place to save the flight recorder.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        store: Store,
+        *,
+        global_rank: int,
+        world_size: int,
+        timeout_s: float,
+        long_timeout_s: float,
+        log: Log,
+        clock: Clock = time.monotonic,
+        abort: Abort | None = None,
+        record: Callable[[], object] = lambda: None,
+        answer_s: float = 5.0,
+        grace_s: float = 20.0,
+    ) -> None:
+        self._progress, self._store = progress, store
+        self._global_rank, self._world_size = global_rank, world_size
+        self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
+        self._log, self._clock, self._record = log, clock, record
+        self._abort = StackDump() if abort is None else abort
+        # Rank 0 speaks first; another takes over only when rank 0 has had its time.
+        self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
+        self._ends_after_s = 2 * answer_s + grace_s
+        self._steps = 0  # finished since the start
+        self._since = self._polled = clock()
+        self._suspected: float | None = None  # the instant, while a hang is suspected
+        self._steps_then = 0
+        self._told = False
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Watches from a thread of its own until `close`."""
+        self._since = self._polled = self._clock()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def step_done(self) -> None:
+        """The loop has finished a step."""
+        self._steps += 1
+        self._since = self._clock()
+
+    def poll(self) -> None:
+        """One look, once a second: suspects, publishes, tells or calls off."""
+        now = self._clock()
+        if now - self._polled > 5 * POLL_S:
+            # This thread itself did not run (Ctrl-Z, a suspended machine): that time is not the step's.
+            self._since += now - self._polled
+        self._polled = now
+        waited_s, limit_s = self._waited(now)
+        if self._suspected is not None and self._steps != self._steps_then:
+            self._call_off(now)
+        elif waited_s > limit_s:
+            self._suspect(now, waited_s)
+
+    def close(self) -> None:
+        """Stops watching; nothing is ended afterwards."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * POLL_S)
+        if self._suspected is not None:
+            self._abort.cancel()
+            self._suspected = None
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            self.poll()
+
+    def _waited(self, now: float) -> tuple[float, float]:
+        """Seconds without progress, and how many are too many."""
+        long_s = next((seconds for name, seconds in self._progress.open_phases() if name in LONG_PHASES), None)
+        if long_s is not None:
+            self._since = now  # when the phase is over, the step's time starts anew
+            return long_s, self._long_timeout_s
+        return now - self._since, self._timeout_s if self._steps else self._long_timeout_s
+
+    def _suspect(self, now: float, waited_s: float) -> None:
+        if self._suspected is None:
+            self._suspected, self._steps_then, self._told = now, self._steps, False
+            self._abort.arm(self._ends_after_s)  # first: whatever follows may hang as well
+        if self._told:
+            return
+        try:
+            self._store.set(self._key(self._global_rank), self._whereabouts())
+            answers = self._answers()
+            if len(answers) < self._world_size and now - self._suspected < self._patience_s:
+                return
+            mine = self._claim(answers)
+        except RuntimeError as error:  # the store went with the rank that keeps it: say what is known here
+            answers, mine = {self._global_rank: json.loads(self._whereabouts())}, True
+            self._log.warning("the other ranks cannot be asked where they are: %s", str(error).splitlines()[0])
+        self._told = True
+        if mine:
+            where = describe(answers, self._world_size)
+            ends_s = self._ends_after_s - (now - self._suspected)
+            self._log.error(f"no step for {waited_s:.0f} s: {where}; stack dumps and the end in {ends_s:.0f} s")
+        self._record()
+
+    def _call_off(self, now: float) -> None:
+        assert self._suspected is not None
+        self._abort.cancel()
+        self._log.warning(f"going on: a step finished {now - self._suspected:.0f} s after a hang was suspected")
+        self._suspected = None
+        with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
+            self._store.delete_key(self._key(self._global_rank))
+
+    def _whereabouts(self) -> str:
+        phases = self._progress.open_phases()
+        innermost, seconds = phases[-1] if phases else ("", self._clock() - self._since)
+        words = PHASES.get(innermost, innermost)
+        around = next((name for name, _ in phases[:-1] if name in LONG_PHASES), None)
+        where = f"{words} in {PHASES[around]}" if around else words
+        return json.dumps({"step": self._steps, "where": where, "seconds": seconds})
+
+    def _answers(self) -> dict[int, dict[str, Any]]:
+        """What each rank that answered says; of this hang, for ranks are at most one step apart."""
+        found = {}
+        for rank in range(self._world_size):
+            if self._store.check([self._key(rank)]):
+                answer = json.loads(self._store.get(self._key(rank)))
+                if abs(answer["step"] - self._steps) <= 1:
+                    found[rank] = answer
+        return found
+
+    def _claim(self, answers: Mapping[int, Mapping[str, Any]]) -> bool:
+        """True for the one rank that is to print."""
+        step = min(answer["step"] for answer in answers.values())
+        return self._store.add(f"watchdog/told/{step}", 1) == 1
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"watchdog/rank/{rank}"
+
+
+def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
+    """Who is where, the longest first: `rank 3: data loading for 41 s; ranks 0-1: ... ; rank 2 does not answer`."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank in sorted(answers):
+        ranks_at.setdefault(answers[rank]["where"], []).append(rank)
+    seconds = {where: max(answers[rank]["seconds"] for rank in ranks) for where, ranks in ranks_at.items()}
+    parts = [
+        f"{_ranks(ranks_at[where])}: {where} for {seconds[where]:.0f} s"
+        for where in sorted(ranks_at, key=lambda where: -seconds[where])
+    ]
+    silent = [rank for rank in range(world_size) if rank not in answers]
+    if silent:
+        parts.append(f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+    return "; ".join(parts)
+
+
+def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
+    """Environment for torch's flight recorder, which remembers the last `trace_buf_size` collectives of a rank; 0: off.
+
+    To be set before the first process group is made. Names as torch 2.13 reads them: FlightRecorder.hpp
+    (TORCH_FR_BUFFER_SIZE, earlier TORCH_NCCL_TRACE_BUFFER_SIZE) and ProcessGroupNCCL.hpp. NCCL dumps by itself when one
+    of its own timeouts strikes; `dump_flight_recorder` does it for a hang that the watchdog finds, on gloo too.
+    `torchfrtrace FOLDER -p rank_` reads the files.
+    """
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(trace_buf_size),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if trace_buf_size else "0",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "rank_"),  # torch appends the rank
+    }
+
+
+def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
+    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access."""
+    from torch._C import _distributed_c10d as c10d
+
+    # Which of the two exists depends on whether the build has NCCL; the second covers gloo.
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank_{global_rank}"
+    path.write_bytes(dump())
+    return path
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-6, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
