@@ -1,0 +1,453 @@
+"""Tokenises a corpus once and maps it ever after; the cache is named by content, so a changed file is another cache.
+
+Flow: dataset.py calls `open_corpus`; order.py reads documents out of the `Corpus`.
+
+    <cache>/<key>/tokens.bin      ids of all documents back to back (of text; token files are mapped where they lie)
+                  documents.npy   [documents + 1] int64: document d is ids[documents[d] : documents[d + 1]]
+                  buckets.npy     [documents] uint16: its content's hash mod 1000, which decides its split
+                  meta.json       figures
+    <cache>/seen/<stamps>         the key that files with these names, sizes and times had: spares reading them again
+    <cache>/lock                  held while one process builds; holds how far it is
+
+The key is the digest of the files' names and contents, how they are read, and the tokenizer. A folder appears under its
+final name whole, by one rename. The lock spares work, the rename keeps it right: without working locks (some network
+folders) two starts at once both build, and the second to finish takes what the first left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
+from training.progress import Bar, LogLike
+from training.tokenizer import Tokenizer
+
+FORMAT = 1
+BUCKETS = 1000
+BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
+SCAN_IDS = 1 << 22
+PIECE_IDS = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
+POLL_S = 0.05
+TELL_S = 0.2
+WORDS_BYTES = 80
+STUCK_S = 1800.0  # a builder that shows no progress for so long is reported
+FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
+YOUNG_NS = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
+
+
+class Log(LogLike, Protocol):
+    """What is needed of training.log.Log."""
+
+    def warning(self, message: str, *args: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Meta:
+    """meta.json: what the cache holds. `content` is the digest of the corpus whatever the tokenizer."""
+
+    format: int
+    content: str
+    files: int
+    bytes: int
+    skipped: tuple[str, ...]
+    documents: int
+    tokens: int
+    largest_id: int
+    dtype: str
+
+
+class TokenStore:
+    """The ids of a corpus: one long array over memory-mapped files. Pickles as names; workers map for themselves."""
+
+    def __init__(self, paths: tuple[Path, ...], dtype: str) -> None:
+        self._arguments = (paths, dtype)
+        self._parts = [map_ids(path, dtype) for path in paths]
+        self._ends = np.cumsum([len(part) for part in self._parts])
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[tuple[Path, ...], str]]:
+        return TokenStore, self._arguments
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """ids[start : start + count] as a view; the span lies in one file, as every document does."""
+        index = int(np.searchsorted(self._ends, start, side="right")) if len(self._parts) > 1 else 0
+        part = self._parts[index]
+        start -= int(self._ends[index]) - len(part)
+        return part[start : start + count]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus. `key` names content and tokenizer: equal keys, equal documents."""
+
+    folder: Path
+    meta: Meta
+    store: TokenStore
+    bounds: np.ndarray  # [documents + 1] int64, memory-mapped
+    buckets: np.ndarray  # [documents] uint16, memory-mapped
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _map_corpus, (self.folder, self.meta, self.store)
+
+
+def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
+    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once.
+
+    `vocab_size`: of the model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the
+    setting) or RuntimeError (the cache folder cannot be written, or another process is stuck while it builds).
+    """
+    vocab_size = max(vocab_size, tokenizer.vocab_size)
+    cache = _Cache(source, tokenizer, folder, log, vocab_size)
+    corpus = cache.find()
+    if corpus is None:
+        try:
+            corpus = cache.make()
+        except OSError as error:
+            raise RuntimeError(f"the data cache {folder} cannot be written: {error.strerror or error}") from error
+    if corpus.meta.skipped:
+        log.info("%s: left out, not UTF-8: %s", source.kind, ", ".join(corpus.meta.skipped))
+    if isinstance(source, TokenSource) and corpus.meta.largest_id >= vocab_size:
+        _refuse_ids(source, vocab_size)  # cached under a larger vocabulary
+    return corpus
+
+
+def bucket_of(content: bytes) -> int:
+    """The bucket of a document: of its content alone, so it stays in its split however the corpus around it changes."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % BUCKETS
+
+
+class _Cache:
+    """One call of open_corpus."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int) -> None:
+        self._source, self._tokenizer, self._folder = source, tokenizer, folder
+        self._log, self._vocab_size = log, vocab_size
+        stamps = [(str(file.path.absolute()), file.name, file.stamp) for file in source.files]
+        self._seen = folder / "seen" / _digest([stamps, self._identity()])
+
+    def find(self) -> Corpus | None:
+        """The cache of these very files, without reading them; None when they are new here or were written to."""
+        try:
+            return self._open(self._seen.read_text())
+        except FileNotFoundError:
+            return None
+
+    def make(self) -> Corpus:
+        self._seen.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(self._folder / "lock", self._log, until=self.find) as lock:
+            corpus = self.find()  # whoever held the lock may have made it
+            if corpus is not None:
+                return corpus
+            if lock.held:
+                _remove_leftovers(self._folder, self._log)
+            content = self._content(lock)
+            key = _digest([content, self._identity()])[:32]
+            corpus = self._open(key)
+            if corpus is None:
+                self._build(key, content, lock)
+                corpus = self._open(key)
+            assert corpus is not None, "a cache that was just built is whole"
+            self._remember(key)
+        return corpus
+
+    def _identity(self) -> list[object]:
+        return [FORMAT, self._source.kind, self._source.reading, self._tokenizer.fingerprint()]
+
+    def _open(self, key: str) -> Corpus | None:
+        """The cache under `key`, None when it is not there or not whole."""
+        folder, source = self._folder / key, self._source
+        try:
+            meta = Meta(**json.loads((folder / "meta.json").read_bytes()))
+            own = isinstance(source, TextSource)
+            paths = (folder / "tokens.bin",) if own else tuple(file.path for file in source.files)
+            corpus = _map_corpus(folder, meta, TokenStore(paths, meta.dtype))
+        except (FileNotFoundError, ValueError, TypeError, EOFError):
+            return None
+        whole = len(corpus.bounds) == meta.documents + 1 and len(corpus.buckets) == meta.documents
+        return corpus if whole and len(corpus.store) == meta.tokens == corpus.bounds[-1] else None
+
+    def _content(self, lock: _Lock) -> str:
+        """Digest of the files' names and contents."""
+        lock.begin("reading", sum(file.size for file in self._source.files))
+        digests = []
+        for file in self._source.files:
+            digest = hashlib.sha256()
+            for chunk in self._source.chunks(file):
+                digest.update(chunk)
+                lock.advance(len(chunk))
+            digests.append((file.name, digest.hexdigest()))
+        return _digest(digests)
+
+    def _build(self, key: str, content: str, lock: _Lock) -> None:
+        """Writes the folder under a temporary name and renames it; if another process was faster, its folder stands."""
+        temporary = self._folder / f"{key}.tmp-{socket.gethostname()}-{os.getpid()}"
+        try:
+            temporary.mkdir()
+            dtype = "uint16" if self._tokenizer.vocab_size <= 1 << 16 else "uint32"
+            with _Writer(temporary, dtype, self._tokenizer) as writer:
+                if isinstance(self._source, TextSource):
+                    skipped = self._tokenise(self._source, writer, lock)
+                else:
+                    skipped, dtype = (), self._source.dtype
+                    self._scan(self._source, writer, lock)
+            self._refuse_changes()
+            if not writer.tokens:
+                raise no_text(self._source.setting, len(self._source.files))
+            meta = Meta(
+                format=FORMAT,
+                content=content,
+                files=len(self._source.files) - len(skipped),
+                bytes=sum(file.size for file in self._source.files if file.name not in skipped),
+                skipped=skipped,
+                documents=len(writer.buckets),
+                tokens=writer.tokens,
+                largest_id=writer.largest_id,
+                dtype=dtype,
+            )
+            writer.finish(meta)
+            _publish(temporary, self._folder / key, whole=lambda: self._open(key) is not None)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _tokenise(self, source: TextSource, writer: _Writer, lock: _Lock) -> tuple[str, ...]:
+        """Writes every document; returns the names of the files left out."""
+        lock.begin("tokenising", sum(file.size for file in source.files))
+        skipped = []
+        for file in source.files:
+            documents = source.documents(file)
+            if source.skips_bad_files:
+                try:
+                    documents = iter(list(documents))  # all of the file or nothing of it
+                except ValueError:
+                    skipped.append(file.name)
+                    continue
+            for document in documents:
+                writer.add(document)
+                lock.advance(len(document))
+        writer.flush()
+        return tuple(skipped)
+
+    def _scan(self, source: TokenSource, writer: _Writer, lock: _Lock) -> None:
+        """Finds the documents of token files and looks at every id."""
+        lock.begin("scanning", sum(file.size for file in source.files))
+        for file in source.files:
+            ids = source.open(file)
+            starts = [np.zeros(1, dtype=np.int64)]
+            for at in range(0, len(ids), SCAN_IDS):
+                chunk = ids[at : at + SCAN_IDS]
+                check_ids(chunk, self._vocab_size, file, source.setting, at=at)
+                writer.largest_id = max(writer.largest_id, int(chunk.max()))
+                starts.append(at + _document_starts(chunk, self._tokenizer))
+                lock.advance(chunk.nbytes)
+            cuts = np.unique(np.concatenate(starts))
+            if len(cuts[cuts < len(ids)]) == 1:
+                cuts = np.arange(0, len(ids), PIECE_IDS)
+            writer.add_spans(ids, np.append(cuts[cuts < len(ids)], len(ids)))
+
+    def _refuse_changes(self) -> None:
+        for file in self._source.files:
+            if not file.path.is_file() or stamp_of(file.path) != file.stamp:
+                raise ValueError(f"{self._source.setting}: file {file.path} changed while it was read; start again")
+
+    def _remember(self, key: str) -> None:
+        newest = max(max(file.stamp[1:]) for file in self._source.files)
+        if time.time_ns() - newest > YOUNG_NS:
+            _write_whole(self._seen, key)
+
+
+def _map_corpus(folder: Path, meta: Meta, store: TokenStore) -> Corpus:
+    bounds, buckets = (
+        np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("documents.npy", "buckets.npy")
+    )
+    return Corpus(folder, meta, store, np.asarray(bounds), np.asarray(buckets))
+
+
+def _refuse_ids(source: TokenSource, vocab_size: int) -> None:
+    for file in source.files:
+        check_ids(source.open(file), vocab_size, file, source.setting)
+
+
+def _document_starts(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Places in `ids` where a document begins: at each BOS and after each EOS (only after, where the two are one)."""
+    starts = np.flatnonzero(ids == tokenizer.eos_id) + 1
+    if tokenizer.bos_id == tokenizer.eos_id:
+        return starts
+    return np.concatenate((starts, np.flatnonzero(ids == tokenizer.bos_id)))
+
+
+class _Writer:
+    """Collects documents into the files of one cache folder."""
+
+    def __init__(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
+        self._folder, self._dtype, self._tokenizer = folder, np.dtype(dtype).newbyteorder("<"), tokenizer
+        self._file = (folder / "tokens.bin").open("wb")
+        self._waiting: list[bytes] = []
+        self._lengths: list[np.ndarray] = []
+        self.buckets = array("H")
+        self.waiting_bytes = self.tokens = self.largest_id = 0
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add(self, document: bytes) -> None:
+        self.buckets.append(bucket_of(document))
+        self._waiting.append(document)
+        self.waiting_bytes += len(document)
+        if self.waiting_bytes >= BATCH_BYTES:
+            self.flush()
+
+    def add_spans(self, ids: np.ndarray, bounds: np.ndarray) -> None:
+        """Documents that stay where they are: ids[bounds[i] : bounds[i + 1]]."""
+        for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            self.buckets.append(bucket_of(ids[start:end].astype("<u4").tobytes()))
+        self._lengths.append(np.diff(bounds))
+        self.tokens += len(ids)
+
+    def flush(self) -> None:
+        if self._waiting:
+            ids, lengths = self._tokenizer.encode_documents(self._waiting)
+            ids.astype(self._dtype, copy=False).tofile(self._file)
+            self._lengths.append(lengths)
+            self.tokens += len(ids)
+            self.largest_id = max(self.largest_id, int(ids.max()))
+        self._waiting, self.waiting_bytes = [], 0
+
+    def finish(self, meta: Meta) -> None:
+        """Everything but the rename, on the disk."""
+        lengths = np.concatenate(self._lengths)
+        np.save(self._folder / "documents.npy", np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
+        np.save(self._folder / "buckets.npy", np.frombuffer(self.buckets, dtype=np.uint16))
+        (self._folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
+        for path in (*self._folder.iterdir(), self._folder):
+            _sync(path)
+
+
+class _Lock:
+    """The builder's hold on the cache folder. Its file says how far the builder is, for those who wait."""
+
+    def __init__(self, descriptor: int, log: Log) -> None:
+        self._descriptor, self._log = descriptor, log
+        self.held = False
+        self._label, self._bar, self._told_s = "", Bar(0, "", "B", log=log), 0.0
+
+    def take(self) -> bool:
+        """True when held, or when this file system has no locks; False while another process holds it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # ENOSYS, ENOLCK, EOPNOTSUPP: the rename alone decides
+            return True
+        self.held = True
+        os.ftruncate(self._descriptor, 0)  # the last holder's words
+        return True
+
+    def begin(self, label: str, total_bytes: int) -> None:
+        self.close()
+        self._label, self._total_bytes = label, total_bytes
+        self._bar = Bar(total_bytes, label, "B", log=self._log)
+
+    def advance(self, amount_bytes: int) -> None:
+        self._bar.update(amount_bytes)
+        now_s = time.monotonic()
+        if self.held and now_s - self._told_s > TELL_S:
+            self._told_s = now_s
+            words = json.dumps([self._label, int(self._bar.done), self._total_bytes])
+            os.pwrite(self._descriptor, words.ljust(WORDS_BYTES).encode(), 0)
+
+    def hear(self) -> str:
+        """Shows what the holder said last, and returns it."""
+        words = os.pread(self._descriptor, WORDS_BYTES, 0).decode()
+        try:
+            label, done, total_bytes = json.loads(words)
+        except ValueError:  # nothing said yet, or caught in the middle of a word
+            return words
+        if label != self._label:
+            self.begin(label, total_bytes)
+        self._bar.update(done - self._bar.done)
+        return words
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@contextmanager
+def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_Lock]:
+    """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = _Lock(descriptor, log)
+    try:
+        words, heard_s = "", time.monotonic()
+        while not lock.take() and not until():
+            before, words = words, lock.hear()
+            heard_s = heard_s if words == before else time.monotonic()
+            if time.monotonic() - heard_s > STUCK_S:
+                raise RuntimeError(f"the process that holds {path} has shown no progress for {STUCK_S:.0f} s")
+            time.sleep(POLL_S)
+        yield lock
+    finally:
+        lock.close()
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path, log: Log) -> None:
+    """Temporary folders of builders that were killed. Called under the lock: on this host none is being written."""
+    for path in folder.glob("*.tmp-*"):
+        own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
+        if own or time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > FOREIGN_LEFTOVER_S:
+            log.warning("data cache: removed %s, which a killed start had left half-written", path.name)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(temporary: Path, final: Path, *, whole: Callable[[], bool]) -> None:
+    """Renames; a whole folder that is there already is kept, a damaged one replaced."""
+    if whole():
+        return
+    shutil.rmtree(final, ignore_errors=True)
+    try:
+        temporary.rename(final)
+    except OSError:  # another process was faster just now
+        if not whole():
+            raise
+    _sync(final.parent)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

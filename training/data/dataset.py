@@ -1,0 +1,169 @@
+"""The door to the data: [training] in, a `Dataset` out.
+
+Flow: train.py calls `open_data` once, prints `summary()`, and takes one loader per split; the rest of training/data is
+behind it. All sources have the face `Dataset`; one without positions differs in `has_positions` alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from training.config import TrainingConfig
+from training.data.cache import Corpus, Log, open_corpus
+from training.data.loader import BatchSource, Loader
+from training.data.order import Order, in_split
+from training.data.sources import find_source
+from training.data.streaming import StreamingLoader, open_stream
+from training.tokenizer import Tokenizer
+
+
+class Dataset(Protocol):
+    """Text as tokens, in two splits: "train" and "validation"."""
+
+    @property
+    def has_positions(self) -> bool:
+        """Any rank may ask for any position; fault tolerance needs that."""
+
+    @property
+    def digest(self) -> str:
+        """Names content and tokenizer: with (seed, epoch, position) it decides every sequence. "" for streams."""
+
+    def summary(self) -> str:
+        """One line for people."""
+
+    def order(self, split: str, *, seed: int, seq_len: int) -> Order:
+        """Random access to a split. Raises ValueError when it is too small, or the source has no positions."""
+
+    def loader(
+        self, split: str, *, slot_size: int, dp_rank: int, dp_size: int, pin_memory: bool = False
+    ) -> BatchSource:
+        """A loader of a split by [training]'s keys; the caller closes it. Raises ValueError as `order` does.
+
+        `slot_size` sequences are shared by the `dp_size` ranks; `pin_memory`: for copies to CUDA.
+        """
+
+
+def open_data(
+    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: Log, vocab_size: int = 0
+) -> Dataset:
+    """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait.
+
+    `vocab_size`: of the model, where it is more than the tokenizer's. Raises ValueError that begins with the setting
+    (bad input), or RuntimeError (the cache cannot be written).
+    """
+    if config.dataset == "huggingface":
+        return StreamedData(config, tokenizer)
+    source = find_source(config)
+    corpus = open_corpus(source, tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
+    return StoredData(config, corpus)
+
+
+class StoredData:
+    """A corpus in the cache."""
+
+    has_positions = True
+
+    def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
+        self._config, self._corpus = config, corpus
+
+    @property
+    def digest(self) -> str:
+        return self._corpus.key
+
+    def tokens(self, split: str) -> int:
+        """How many tokens `split` has."""
+        documents = in_split(self._corpus, split, self._config.dataset_held_out)
+        return int((self._corpus.bounds[documents + 1] - self._corpus.bounds[documents]).sum())
+
+    def summary(self) -> str:
+        meta = self._corpus.meta
+        files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"
+        train, validation = short(self.tokens("train")), short(self.tokens("validation"))
+        return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
+
+    def order(self, split: str, *, seed: int, seq_len: int) -> Order:
+        return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
+
+    def loader(
+        self, split: str, *, slot_size: int, dp_rank: int, dp_size: int, pin_memory: bool = False
+    ) -> BatchSource:
+        config = self._config
+        return Loader(
+            self.order(split, seed=config.seed, seq_len=config.seq_len),
+            slot_size=slot_size,
+            local_batch_size=config.local_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            num_workers=config.dataloader.num_workers,
+            prefetch_factor=config.dataloader.prefetch_factor,
+            pin_memory=pin_memory,
+        )
+
+
+class StreamedData:
+    """A Hugging Face data set, read as it comes."""
+
+    has_positions = False
+    digest = ""
+
+    def __init__(self, config: TrainingConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+
+    def summary(self) -> str:
+        config = self._config
+        subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
+        return f"huggingface: {config.dataset_path}{subset}, split {config.dataset_split}, streamed in its own order"
+
+    def order(self, split: str, *, seed: int, seq_len: int) -> Order:
+        raise ValueError(
+            'training.dataset = "huggingface": a stream has no positions; '
+            'legal where they are needed: "stdlib", "files", "tokens"'
+        )
+
+    def loader(
+        self, split: str, *, slot_size: int, dp_rank: int, dp_size: int, pin_memory: bool = False
+    ) -> BatchSource:
+        config = self._config
+        return StreamingLoader(
+            open_stream(config, dp_rank=dp_rank, dp_size=dp_size),
+            self._tokenizer,
+            split=split,
+            held_out=config.dataset_held_out,
+            text_key=config.dataset_text_key,
+            seq_len=config.seq_len,
+            slot_size=slot_size,
+            local_batch_size=config.local_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            num_workers=config.dataloader.num_workers,
+            prefetch_factor=config.dataloader.prefetch_factor,
+            pin_memory=pin_memory,
+        )
+
+
+def short(count: int, unit: str = "") -> str:
+    """12345678 -> "12.3 M"; with unit "B": "12.3 MB"."""
+    for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {prefix}{unit}"
+    return f"{count} {unit}".rstrip()
+
+
+class DataState:
+    """What a checkpoint remembers of the data: a position means something under one digest only."""
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+
+    def state_dict(self) -> dict[str, str]:
+        return {"digest": self._data.digest}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Raises ValueError when the text or its tokenizer changed under the run."""
+        if state["digest"] != self._data.digest:
+            raise ValueError(
+                f"training.dataset: the text or its tokenizer changed since this run's checkpoint (digest {state['digest'][:8]}, now "
+                f"{self._data.digest[:8]}), so its place in the data means nothing here; put the text back, or start another run with "
+                "--job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+            )

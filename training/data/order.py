@@ -1,0 +1,126 @@
+"""The endless order of training sequences: position -> tokens, a pure function, for any rank in any order.
+
+Flow: dataset.py makes an `Order` per split; loader.py asks it for the positions that the step was dealt.
+
+Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, back to back: a line of
+N tokens. It is cut into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1):
+seq_len inputs, and the targets one further on. The last (N - 1) % seq_len tokens of a line are left out, other ones in
+each epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+from training.data.cache import BUCKETS, Corpus
+
+EPOCHS_KEPT = 2  # a step at the turn of an epoch reads from both
+SPLITS = ("train", "validation")
+
+
+def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(count), [count] int64; the same for every version of numpy.
+
+    numpy keeps the raw stream of Philox for ever, but not what Generator.permutation makes of it (NEP 19): so raw
+    words are sorted.
+    """
+    key = (seed % (1 << 64)) | (epoch % (1 << 64)) << 64
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+
+
+def buckets_of(split: str, held_out: float) -> range:
+    """The buckets of cache.bucket_of whose documents are in `split`."""
+    assert split in SPLITS, split
+    first = round(held_out * BUCKETS)
+    return range(first) if split == "validation" else range(first, BUCKETS)
+
+
+def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
+    """Numbers of the documents in `split`, [n] int64. A document is held out by its content, whatever is beside it."""
+    buckets = buckets_of(split, held_out)
+    return np.flatnonzero((corpus.buckets >= buckets.start) & (corpus.buckets < buckets.stop))
+
+
+class Order:
+    """Random access to the packed sequences of one split. Safe from any thread; pickles small."""
+
+    def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
+        """`validation` is never shuffled: every look sees the same. Raises ValueError when `split` has no sequence."""
+        self._arguments = (corpus, split, held_out, seed, seq_len)
+        self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
+        self._shuffles = split == "train"
+        self._documents = in_split(corpus, split, held_out)
+        lengths = np.diff(corpus.bounds)[self._documents]
+        self.tokens_per_epoch = int(lengths.sum())
+        self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
+        if self.sequences_per_epoch < 1:
+            raise ValueError(_too_little(split, self._documents, self.tokens_per_epoch, corpus, held_out, seq_len))
+        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, self._arguments
+
+    def epoch_of(self, position: int) -> int:
+        return position // self.sequences_per_epoch
+
+    def sequence(self, position: int) -> np.ndarray:
+        """Tokens [seq_len + 1] int64 at `position` >= 0 of the endless order."""
+        assert position >= 0, position
+        epoch, index = divmod(position, self.sequences_per_epoch)
+        ends, starts = self._line(epoch if self._shuffles else 0)
+        tokens = np.empty(self.seq_len + 1, dtype=np.int64)
+        at, filled = index * self.seq_len, 0  # place in the epoch's line; tokens written
+        document = int(np.searchsorted(ends, at, side="right"))
+        while filled < len(tokens):
+            end, start = int(ends[document]), int(starts[document])
+            count = min(end - at, len(tokens) - filled)
+            tokens[filled : filled + count] = self._corpus.store.read(start + at, count)
+            at, filled, document = at + count, filled + count, document + 1
+        return tokens
+
+    def _line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Per document: where it ends in the epoch's line; what takes a place in the line to its place in the store."""
+        with self._lock:
+            if epoch not in self._epochs:
+                self._epochs[epoch] = self._lay_out(epoch)
+                if len(self._epochs) > EPOCHS_KEPT:
+                    self._epochs.popitem(last=False)
+            self._epochs.move_to_end(epoch)
+            return self._epochs[epoch]
+
+    def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        documents = self._documents
+        if self._shuffles:
+            documents = documents[shuffled(len(documents), self._seed, epoch)]
+        first = self._corpus.bounds[documents]
+        lengths = self._corpus.bounds[documents + 1] - first
+        ends = np.cumsum(lengths)
+        return ends, first - (ends - lengths)
+
+
+def _rebuild(corpus: Corpus, split: str, held_out: float, seed: int, seq_len: int) -> Order:
+    return Order(corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
+
+
+def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:
+    have = f"{corpus.meta.documents} documents and {corpus.meta.tokens} tokens"
+    if len(documents):
+        return (
+            f"training.seq_len = {seq_len}: the {split} split has {tokens} tokens ({have} in all), too few for one "
+            f"sequence; legal: 1 to {max(tokens - 1, 1)}, or give more text"
+        )
+    setting = f"training.dataset_held_out = {held_out:g}"
+    if split == "train":
+        return f"{setting}: nothing is left to train on ({have}); nearest: {int(corpus.buckets.max()) / BUCKETS:g}"
+    if len(corpus.buckets) == 1:
+        return (
+            f"{setting}: the corpus is one document, none can be held out; give more, or set validation.enable = false"
+        )
+    return (
+        f"{setting}: no document is held out ({have}); nearest: {(int(corpus.buckets.min()) + 1) / BUCKETS:g}, "
+        "or set validation.enable = false"
+    )

@@ -1,0 +1,346 @@
+"""What is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
+
+Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads
+every file once. Imports no torch, so that the check is fast. Hugging Face streams have no files: streaming.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.config import TrainingConfig
+from training.extras import need
+
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
+TOKEN_SUFFIXES = (".npy", ".bin")
+TOKEN_TYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+STDLIB_LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
+# A longer .txt is a collection, not a document. In parts it can be shuffled, held out, tokenised in bounded memory.
+LONG_TEXT_BYTES = 1 << 20
+PART_BYTES = 1 << 16
+READ_BYTES = 1 << 20
+PARQUET_ROWS = 1024
+CHECKED_BYTES = 4 << 20  # what check_sources reads of a corpus
+CHECKED_IDS = 1 << 16
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file. `name` goes into the digest of the corpus: not where on this machine the file lies."""
+
+    path: Path
+    name: str
+    stamp: tuple[int, int, int]  # bytes, mtime_ns, ctime_ns: differs when the file was written to
+
+    @property
+    def size(self) -> int:
+        return self.stamp[0]
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Files of text. `skips_bad_files`: a file that is not UTF-8 is left out and told, instead of refused."""
+
+    kind: str
+    setting: str  # 'training.dataset_path = "..."', what an error message begins with
+    files: tuple[SourceFile, ...]
+    text_key: str
+    skips_bad_files: bool = False
+
+    @property
+    def reading(self) -> str:
+        """Changes whenever the same files would be read as other documents."""
+        return f"text, key {self.text_key}, parts of {PART_BYTES} above {LONG_TEXT_BYTES}"
+
+    def chunks(self, file: SourceFile) -> Iterator[bytes]:
+        """The bytes of one file, for its digest. Raises ValueError that names the file."""
+        return _chunks(file, self.setting)
+
+    def documents(self, file: SourceFile) -> Iterator[bytes]:
+        """The documents of one file: UTF-8, none empty. Raises ValueError that names file and place."""
+        try:
+            for document in self._reader(file)(file):
+                if document:
+                    yield document
+        except OSError as error:
+            raise unreadable(file, self.setting, error) from error
+
+    def _reader(self, file: SourceFile) -> Callable[[SourceFile], Iterator[bytes]]:
+        return {".jsonl": self._read_jsonl, ".parquet": self._read_parquet}.get(file.path.suffix, self._read_text)
+
+    def _read_text(self, file: SourceFile) -> Iterator[bytes]:
+        if file.size <= LONG_TEXT_BYTES:
+            yield self._checked(file.path.read_bytes(), file, at=0)
+            return
+        at = 0
+        with file.path.open("rb") as stream:
+            while part := stream.read(PART_BYTES):
+                part += stream.readline(PART_BYTES)  # up to a line end, if one is near
+                for _ in range(3):  # and never through the middle of a character
+                    if stream.peek(1)[:1] and 0x80 <= stream.peek(1)[0] < 0xC0:
+                        part += stream.read(1)
+                yield self._checked(part, file, at=at)
+                at += len(part)
+
+    def _read_jsonl(self, file: SourceFile) -> Iterator[bytes]:
+        at = 0
+        with file.path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                self._checked(line, file, at=at)
+                at += len(line)
+                if line.strip():
+                    yield self._text_of(self._parsed(line, file, number), f"file {file.path} line {number}")
+
+    def _parsed(self, line: bytes, file: SourceFile, number: int) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{self.setting}: file {file.path} line {number} is not JSON: {error}") from error
+
+    def _text_of(self, record: Any, place: str) -> bytes:
+        if not isinstance(record, dict):
+            raise ValueError(f'{self.setting}: {place} is not an object like {{"{self.text_key}": "..."}}')
+        return text_of_record(record, self.text_key, f"{self.setting}: {place}")
+
+    def _read_parquet(self, file: SourceFile) -> Iterator[bytes]:
+        need("pyarrow", extra="parquet", setting=self.setting)
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            table = parquet.ParquetFile(file.path)
+        except ArrowInvalid as error:
+            raise ValueError(f"{self.setting}: file {file.path} is not parquet: {error}") from error
+        with table:
+            self._text_of(dict.fromkeys(table.schema_arrow.names, ""), f"file {file.path}")
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[self.text_key]):
+                for row in batch.to_pylist():
+                    if row[self.text_key] is not None:
+                        yield self._text_of(row, f"file {file.path}")
+
+    def _checked(self, data: bytes, file: SourceFile, *, at: int) -> bytes:
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.setting}: file {file.path} is not UTF-8 at byte {at + error.start}; convert it, for instance: "
+                f"iconv -f latin1 -t utf-8 {file.path}"
+            ) from error
+        return data
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Files of token ids, mapped where they lie. A document begins at each BOS and after each EOS; see cache.py."""
+
+    kind: str
+    setting: str
+    files: tuple[SourceFile, ...]
+    dtype: str  # what a .bin holds; a .npy says it itself
+
+    @property
+    def reading(self) -> str:
+        return f"tokens, {self.dtype}"
+
+    def chunks(self, file: SourceFile) -> Iterator[bytes]:
+        """The bytes of one file, for its digest. Raises ValueError that names the file."""
+        return _chunks(file, self.setting)
+
+    def open(self, file: SourceFile) -> np.ndarray:
+        """The ids of one file, [N] uint16 or uint32, memory-mapped. Raises ValueError that names the file."""
+        if file.path.suffix == ".bin":
+            return self._open_bin(file)
+        try:
+            ids = map_ids(file.path, self.dtype)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{self.setting}: file {file.path} is not a .npy of ids: {error}") from error
+        if ids.ndim != 1 or ids.dtype not in TOKEN_TYPES.values() or not ids.size:
+            raise ValueError(
+                f"{self.setting}: file {file.path} is {ids.dtype} of shape {list(ids.shape)}; "
+                "legal: one axis of uint16 or uint32, not empty"
+            )
+        return ids
+
+    def _open_bin(self, file: SourceFile) -> np.ndarray:
+        wrong_type = f"{self.setting}: file {file.path} has {file.size} bytes"
+        if file.size == 0 or file.size % TOKEN_TYPES[self.dtype].itemsize:
+            raise ValueError(f"{wrong_type}, no whole number of {self.dtype} ids; see training.dataset_token_dtype")
+        ids = map_ids(file.path, self.dtype)
+        # uint32 ids of any usual vocabulary, read as uint16, are: id, 0 or 1, id, 0 or 1, ...
+        head = ids[:CHECKED_IDS]
+        if self.dtype == "uint16" and not file.size % 4 and len(head) >= 64 and head[1::2].max() <= 3 < head[::2].max():
+            raise ValueError(f'{wrong_type} that look like uint32 ids; set training.dataset_token_dtype = "uint32"')
+        return ids
+
+
+Source = TextSource | TokenSource
+
+
+def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
+    """Raises ValueError that begins with the setting, for what can be seen in a moment; the rest shows at tokenising.
+
+    Missing files, wrong suffixes, missing packages, no text at all; and of the first megabytes: UTF-8, JSON, the text
+    key, for token files ids of `vocab_size` and above (0: not checked).
+    """
+    if config.dataset == "huggingface":
+        need("datasets", extra="hf", setting=f'training.dataset = "{config.dataset}"')
+        return
+    source = find_source(config)
+    if isinstance(source, TokenSource):
+        for file in source.files:
+            check_ids(source.open(file)[:CHECKED_IDS], vocab_size, file, source.setting)
+        return
+    found = read = 0
+    for file in source.files if not source.skips_bad_files else ():
+        for document in source.documents(file):
+            found, read = found + 1, read + len(document)
+            if read > CHECKED_BYTES:
+                return
+    if not found and not source.skips_bad_files:
+        raise no_text(source.setting, len(source.files))
+
+
+def no_text(setting: str, files: int) -> ValueError:
+    return ValueError(
+        f"{setting}: the corpus is empty: no text in {files} file{'s' * (files != 1)}; give files that hold some"
+    )
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, file: SourceFile, setting: str, *, at: int = 0) -> None:
+    """Raises ValueError that names the first of `ids` (from token `at` on) not below `vocab_size` (0: any will do)."""
+    if not vocab_size or not len(ids) or ids.max() < vocab_size:
+        return
+    first = int(np.argmax(ids >= vocab_size))
+    raise ValueError(
+        f"{setting}: file {file.path} holds id {ids[first]} at token {at + first}, the vocabulary has {vocab_size}; "
+        "set model.tokenizer_path to the tokenizer that made the file, or model.vocab_size to its size"
+    )
+
+
+def find_source(config: TrainingConfig) -> Source:
+    """The source that [training] names, its files in a fixed order. Raises ValueError that begins with the setting."""
+    if config.dataset == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = tuple(_as_file(path, root) for path in _stdlib_paths(root))
+        if not files:
+            raise ValueError(
+                f'training.dataset = "stdlib": no .py files in {root}; '
+                'legal for this Python: training.dataset = "files", "tokens" or "huggingface"'
+            )
+        return TextSource("stdlib", 'training.dataset = "stdlib"', files, config.dataset_text_key, skips_bad_files=True)
+    setting = f'training.dataset_path = "{config.dataset_path}"'
+    if config.dataset == "tokens":
+        return TokenSource(
+            "tokens", setting, _find_files(config.dataset_path, TOKEN_SUFFIXES, setting), config.dataset_token_dtype
+        )
+    assert config.dataset == "files", config.dataset
+    files = _find_files(config.dataset_path, TEXT_SUFFIXES, setting)
+    if any(file.path.suffix == ".parquet" for file in files):
+        need("pyarrow", extra="parquet", setting=setting)
+    return TextSource("files", setting, files, config.dataset_text_key)
+
+
+def text_of_record(record: dict[str, Any], key: str, place: str) -> bytes:
+    """record[key] as UTF-8; raises ValueError that begins with `place` when there is none or it is not text."""
+    if key not in record:
+        near = difflib.get_close_matches(key, record, n=1) or list(record)[:1]
+        hint = f'; nearest: training.dataset_text_key = "{near[0]}"' if near else ""
+        raise ValueError(f'{place} has no "{key}", only {", ".join(map(repr, record)) or "nothing"}{hint}')
+    text = record[key]
+    if not isinstance(text, str):
+        raise ValueError(f'{place}: "{key}" is {type(text).__name__}, not text')
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no text holds
+        raise ValueError(f'{place}: "{key}" is not Unicode at character {error.start}') from error
+
+
+def map_ids(path: Path, dtype: str) -> np.ndarray:
+    """A .npy, or a .bin of `dtype`, as [N] ids, memory-mapped. OSError or ValueError when it is neither."""
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    return np.asarray(np.memmap(path, dtype=TOKEN_TYPES[dtype], mode="r"))
+
+
+def _chunks(file: SourceFile, setting: str) -> Iterator[bytes]:
+    try:
+        with file.path.open("rb") as stream:
+            while chunk := stream.read(READ_BYTES):
+                yield chunk
+    except OSError as error:
+        raise unreadable(file, setting, error) from error
+
+
+def unreadable(file: SourceFile, setting: str, error: OSError) -> ValueError:
+    return ValueError(f"{setting}: file {file.path} cannot be read: {error.strerror}")
+
+
+def _stdlib_paths(root: Path) -> Iterator[Path]:
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return (path for path in sorted(found) if os.access(path, os.R_OK))
+
+
+def _as_file(path: Path, root: Path) -> SourceFile:
+    return SourceFile(path, path.relative_to(root).as_posix(), stamp_of(path))
+
+
+def _find_files(patterns: str, suffixes: tuple[str, ...], setting: str) -> tuple[SourceFile, ...]:
+    """The files behind comma-separated names, globs and folders: in the order given, sorted within each, none twice."""
+    found: dict[Path, SourceFile] = {}
+    for pattern in filter(None, (pattern.strip() for pattern in patterns.split(","))):
+        for path, root in _matches(pattern, suffixes, setting):
+            found.setdefault(path.resolve(), _as_file(path, root))
+    if not found:
+        raise ValueError(f"{setting}: names no file; legal: {', '.join(suffixes)} files, globs and folders, by commas")
+    if not any(file.size for file in found.values()):
+        raise no_text(setting, len(found))
+    return tuple(found.values())
+
+
+def _matches(pattern: str, suffixes: tuple[str, ...], setting: str) -> list[tuple[Path, Path]]:
+    """(file, the folder its name in the digest is relative to) for one name, glob or folder."""
+    path, legal = Path(pattern).expanduser(), ", ".join(suffixes)
+    if path.is_dir():
+        inside = [file for file in sorted(path.rglob("*")) if file.suffix in suffixes and file.is_file()]
+        if not inside:
+            raise ValueError(f"{setting}: folder {pattern} holds no {legal} file")
+        return [(file, path) for file in inside]
+    found = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+    files = [path] if path.is_file() else [Path(name) for name in sorted(found)]
+    files = [file for file in files if file.is_file()]
+    if not files:
+        raise ValueError(f"{setting}: no file matches {pattern}{_nearest(path, suffixes)}")
+    for file in files:
+        if file.suffix not in suffixes:
+            raise ValueError(f"{setting}: file {file} ends in {file.suffix or 'nothing'!r}; legal: {legal}")
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{setting}: file {file} cannot be read: permission denied")
+    return [(file, file.parent) for file in files]
+
+
+def _nearest(path: Path, suffixes: tuple[str, ...]) -> str:
+    """What lies nearest to a missing file, for the end of the message."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; there is no folder {folder}"
+    names = [file.name for file in folder.iterdir() if file.is_dir() or file.suffix in suffixes]
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    legal = f"; legal: {', '.join(suffixes)} files, globs and folders, by commas"
+    return f"; nearest: {folder / near[0]}" if near else legal

@@ -1,0 +1,212 @@
+"""Hugging Face data sets, streamed: text that comes in its own order, so there are no positions to ask for.
+
+Flow: dataset.py opens the stream; the face of `StreamingLoader` is loader.py's. The place in the stream is state of
+each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault tolerance refuses
+such a source.
+
+Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others.
+With num_workers = 0 a rank reads while it would compute: give a remote stream at least one worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from training.config import TrainingConfig
+from training.data.cache import bucket_of
+from training.data.loader import ABANDONED, Batch, Cut, make_batch, pinned
+from training.data.order import buckets_of
+from training.data.sources import text_of_record
+from training.extras import need
+from training.tokenizer import Tokenizer
+
+
+class Stream(Protocol):
+    """What is used of a `datasets.IterableDataset`: records, once through, and the place in them.
+
+    A loaded place counts for every later `iter`; {} stands for the beginning. `state_dict` knows only the place of the
+    newest iterator. (`set_epoch` is not used: workers share the epoch, and a place saved in another is ignored.)
+    """
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def open_stream(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> Stream:
+    """This rank's share of a data set on the hub or in a folder. Raises ValueError that begins with the setting."""
+    path, subset, split = config.dataset_path, config.dataset_subset, config.dataset_split
+    setting = f'training.dataset_path = "{path}"'
+    need("datasets", extra="hf", setting=setting)
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    try:
+        stream = datasets.load_dataset(path, name=subset or None, split=split, streaming=True)
+    except (ValueError, FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{setting}: {reason}; see training.dataset_subset and training.dataset_split") from error
+    share: Stream = split_dataset_by_node(stream, rank=dp_rank, world_size=dp_size)
+    return share
+
+
+class PackedStream(IterableDataset[np.ndarray]):
+    """Rows [seq_len + 1] int64 out of a stream, endless; the documents whose bucket is in `buckets`."""
+
+    def __init__(self, stream: Stream, tokenizer: Tokenizer, *, text_key: str, seq_len: int, buckets: range) -> None:
+        self.stream, self.tokenizer, self.text_key, self.seq_len, self.buckets = (
+            stream,
+            tokenizer,
+            text_key,
+            seq_len,
+            buckets,
+        )
+
+    def __iter__(self) -> _Packer:
+        return _Packer(self)
+
+
+class _Packer:
+    """The place in a stream, and the tokens that were read but not yet given out."""
+
+    def __init__(self, source: PackedStream) -> None:
+        self._source = source
+        self._waiting = np.empty(0, dtype=np.int64)
+        self._records: Iterator[dict[str, Any]] | None = None
+        self._start: dict[str, Any] = {}  # where the next iterator over the records begins
+        self._found = False  # a document of the split, in this pass over the records or one before
+
+    def __iter__(self) -> _Packer:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        length = self._source.seq_len
+        pieces, count = [self._waiting], len(self._waiting)
+        while count <= length:
+            pieces.append(self._next_document())
+            count += len(pieces[-1])
+        tokens = np.concatenate(pieces)
+        self._waiting = tokens[length:]  # the last target is the next row's first input
+        return tokens[: length + 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        place = self._start if self._records is None else self._source.stream.state_dict()
+        return {"found": self._found, "waiting": self._waiting.tolist(), "stream": place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._found, self._start = state["found"], state["stream"]
+        self._waiting = np.array(state["waiting"], dtype=np.int64)
+        self._records = None
+
+    def _next_document(self) -> np.ndarray:
+        """Tokens of the split's next document. Ends when all records hold none (a worker without a shard)."""
+        source = self._source
+        while True:
+            if self._records is None:
+                source.stream.load_state_dict(self._start)
+                self._records = iter(source.stream)
+            for record in self._records:
+                text = text_of_record(record, source.text_key, "training.dataset_path: a record of the stream")
+                if text and bucket_of(text) in source.buckets:
+                    self._found = True
+                    return source.tokenizer.encode_documents([text])[0].astype(np.int64)
+            if not self._found:
+                raise StopIteration
+            self._start, self._records = {}, None
+
+
+class StreamingLoader:
+    """loader.py's face over a stream. For validation every load gives the same first batches, kept in memory."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        tokenizer: Tokenizer,
+        *,
+        split: str,
+        held_out: float,
+        text_key: str,
+        seq_len: int,
+        slot_size: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        no_target_ids: tuple[int, ...] = (),
+    ) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        self._cut = Cut(slot_size, local_batch_size, dp_rank, dp_size)
+        self._pin_memory, self._no_target_ids = pin_memory, no_target_ids
+        self._repeats = split == "validation"
+        self._kept: list[np.ndarray] = []
+        self._run = 0
+        self._loader = StatefulDataLoader(
+            PackedStream(stream, tokenizer, text_key=text_key, seq_len=seq_len, buckets=buckets_of(split, held_out)),
+            batch_size=local_batch_size,
+            collate_fn=np.stack,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            multiprocessing_context="forkserver" if num_workers else None,
+        )
+        self._rows: Iterator[np.ndarray] | None = None
+
+    def load(self, slots: Iterable[int]) -> Iterator[Batch]:
+        """See loader.BatchSource.load. A slot is only a name here: rows come as the stream has them."""
+        self._run += 1
+        names = [slot for slot in slots for _ in range(self._cut.microbatches)]
+        run = self._run
+        return (self._take(slot, index, run) for index, slot in enumerate(names))
+
+    def state_dict(self) -> dict[str, Any]:
+        """One JSON text under a key of this rank's own; a checkpoint keeps those of all ranks side by side."""
+        return {self._key: json.dumps(self._loader.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the state was written by another number of data-parallel ranks."""
+        if self._key not in state:
+            raise ValueError(
+                f'training.dataset = "huggingface": the checkpoint holds {", ".join(sorted(state)) or "no place"}, not '
+                f"{self._key}; a stream is taken up again by as many data-parallel ranks as wrote it"
+            )
+        self._rows = None
+        self._loader.load_state_dict(json.loads(state[self._key]))
+
+    def close(self) -> None:
+        self._run += 1
+        self._rows = None
+        self._kept.clear()
+
+    @property
+    def _key(self) -> str:
+        return f"rank {self._cut.dp_rank} of {self._cut.dp_size}"
+
+    def _take(self, slot: int, index: int, run: int) -> Batch:
+        if run != self._run:
+            raise RuntimeError(ABANDONED)
+        rows = self._kept_rows(index) if self._repeats else self._next_rows()
+        batch = make_batch(rows, slot, (), self._no_target_ids)
+        return pinned(batch) if self._pin_memory else batch
+
+    def _kept_rows(self, index: int) -> np.ndarray:
+        while len(self._kept) <= index:
+            self._kept.append(self._next_rows())
+        return self._kept[index]
+
+    def _next_rows(self) -> np.ndarray:
+        """[B, T + 1] int64, the stream's next."""
+        if self._rows is None:
+            self._rows = iter(self._loader)
+        try:
+            return next(self._rows)
+        except StopIteration:
+            raise RuntimeError("the data stream holds no document of this split for this rank") from None
+        except Exception as error:  # network, format: whatever the data set's own reader raises
+            raise RuntimeError(f"reading training data failed: {error}") from error

@@ -1,0 +1,186 @@
+"""Text to token ids and back: the built-in byte tokenizer, or any tokenizer.json by path.
+
+Flow: configs/check.py and train.py build one from `model.tokenizer_path`; data/cache.py runs every document through it
+once; validation counts bytes with it; sampling and scripts/generate.py decode with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from training.extras import need
+
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|begin▁of▁sentence|>", "[BOS]", "<|endoftext|>")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁sentence|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """Ids are 0 .. vocab_size - 1. Where `bos_id == eos_id`, that one token stands between documents once."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
+
+    def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
+        """Ids [N] int64; `bos` and `eos` ask for the token in front and at the end."""
+
+    def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all documents back to back, each in BOS and EOS; tokens of each [len(documents)] int64).
+
+        The documents are UTF-8 and not empty.
+        """
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; BOS, EOS and PAD are left out, bytes that are not UTF-8 become U+FFFD."""
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text that each id stands for, [vocab_size] int64; 0 for special tokens. For bits per byte."""
+
+    def fingerprint(self) -> str:
+        """Changes whenever the same text could give other ids."""
+
+
+def build_tokenizer(path: str) -> Tokenizer:
+    """The byte tokenizer for "", else the tokenizer.json at `path` (the file, or the folder that holds it).
+
+    Raises ValueError that begins with `model.tokenizer_path = ` when the file or the package is missing or unusable.
+    """
+    return FileTokenizer(path) if path else ByteTokenizer()
+
+
+class ByteTokenizer:
+    """256 bytes, BOS, EOS, PAD: nothing to download, and one token is one byte, so nats per token are nats per byte."""
+
+    bos_id, eos_id, pad_id = 256, 257, 258
+    vocab_size = 259
+
+    def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
+        body = text.encode() if isinstance(text, str) else text
+        return np.array([self.bos_id] * bos + list(body) + [self.eos_id] * eos, dtype=np.int64)
+
+    def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        lengths = np.array([len(document) + 2 for document in documents], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        ids = np.empty(int(lengths.sum()), dtype=np.uint16)
+        body = np.ones(len(ids), dtype=bool)
+        body[ends - lengths] = body[ends - 1] = False
+        ids[body] = np.frombuffer(b"".join(documents), dtype=np.uint8)
+        ids[ends - lengths], ids[ends - 1] = self.bos_id, self.eos_id
+        return ids, lengths
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        return np.array([1] * 256 + [0] * 3, dtype=np.int64)
+
+    def fingerprint(self) -> str:
+        return "bytes+bos+eos+pad"
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json. Text that looks like a special token stays text: no document can forge an EOS."""
+
+    def __init__(self, path: str) -> None:
+        self._setting = f'model.tokenizer_path = "{path}"'
+        self._file = _find_file(path, self._setting)
+        need("tokenizers", extra="hf", setting=self._setting)
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self._json = self._file.read_bytes()
+            self._backend = Backend.from_str(self._json.decode("utf-8"))
+        except Exception as error:  # the package raises bare Exception for whatever it cannot read
+            raise ValueError(f"{self._setting}: {self._file} is not a tokenizer.json: {error}") from error
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(self._ids.values()) + 1
+        self.bos_id, self.eos_id = self._find_bos_and_eos()
+
+    def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
+        string = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        body = self._backend.encode(string, add_special_tokens=False).ids
+        return np.array([self.bos_id] * bos + body + [self.eos_id] * eos, dtype=np.int64)
+
+    def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        end = [self.eos_id] if self.eos_id != self.bos_id else []
+        texts = [document.decode("utf-8") for document in documents]
+        bodies = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        pieces = [np.array([self.bos_id, *body, *end], dtype=np.uint32) for body in bodies]
+        return np.concatenate(pieces), np.array([len(piece) for piece in pieces], dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
+        return str(self._backend.decode(known, skip_special_tokens=True))
+
+    def token_bytes(self) -> np.ndarray:
+        added = self._backend.get_added_tokens_decoder()
+        byte_level = '"ByteLevel"' in json.dumps(
+            [json.loads(self._json).get(part) for part in ("decoder", "pre_tokenizer")]
+        )
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, index in self._ids.items():
+            if index in added:
+                sizes[index] = 0 if added[index].special else len(token.encode())
+            else:
+                sizes[index] = len(token) if byte_level else _text_bytes(token)
+        sizes[[self.bos_id, self.eos_id]] = 0
+        return sizes
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._json + f"{self.bos_id},{self.eos_id}".encode()).hexdigest()
+
+    def _find_bos_and_eos(self) -> tuple[int, int]:
+        """From tokenizer_config.json beside the file, else by the names of published models; one may serve as both."""
+        config = self._file.with_name("tokenizer_config.json")
+        try:
+            named = json.loads(config.read_bytes()) if config.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{self._setting}: {config} is not JSON: {error}") from error
+        bos = self._special(named.get("bos_token"), config) or self._well_known(BOS_NAMES)
+        eos = self._special(named.get("eos_token"), config) or self._well_known(EOS_NAMES)
+        first, last = bos or eos, eos or bos
+        if first is None or last is None:
+            raise ValueError(
+                f"{self._setting}: {self._file} has neither a BOS nor an EOS token by a known name; "
+                'put a tokenizer_config.json beside it with "bos_token" and "eos_token"'
+            )
+        return self._ids[first], self._ids[last]
+
+    def _special(self, token: Any, config: Path) -> str | None:
+        """`token` as tokenizer_config.json writes it: null, a string, or an object with "content"."""
+        text = token.get("content") if isinstance(token, dict) else token
+        if text and text not in self._ids:
+            raise ValueError(f'{self._setting}: {config} names "{text}", which is not a token of {self._file}')
+        return text or None
+
+    def _well_known(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self._ids), None)
+
+
+def _find_file(path: str, setting: str) -> Path:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f'{setting}: there is no file {file}; give a tokenizer.json or its folder, or "" for bytes')
+    return file
+
+
+def _text_bytes(token: str) -> int:
+    """Bytes of a token outside byte-level vocabularies: <0xNN> is one byte, U+2581 a space, ## glues to the left."""
+    if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+        return 1
+    return len(token.removeprefix("##").replace("▁", " ").encode())
