@@ -42,6 +42,11 @@ class Origin:
         key = _KEY_AHEAD.match(message)
         return self.place(key.group()) + message[key.end() :] if key else message
 
+    def line_of(self, message: str) -> int | None:
+        """The line that such a message is about, None if no line of the file wrote the key."""
+        key = _KEY_AHEAD.match(message)
+        return self.lines.get(key.group()) if key and not self.place(key.group()).startswith("--") else None
+
 
 @dataclass(frozen=True)
 class Document:
@@ -74,7 +79,7 @@ def parse(text: str, file: str) -> Document:
     """TOML text under the name of its file. Raises ConfigError: it is not TOML."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
         raise ConfigError(_broken(file, text, str(error))) from None
     return Document(file, tables, key_lines(text))
 

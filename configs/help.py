@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 _HELP_AT = 38  # the column where the meaning of a key starts
 _USAGE = """\
 CONFIG.toml, then overrides: --section.key value | --section.key=value | --section.flag (for true)
-Values are TOML; strings need no quotes; lists and tables do: --optimizer.groups '[{pattern = "*norm*"}]'
+Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[{pattern = "*"}]'
 """
 _DOCS_HEAD = """\
 # Settings
@@ -108,7 +108,7 @@ def _all_sections() -> dict[str, type]:
     from configs import load, schema  # brings torch with it
 
     sections = load.section_types(schema.Config)
-    return {**sections, "model": schema.model_section(schema.ModelConfig.name)}
+    return {**sections, "model": schema.model_module(schema.ModelConfig.name).Config}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def load(argv: Sequence[str]) -> Config:
     sections = section_types(schema.Config)
     name = _model_name(sections, written, given)
     try:
-        sections["model"] = schema.model_section(name)
+        sections["model"] = schema.model_module(name).Config
     except ValueError as error:
         raise ConfigError(Origin(file, written.lines, frozenset(o.key for o in given)).explain(str(error))) from None
     values, origin = build(sections, written, given)

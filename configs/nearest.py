@@ -11,7 +11,6 @@ OTHER_NAMES = {
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "metrics.enable_color_printing": "metrics.disable_color_printing",
-    "metrics.rank_0_only": "metrics.save_for_all_ranks",
     "model.hf_assets_path": "model.tokenizer_path",
     "optimizer.betas": "optimizer.beta1",
     "optimizer.fused": "optimizer.implementation",
@@ -57,6 +56,8 @@ def unknown_key(wrong: str, legal: Sequence[str]) -> str:
     section, _, name = wrong.rpartition(".")
     if wrong in GONE:
         return f"no such key; {GONE[wrong]}"
+    if section in legal:
+        return f"no such key; {section} is a value, not a table"
     elsewhere = [key for key in legal if key.rpartition(".")[2] == name]
     if wrong not in OTHER_NAMES and elsewhere:
         elsewhere.sort(key=lambda key: -_likeness(section, key.rpartition(".")[0]))

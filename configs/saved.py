@@ -1,7 +1,7 @@
 """<run>/config.toml: all settings of a run, written when it starts and compared when it starts again.
 
-A second start goes on with the checkpoints of the first. Under another model, other data, another update rule or another seed
-it would go on with something else under the same name and the same curve; so that is refused, and the way out is named.
+A second start goes on from the checkpoints of the first. With another model, other data, another update rule or
+another seed it would go on as something else under the same name and in the same curve; that is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from configs.schema import Config
 
 FILE_NAME = "config.toml"
-# What a run is: under another value of these, what follows would be another run. All else may change between two starts: length,
-# layout, number of ranks, checkpoints, validation, watching, compute precision.
+# What a run is: with another value of these, what follows would be another run. All else may change between two starts:
+# length, layout, number of ranks, checkpoints, validation, watching, compute precision.
 _IDENTITY = (
     "model.",
     "optimizer.",
@@ -50,7 +50,7 @@ def to_toml(config: Config) -> str:
 
 
 def save(config: Config, folder: Path) -> None:
-    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. OSError is the caller's."""
+    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{FILE_NAME}.{os.getpid()}"
     with partial.open("w", encoding="utf-8") as file:
@@ -61,27 +61,27 @@ def save(config: Config, folder: Path) -> None:
 
 
 def check_saved(config: Config, folder: Path) -> None:
-    """Raises ConfigError if `folder` holds a run that this config would not continue but falsify; passes if it holds none."""
+    """Raises ConfigError if `folder` holds a run that this config would falsify instead of continue it."""
     saved = folder / FILE_NAME
     if not saved.exists():
         return
     try:
         before = document.read(str(saved))
     except ConfigError as error:
-        raise ConfigError(f"{error}; it was written by this run's first start: restore or remove it") from None
+        raise ConfigError(f"{error}; the first start of this run wrote it: restore it, or remove it") from None
     problems = Problems()
     for key, old, new in _differences(config, before):
         problems.add(f"{config.origin.place(key)}: saved {old}, now {new}", line=config.origin.lines.get(key))
     if len(problems):
         problems.add(
             f"{folder} holds a run with the saved settings: put them back, or start another run with --job.name NAME "
-            f"(from these weights: and --checkpoint.initial_load_path {folder / config.checkpoint.folder})"
+            f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.folder}/step-N)"
         )
     problems.raise_any()
 
 
 def _differences(config: Config, before: Document) -> Iterator[tuple[str, str, str]]:
-    """(key, saved, now) of every key that makes the run what it is. A key that the saved file lacks was added since: its default."""
+    """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
     saved = dict(_flat(before.tables))
     now = dict(_flat(document.parse(to_toml(config), FILE_NAME).tables))
     other_model = saved.get("model.name", config.model.name) != config.model.name
@@ -113,7 +113,7 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _tables(path: str, section: Any) -> list[str]:
-    """[path] with its keys, then its nested tables. Lists of tables are written in line, so that order cannot go wrong."""
+    """[path] with its keys, then its nested tables. Lists of tables are written in line, which no order can break."""
     lines, nested = [f"[{path}]"], []
     for key in keys_of(type(section)).values():
         value = getattr(section, key.name)

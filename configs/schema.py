@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import models
@@ -47,7 +48,7 @@ class Config:
     """All settings of a run, one attribute per section. Frozen, and equal to another if all settings are."""
 
     job: JobConfig = field(default_factory=JobConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)  # in truth models.<model.name>.Config, see model_section
+    model: ModelConfig = field(default_factory=ModelConfig)  # in truth Config of models/<model.name>.py
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
@@ -69,20 +70,19 @@ class Config:
         return Path(self.job.dump_folder) / self.job.name
 
 
-def model_section(name: str) -> type[ModelConfig]:
-    """The class of [model] for `model.name`: Config in models/<name>.py. ValueError: no such model."""
+def model_module(name: str) -> ModuleType:
+    """models/<name>.py, the one that `model.name` means. Raises ValueError if there is no such model."""
+    cause = f"there is no models/{name}.py"
     if name.isidentifier() and importlib.util.find_spec(f"{models.__name__}.{name}"):
         module = importlib.import_module(f"{models.__name__}.{name}")
         section = getattr(module, "Config", None)
         if isinstance(section, type) and issubclass(section, ModelConfig) and hasattr(module, "build"):
-            return section
-        cause = f"models/{name}.py holds no model: it needs `Config` (a ModelConfig) and `build`"
-    else:
-        cause = f"there is no models/{name}.py"
-    raise ValueError(f'model.name = "{name}": {cause}; there are {", ".join(model_names())}')
+            return module
+        cause = f"models/{name}.py holds no model: that takes `Config`, a ModelConfig, and `build`"
+    raise ValueError(f'model.name = "{name}": {cause}; there are: {", ".join(_model_names())}')
 
 
-def model_names() -> list[str]:
+def _model_names() -> list[str]:
     """The files of models/ that hold a model, told by their text: importing a fork's unfinished file could fail."""
     files = sorted(Path(models.__path__[0]).glob("*.py"))
     return [file.stem for file in files if "\nclass Config(" in file.read_text(encoding="utf-8")]

@@ -16,6 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_INT_LIMIT = 1 << 63  # TOML's, and what fits into a tensor
 _MEANT_AS_BOOL = {
     "true": True,
     "yes": True,
@@ -50,7 +51,7 @@ def from_text(key: Key, text: str) -> Any:
         return text
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # TOMLDecodeError, or an integer of thousands of digits
         return _float_or_text(text) if key.type is float else text
     return parsed["value"] if list(parsed) == ["value"] else text
 
@@ -88,8 +89,10 @@ def _accepted(key: Key, value: Any) -> Any:
         return None if None in items else tuple(items)
     if key.choices:
         return value if any(value == choice and type(value) is type(choice) for choice in key.choices) else None
+    if type(value) is int and not -_INT_LIMIT <= value < _INT_LIMIT:
+        return None
     if key.type is float and type(value) is int:
-        value = float(value) if abs(value) < 1e300 else math.inf
+        value = float(value)
     if type(value) is not key.type:
         return None
     if isinstance(value, str):

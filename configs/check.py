@@ -1,0 +1,136 @@
+"""What can be known to be wrong before a process or a device is started: sections against each other, and the files.
+
+scripts/launch.py (once, before any rank) and train.py (each rank) call `check` on what load.py gave. Each section
+checks itself in its own check(); what only shows at tokenising is told by `open_data`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from configs.errors import Problems
+from configs.load import section_types
+from parallelisms.mesh import data_parallel_degree
+from training.data.sources import check_sources
+from training.optimizer import check_patterns
+from training.schedule import decay_length
+from training.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+
+
+def check(config: Config, *, world_size: int) -> None:
+    """Raises ConfigError with all that is wrong: in sections; if nothing, between them; if nothing, in files."""
+    sections = [getattr(config, name) for name in section_types(type(config))]
+    _gather(config, [section.check for section in sections if hasattr(section, "check")])
+    _gather(
+        config,
+        [
+            lambda: _check_batch(config, world_size),
+            lambda: _check_schedule(config),
+            lambda: _check_validation(config),
+            lambda: _check_run_folder(config),
+        ],
+    )
+    with_files = [section.check_files for section in sections if hasattr(section, "check_files")]
+    _gather(config, [lambda: _check_model(config), *with_files])
+
+
+def _gather(config: Config, checks: Iterable[Callable[[], None]]) -> None:
+    """Runs them all and raises what they found, each with the place where its key was written."""
+    problems = Problems()
+    for message in filter(None, map(_complaint, checks)):
+        problems.add(config.origin.explain(message), line=config.origin.line_of(message))
+    problems.raise_any()
+
+
+def _complaint(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_batch(config: Config, world_size: int) -> None:
+    """A step is whole microbatches on every rank."""
+    training, ranks = config.training, data_parallel_degree(config.parallelism, world_size)
+    at_once = training.local_batch_size * ranks
+    if training.global_batch_size == -1 or training.global_batch_size % at_once == 0:
+        return
+    below = training.global_batch_size // at_once * at_once
+    nearest = f"{below} or {below + at_once}" if below else f"{at_once}"
+    raise ValueError(
+        f"training.global_batch_size = {training.global_batch_size}: must be a multiple of {at_once}: "
+        f"training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
+        f"nearest: {nearest}"
+    )
+
+
+def _check_schedule(config: Config) -> None:
+    """Warm-up and decay fit into the schedule, and the schedule covers the run."""
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total = schedule.total_steps or steps
+    length = f"lr_scheduler.total_steps = {total}" if schedule.total_steps else f"training.steps = {total}"
+    if schedule.warmup_steps > total:
+        raise ValueError(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: must not exceed {length}; nearest: {total}"
+        )
+    decay = decay_length(schedule, steps)
+    if schedule.warmup_steps + decay > total:
+        nearest = math.floor(10_000 * (total - schedule.warmup_steps) / total) / 10_000
+        raise ValueError(
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: {decay} steps of decay and "
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not exceed {length}; nearest: {nearest}"
+        )
+    if total < steps and schedule.min_lr_factor == 0:
+        raise ValueError(
+            f"lr_scheduler.total_steps = {total}: training.steps = {steps} would go on with a learning rate of 0; "
+            f"nearest: {steps}, or 0, or give lr_scheduler.min_lr_factor"
+        )
+
+
+def _check_validation(config: Config) -> None:
+    if config.validation.enable and config.training.dataset_held_out == 0:
+        raise ValueError(
+            "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.01"
+        )
+
+
+def _check_run_folder(config: Config) -> None:
+    """Nothing is made yet; but a file in the way is the user's."""
+    for folder in (config.run_folder, *config.run_folder.parents):
+        if folder.exists():
+            if not folder.is_dir():
+                raise ValueError(f'job.dump_folder = "{config.job.dump_folder}": {folder} is a file, not a folder')
+            return
+
+
+def _check_model(config: Config) -> None:
+    """Tokenizer, vocabulary and corpus fit each other; the optimizer's patterns fit the model's parameters."""
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {vocab_size}: must hold the tokenizer's {tokenizer.vocab_size} ids; "
+            f"nearest: {tokenizer.vocab_size}, or 0 for as many as it has"
+        )
+    check_sources(config.training, vocab_size=vocab_size)
+    if config.optimizer.groups:
+        check_patterns(config.optimizer, _parameter_names(config, vocab_size))
+
+
+def _parameter_names(config: Config, vocab_size: int) -> list[str]:
+    """From a model without memory: the meta device is no device."""
+    import torch
+
+    from configs.schema import model_module
+
+    with torch.device("meta"):
+        model = model_module(config.model.name).build(
+            config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len
+        )
+    return [name for name, _ in model.named_parameters()]

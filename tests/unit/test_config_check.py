@@ -1,0 +1,176 @@
+"""Rules across sections and over files, before anything is started. Each message names the place and what is legal."""
+
+# ruff: noqa: E501 - exact messages stay on one line
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.check import check
+from configs.errors import ConfigError
+from configs.load import load
+
+TOML = """\
+[training]
+seq_len = 64
+steps = 20
+local_batch_size = 4
+
+[lr_scheduler]
+warmup_steps = 2
+
+[metrics]
+enable_tensorboard = false
+"""
+
+
+def complaints(folder: Path, *argv: str, world_size: int = 1) -> list[str]:
+    """What `check` finds, line by line; the config file is called run.toml."""
+    (folder / "run.toml").write_text(TOML, encoding="utf-8")
+    config = load(["run.toml", "--job.dump_folder", "outputs", *argv])
+    try:
+        check(config, world_size=world_size)
+    except ConfigError as error:
+        return str(error).split("\n")
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_good_config_has_no_complaints_and_leaves_nothing(folder: Path) -> None:
+    assert complaints(folder) == []
+    assert complaints(folder, world_size=8) == []
+    assert [file.name for file in folder.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize("global_batch_size", ["-1", "8", "80"])
+def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
+    assert complaints(folder, f"--training.global_batch_size={global_batch_size}", world_size=2) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "expected"),
+    [
+        (
+            ["--training.global_batch_size=12"],
+            2,
+            "--training.global_batch_size = 12: must be a multiple of 8: training.local_batch_size = 4 on 2 data-parallel ranks; nearest: 8 or 16",
+        ),
+        (
+            ["--training.global_batch_size=2"],
+            1,
+            "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
+        ),
+        (
+            ["--parallelism.data_parallel_shard_degree=2"],
+            3,
+            "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all of them; or start 2 ranks (NPROC=2)",
+        ),
+        (
+            ["--training.steps=1"],
+            1,
+            "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1",
+        ),
+        (
+            ["--lr_scheduler.decay_ratio=0.95"],
+            1,
+            "--lr_scheduler.decay_ratio = 0.95: 19 steps of decay and lr_scheduler.warmup_steps = 2 must not exceed training.steps = 20; nearest: 0.9",
+        ),
+        (
+            ["--lr_scheduler.decay_ratio=1", "--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"],
+            1,
+            "--lr_scheduler.decay_ratio = 1.0: 30000 steps of decay and lr_scheduler.warmup_steps = 1 must not exceed lr_scheduler.total_steps = 30000; nearest: 0.9999",
+        ),
+        (
+            ["--lr_scheduler.total_steps=10"],
+            1,
+            "--lr_scheduler.total_steps = 10: training.steps = 20 would go on with a learning rate of 0; nearest: 20, or 0, or give lr_scheduler.min_lr_factor",
+        ),
+        (
+            ["--validation.enable", "--training.dataset_held_out=0"],
+            1,
+            "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.01",
+        ),
+        (
+            ["--model.vocab_size=100"],
+            1,
+            "--model.vocab_size = 100: must hold the tokenizer's 259 ids; nearest: 259, or 0 for as many as it has",
+        ),
+        (
+            ["--job.dump_folder", "run.toml"],
+            1,
+            '--job.dump_folder = "run.toml": run.toml is a file, not a folder',
+        ),
+    ],
+)
+def test_what_contradicts_itself(folder: Path, argv: list[str], world_size: int, expected: str) -> None:
+    if "--job.dump_folder" in argv:
+        argv = ["--job.name", "x", *argv]
+        (folder / "run.toml").write_text(TOML, encoding="utf-8")
+        with pytest.raises(ConfigError) as error:
+            check(load(["run.toml", *argv]), world_size=world_size)
+        assert str(error.value) == expected
+        return
+    assert complaints(folder, *argv, world_size=world_size) == [expected]
+
+
+def test_the_nearest_offers_are_legal(folder: Path) -> None:
+    assert complaints(folder, "--lr_scheduler.decay_ratio=0.9") == []
+    long = ["--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"]
+    assert complaints(folder, *long, "--lr_scheduler.decay_ratio=0.9999") == []
+    assert complaints(folder, "--lr_scheduler.total_steps=10", "--lr_scheduler.min_lr_factor=0.1") == []
+    assert complaints(folder, "--model.vocab_size=259") == []
+
+
+def test_each_section_is_asked_and_all_answers_are_given(folder: Path) -> None:
+    assert complaints(folder, "--model.n_kv_heads=3", "--training.dataset=files") == [
+        "--model.n_kv_heads = 3: must divide model.n_heads = 8; nearest: 2 or 4",
+        'run.toml: training.dataset_path = "": training.dataset = "files" needs a file or a glob',
+    ]
+
+
+def test_what_sections_say_of_each_other_comes_after_what_they_say_of_themselves(folder: Path) -> None:
+    found = complaints(folder, "--model.n_kv_heads=3", "--training.global_batch_size=3")
+    assert len(found) == 1
+    assert found[0].startswith("--model.n_kv_heads")
+
+
+def test_files(folder: Path) -> None:
+    assert complaints(folder, "--training.dataset=files", "--training.dataset_path=nope.txt")[0].startswith(
+        '--training.dataset_path = "nope.txt": no file matches nope.txt'
+    )
+    assert complaints(folder, "--model.tokenizer_path=nope.json")[0].startswith(
+        '--model.tokenizer_path = "nope.json": '
+    )
+    assert complaints(folder, "--checkpoint.initial_load_path=nope")[0].startswith(
+        '--checkpoint.initial_load_path = "nope": '
+    )
+
+
+def test_a_tokenizer_that_the_model_has_no_rows_for(folder: Path) -> None:
+    pytest.importorskip("tokenizers")
+    vocabulary = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 300)}}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<s>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert complaints(folder, "--model.tokenizer_path=tokenizer.json") == []
+    assert complaints(folder, "--model.tokenizer_path=tokenizer.json", "--model.vocab_size=259") == [
+        "--model.vocab_size = 259: must hold the tokenizer's 300 ids; nearest: 300, or 0 for as many as it has"
+    ]
+
+
+def test_patterns_of_the_optimizer_meet_the_model(folder: Path) -> None:
+    assert complaints(folder, '--optimizer.groups=[{pattern = "*norm.weight"}]') == []
+    found = complaints(folder, '--optimizer.groups=[{pattern = "*norm.wieght"}]')
+    assert found[0].startswith('--optimizer.groups[0].pattern = "*norm.wieght": matches no parameter')

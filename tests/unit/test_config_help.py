@@ -1,0 +1,66 @@
+"""--help and the settings' page: every key is there, in 100 columns; an unknown section names the nearest."""
+
+from __future__ import annotations
+
+import pytest
+
+import models.llama
+from configs.errors import ConfigError
+from configs.help import COLUMNS, docs_markdown, help_text
+from configs.keys import walk
+from configs.load import section_types
+from configs.schema import Config
+
+SECTIONS = {**section_types(Config), "model": models.llama.Config}
+
+
+def test_every_key_has_its_line() -> None:
+    text = help_text()
+    for name, section in SECTIONS.items():
+        own = help_text(name)
+        assert own.startswith(f"[{name}]")
+        assert own.strip() in text
+        for path, _ in walk(section, name):
+            assert f"\n  {path.removeprefix(f'{name}.')} = " in own
+
+
+def test_lines_fit() -> None:
+    too_long = [line for line in help_text().split("\n") if len(line) > COLUMNS]
+    assert too_long == []
+
+
+def test_a_key_says_default_meaning_and_limits() -> None:
+    lines = help_text("training").split("\n")
+    assert "  steps = 10000                       optimizer steps of the run (>=1)" in lines
+    assert '  dtype = "float32"                   master weights and optimizer state (float32|bfloat16)' in lines
+    assert "  dataloader.num_workers = 0          processes that prepare batches; 0: one thread (>=0)" in lines
+
+
+@pytest.mark.parametrize("name", ["training", "[training]", "training.steps", "training.dataloader"])
+def test_a_section_may_be_named_by_what_is_in_it(name: str) -> None:
+    assert help_text(name) == help_text("training")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("trainig", "--help trainig: no such section; did you mean training?"),
+        ("lr", "--help lr: no such section; optimizer.lr is in [optimizer]: --help optimizer"),
+        ("qqqqqq", f"--help qqqqqq: no such section; there are {', '.join(SECTIONS)}"),
+    ],
+)
+def test_an_unknown_section(section: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        help_text(section)
+    assert str(error.value) == message
+
+
+def test_the_page_has_a_row_for_every_key() -> None:
+    page = docs_markdown().split("\n")
+    for name, section in SECTIONS.items():
+        assert f"## [{name}]" in page
+        for path, key in walk(section, name):
+            rows = [line for line in page if line.startswith(f"| `{path}` |")]
+            assert len(rows) == 1
+            assert rows[0].replace("\\|", "").count("|") == 5
+            assert key.help.replace("|", "\\|") in rows[0]

@@ -1,0 +1,185 @@
+"""The saved config of a run: it reads back equal, and a start that would falsify the run is refused."""
+
+# ruff: noqa: E501 - exact messages stay on one line
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import models.llama
+from configs.errors import ConfigError
+from configs.load import load, section_types
+from configs.saved import FILE_NAME, check_saved, save, to_toml
+from configs.schema import Config
+from training.optimizer import ParameterGroup
+
+TOML = """\
+[training]
+steps = 20
+
+[optimizer]
+lr = 3e-3
+"""
+
+
+def configure(folder: Path, *argv: str, toml: str = TOML) -> Config:
+    file = folder / "run.toml"
+    file.write_text(toml, encoding="utf-8")
+    return load([str(file), "--job.dump_folder", str(folder), *argv])
+
+
+def refusal(config: Config) -> list[str]:
+    """The lines of the message without the last, which names the ways out."""
+    with pytest.raises(ConfigError) as error:
+        check_saved(config, config.run_folder)
+    *lines, out = str(error.value).split("\n")
+    assert out == (
+        f"{config.run_folder} holds a run with the saved settings: put them back, or start another run with --job.name NAME "
+        f"(from these weights: add --checkpoint.initial_load_path {config.run_folder}/checkpoint/step-N)"
+    )
+    return lines
+
+
+def test_every_setting_is_written_and_reads_back_equal(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    odd = 'a "quoted" \\ path\twith\nlines, é, \U0001f600, \x7f and = ]'
+    groups = (ParameterGroup("*norm*", 0.0), ParameterGroup('"x"', 1e-30, 1 / 3))
+    config = replace(
+        config,
+        job=replace(config.job, description=odd),
+        optimizer=replace(config.optimizer, lr=0.1 + 0.2, eps=5e-324, groups=groups),
+        compile=replace(config.compile, components=()),
+        checkpoint=replace(config.checkpoint, exclude_from_loading=("a", 'b"')),
+        training=replace(config.training, max_norm=1e22),
+    )
+    save(config, tmp_path / "there")
+    assert load([str(tmp_path / "there" / FILE_NAME)]) == config
+    written = to_toml(config)
+    for name, section in {**section_types(Config), "model": models.llama.Config}.items():
+        body = written.split(f"[{name}]\n")[1].split("\n[")[0]
+        for key in fields(section):
+            assert f"{key.name} = " in body or f"[{name}.{key.name}]" in written
+
+
+def test_saving_leaves_nothing_else_and_replaces(tmp_path: Path) -> None:
+    for steps in ("5", "6"):
+        save(configure(tmp_path, "--training.steps", steps), tmp_path / "a" / "b")
+    assert [file.name for file in (tmp_path / "a" / "b").iterdir()] == [FILE_NAME]
+    assert load([str(tmp_path / "a" / "b" / FILE_NAME)]).training.steps == 6
+
+
+def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
+    check_saved(configure(tmp_path), tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    check_saved(configure(tmp_path), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ("--model.dim=128", "saved 256, now 128"),
+        ("--model.tokenizer_path=x.json", 'saved "", now "x.json"'),
+        ("--training.dataset=files", 'saved "stdlib", now "files"'),
+        ("--training.dataset_path=a.txt", 'saved "", now "a.txt"'),
+        ("--training.dataset_held_out=0.5", "saved 0.01, now 0.5"),
+        ("--training.seq_len=64", "saved 2048, now 64"),
+        ("--training.local_batch_size=4", "saved 8, now 4"),
+        ("--training.global_batch_size=8", "saved -1, now 8"),
+        ("--training.max_norm=2", "saved 1.0, now 2.0"),
+        ("--training.seed=7", "saved 0, now 7"),
+        ("--training.dtype=bfloat16", 'saved "float32", now "bfloat16"'),
+        ("--optimizer.weight_decay=0", "saved 0.1, now 0.0"),
+        (
+            '--optimizer.groups=[{pattern = "a"}]',
+            'saved [], now [{pattern = "a", weight_decay = -1.0, lr_factor = 1.0}]',
+        ),
+        ("--lr_scheduler.warmup_steps=1", "saved 200, now 1"),
+    ],
+)
+def test_what_makes_another_run_is_refused(tmp_path: Path, changed: str, difference: str) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    key = changed.split("=")[0]
+    assert refusal(configure(tmp_path, changed)) == [f"{key}: {difference}"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "--training.steps=40",
+        "--training.steps=5",
+        "--lr_scheduler.total_steps=40",
+        "--training.dataloader.num_workers=2",
+        "--training.gc_freq=1",
+        "--training.mixed_precision_param=float32",
+        "--optimizer.implementation=foreach",
+        "--parallelism.fsdp_reshard_after_forward=never",
+        "--checkpoint.interval=1",
+        "--validation.enable",
+        "--metrics.log_freq=1",
+        "--profiling.enable_profiling",
+        "--comm.init_timeout_seconds=700",
+        "--compile.enable",
+        "--sample.tokens=3",
+        "--job.description=longer",
+    ],
+)
+def test_what_leaves_the_run_the_same_may_change(tmp_path: Path, changed: str) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    check_saved(configure(tmp_path, changed), tmp_path / "run")
+
+
+def test_the_local_batch_only_matters_where_it_makes_the_step(tmp_path: Path) -> None:
+    save(configure(tmp_path, "--training.global_batch_size=32"), tmp_path / "run")
+    check_saved(
+        configure(tmp_path, "--training.global_batch_size=32", "--training.local_batch_size=4"), tmp_path / "run"
+    )
+
+
+def test_all_differences_with_their_lines(tmp_path: Path) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    changed = configure(tmp_path, "--training.seed=1", toml="[optimizer]\nlr = 1\n[training]\nsteps = 20\n")
+    assert refusal(changed) == [
+        f"{tmp_path}/run.toml:2: optimizer.lr: saved 0.003, now 1.0",
+        "--training.seed: saved 0, now 1",
+    ]
+    assert refusal(configure(tmp_path, toml="")) == [f"{tmp_path}/run.toml: optimizer.lr: saved 0.003, now 0.0008"]
+
+
+def test_another_model_is_one_difference(tmp_path: Path) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    saved = tmp_path / "run" / FILE_NAME
+    saved.write_text(
+        saved.read_text().replace('name = "llama"', 'name = "other"').replace("dim = 256\n", "width = 3\n")
+    )
+    assert refusal(configure(tmp_path)) == [f'{tmp_path}/run.toml: model.name: saved "other", now "llama"']
+
+
+def test_a_file_of_another_version(tmp_path: Path) -> None:
+    """A key that came since has the default it came with; one that went matters if its section does."""
+    save(configure(tmp_path), tmp_path / "run")
+    saved = tmp_path / "run" / FILE_NAME
+    text = saved.read_text().replace("dim = 256\n", "").replace("log_freq = 10\n", "gone = 3\n")
+    saved.write_text(text)
+    check_saved(configure(tmp_path), tmp_path / "run")
+    assert refusal(configure(tmp_path, "--model.dim=64")) == ["--model.dim: saved 256, now 64"]
+    saved.write_text(text.replace("lr = 0.003\n", "lr = 0.003\nrate = 3\n"))
+    assert refusal(configure(tmp_path)) == [f"{tmp_path}/run.toml: optimizer.rate: saved 3, now no such key"]
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"[model", "not TOML: Expected ']' at the end of a table declaration: [model"),
+        (b"# \xff", "not UTF-8: byte 0xff; save the file as UTF-8"),
+    ],
+)
+def test_a_saved_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, cause: str) -> None:
+    (tmp_path / "run").mkdir()
+    saved = tmp_path / "run" / FILE_NAME
+    saved.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        check_saved(configure(tmp_path), tmp_path / "run")
+    assert str(error.value) == f"{saved}:1: {cause}; the first start of this run wrote it: restore it, or remove it"
