@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelisms.fsdp import apply_fsdp
+from parallelisms.precision import Precision
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
 
@@ -30,15 +31,6 @@ class CompileConfig:
         for component in self.components:
             if component not in ("model", "loss"):
                 raise ValueError(f'compile.components = {list(self.components)}: "{component}" is neither "model" nor "loss"')
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Which dtype does what; printed at start, the same rule for every layout."""
-
-    master: torch.dtype  # the parameters that the optimizer updates, and its state
-    compute: torch.dtype  # weights and activations in forward and backward
-    reduce: torch.dtype  # gradients on the wire and in the accumulators
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Meter:
         self,
         config: MetricsConfig,
         *,
-        sinks: Sinks,
+        sinks: Sinks = Sinks(),  # noqa: B008 (an empty tuple)
         log: Log,
         progress: Progress,
         steps: int,
@@ -80,6 +80,10 @@ class Meter:
         self._after_first_s = 0.0
         self._interval = _Interval()
         self._spent = self._clocks()
+
+    def open(self, sinks: Sinks) -> None:
+        """From here on figures go to `sinks` too: what they keep depends on the checkpoint, which is read with a Meter at hand."""
+        self._sinks = sinks
 
     def step(
         self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int, max_loss: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ class ValidationLoss:
     nats_per_token: float
     nats_per_byte: float
     bits_per_byte: float
+    tokens: int
 
 
 def validate(
@@ -46,4 +48,4 @@ def validate(
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
     nats, tokens, byte_count = sum_over_ranks(sums).tolist()  # the one sync of a look
     per_byte = nats / max(byte_count, 1)
-    return ValidationLoss(nats / max(tokens, 1), per_byte, per_byte / 0.6931471805599453)
+    return ValidationLoss(nats / max(tokens, 1), per_byte, per_byte / math.log(2), round(tokens))

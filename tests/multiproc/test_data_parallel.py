@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from models import llama
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.mesh import DP_SHARD
-from parallelisms.parallelize import CompileConfig, Precision, parallelize
+from parallelisms.parallelize import CompileConfig, parallelize
+from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
 
