@@ -108,7 +108,7 @@ def _all_sections() -> dict[str, type]:
     from configs import load, schema  # brings torch with it
 
     sections = load.section_types(schema.Config)
-    return {**sections, "model": schema.model_module(schema.ModelConfig.name).Config}
+    return {**sections, "model": schema.model_module("llama").Config}
 
 
 if __name__ == "__main__":

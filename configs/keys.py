@@ -1,7 +1,8 @@
 """What a dataclass says about its keys: `lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4` becomes a Key.
 
-The sections are plain dataclasses beside the code they belong to; everything generic (reading, checking, help, docs)
-goes through here.
+The sections are plain frozen dataclasses beside the code they belong to; everything generic (reading, checking, help,
+docs) goes through here. A field is Annotated[type, help with its unit, bounds ...]; the type is bool, int, float, str,
+Literal, another such dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables).
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class Key:
     @property
     def table(self) -> type | None:
         """The dataclass of a nested table."""
-        return self.type if dataclasses.is_dataclass(self.type) else None
+        return _dataclass(self.type)
+
+    @property
+    def row(self) -> type | None:
+        """The dataclass of the elements of a list of tables."""
+        return _dataclass(self.element)
 
     @property
     def element(self) -> Any:
@@ -87,8 +93,8 @@ def walk(section: type, path: str) -> Iterator[tuple[str, Key]]:
             yield from walk(key.table, full)
             continue
         yield full, key
-        if dataclasses.is_dataclass(key.element):
-            yield from walk(key.element, f"{full}[]")
+        if key.row:
+            yield from walk(key.row, f"{full}[]")
 
 
 def _key(section: type, field: dataclasses.Field[Any], hint: Any) -> Key:
@@ -97,13 +103,12 @@ def _key(section: type, field: dataclasses.Field[Any], hint: Any) -> Key:
         kind, *notes = typing.get_args(hint)
     where = f"{section.__module__}.{section.__qualname__}.{field.name}"
     if not _readable(kind):
-        raise TypeError(f"{where}: {kind} is no type for a config key; see CONTRIBUTING.md, Config keys")
+        raise TypeError(f"{where}: {kind} is no type for a config key; configs/keys.py says which are")
     texts = [note for note in notes if isinstance(note, str)]
     bounds = tuple(Bound(text) for text in texts[1:])
+    is_number = {kind, *typing.get_args(kind)} & {int, float}
     for bound in bounds:
-        if not _BOUND.fullmatch(bound.text) or (
-            kind not in (int, float) and typing.get_args(kind)[:1] not in ((int,), (float,))
-        ):
+        if not is_number or not _BOUND.fullmatch(bound.text):
             raise TypeError(f"{where}: {bound.text!r} is no bound (>, >=, <, <=, != and a number, on int and float)")
     default = field.default
     if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
@@ -111,8 +116,12 @@ def _key(section: type, field: dataclasses.Field[Any], hint: Any) -> Key:
     return Key(field.name, kind, texts[0] if texts else "", bounds, default)
 
 
+def _dataclass(kind: Any) -> type | None:
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
 def _readable(kind: Any) -> bool:
-    if kind in _NOUNS or dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Literal:
+    if kind in _NOUNS or _dataclass(kind) or typing.get_origin(kind) is Literal:
         return True
     inner = typing.get_args(kind)
     return (

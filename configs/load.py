@@ -125,8 +125,8 @@ class _Reader:
     def _value(self, key: Key, value: Any, path: str) -> Any:
         if key.table:
             return self.table(key.table, value, path)
-        if dataclasses.is_dataclass(key.element) and isinstance(value, list):
-            return tuple(self.table(key.element, item, f"{path}[{i}]") for i, item in enumerate(value))
+        if key.row and isinstance(value, list):
+            return tuple(self.table(key.row, item, f"{path}[{i}]") for i, item in enumerate(value))
         try:
             return convert(key, value)
         except ValueError as error:

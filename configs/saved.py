@@ -115,7 +115,8 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 def _tables(path: str, section: Any) -> list[str]:
     """[path] with its keys, then its nested tables. Lists of tables are written in line, which no order can break."""
     lines, nested = [f"[{path}]"], []
-    for key in keys_of(type(section)).values():
+    kind: type = type(section)
+    for key in keys_of(kind).values():
         value = getattr(section, key.name)
         if key.table:
             nested += _tables(f"{path}.{key.name}", value)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from configs.document import parse
 from configs.keys import Key
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _INT_LIMIT = 1 << 63  # TOML's, and what fits into a tensor
 _MEANT_AS_BOOL = {
@@ -50,8 +45,8 @@ def from_text(key: Key, text: str) -> Any:
     if is_string and text[:1] not in ("'", '"'):
         return text
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except ValueError:  # TOMLDecodeError, or an integer of thousands of digits
+        parsed = parse(f"value = {text}", "").tables
+    except ValueError:
         return _float_or_text(text) if key.type is float else text
     return parsed["value"] if list(parsed) == ["value"] else text
 
