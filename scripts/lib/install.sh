@@ -1,0 +1,307 @@
+# Finds a Python and makes the virtual environment once; every way this can fail is one line that says what to do.
+# shellcheck shell=bash
+# Sourced by scripts/*.sh, never run. Keeps to bash 3.2, which is what macOS has.
+#
+#   use_python LOCK...   sets $python to an interpreter that has what the lock files list, or leaves: 2 the user's input, 1 the machine
+#
+# Layout, next to $venv (PHAROS_VENV, or .venv in the repository), which many nodes may share:
+#   $venv/pharos-LOCK     stamp: the Python, the index torch came from, the lock file's text. Equal stamps: nothing to do, pip is not run
+#   $venv.partial         an installation has begun and not ended: whatever is in $venv is thrown away
+#   $venv.lock/           taken by mkdir: owner (host, process namespace, pid) and beat (changes every few seconds while it lives)
+
+root=$(cd -- "${BASH_SOURCE[0]%/*}/../.." >/dev/null && pwd)
+oldest=10 newest=14 # of Python 3
+
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+beat_seconds=5
+dead_after_seconds=120 # without a beat: far above what a shared file system delays
+
+say() { printf 'pharos: %s\n' "$*" >&2; }
+
+die() { # die CODE MESSAGE
+  local code=$1
+  shift
+  say "$@"
+  exit "$code"
+}
+
+use_python() {
+  if [ "${PHAROS_NO_INSTALL:-0}" = 1 ]; then
+    find_python
+    python=$found
+    "$python" "$root/scripts/lib/missing.py" "$@" || exit 2
+    return
+  fi
+  venv=${PHAROS_VENV:-$root/.venv}
+  case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
+  python=$venv/bin/python
+  if is_complete "$@"; then return; fi
+  before_install
+  install "$@"
+}
+
+before_install() { :; } # the script that sources this may have something to check first
+
+# ---- which Python
+
+# "MINOR EXECUTABLE" of a CPython 3. The candidate has to be run: pyenv leaves a python3.12 in the PATH that only prints "not found".
+# The executable is the one below a virtual environment: an active one may be the very folder that is about to be made again.
+probe() {
+  "$1" -ISc 'import os, sys
+minor = sys.version_info[1]
+below = os.path.join(sys.base_prefix, "bin", "python3.%d" % minor)
+if sys.version_info[0] == 3 and sys.implementation.name == "cpython":
+    print(minor, below if os.path.exists(below) else sys.executable)' 2>/dev/null </dev/null
+}
+
+find_python() { # sets found (to run), base (to make environments with) and minor
+  local candidate answer unfit=
+  for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.13 python3.11 python3.14 python3.10 python3; do
+    if answer=$(probe "$candidate") && [ -n "$answer" ]; then
+      minor=${answer%% *} base=${answer#* } found=$candidate
+      if [ "$minor" -ge $oldest ] && [ "$minor" -le $newest ]; then return; fi
+      unfit="$unfit, $candidate is 3.$minor"
+    fi
+    if [ -n "${PYTHON:-}" ]; then
+      die 2 "PYTHON=$PYTHON: ${answer:+is Python 3.$minor, }must be a Python 3.$oldest to 3.$newest that runs"
+    fi
+  done
+  die 1 "no Python 3.$oldest to 3.$newest found${unfit:+ (${unfit#, })}; install one (apt install python3.12-venv, brew install python@3.12)" \
+    "or say where one is: PYTHON=/path/to/python3.12"
+}
+
+# ---- is anything to be done
+
+is_complete() {
+  local lock answer stamp minor
+  [ -x "$python" ] && answer=$(probe "$python") && [ -n "$answer" ] || return 1
+  minor=${answer%% *}
+  if [ -n "${PYTHON:-}" ]; then
+    answer=$(probe "$PYTHON") && [ "${answer%% *}" = "$minor" ] || return 1
+  fi
+  for lock; do
+    stamp=$(read_stamp "$lock")
+    [ -n "$stamp" ] && [ "$stamp" = "$(stamp_for "$lock" "${TORCH_INDEX:-$(index_of "$stamp")}")" ] || return 1
+  done
+}
+
+stamp_for() { printf 'Python 3.%s, torch from %s\n%s\n' "$minor" "$2" "$(<"$root/$1")"; }
+
+read_stamp() { if [ -f "$venv/pharos-$1" ]; then printf '%s\n' "$(<"$venv/pharos-$1")"; fi; }
+
+index_of() { # the index a stamp names
+  local first=${1%%$'\n'*}
+  printf '%s' "${first#*torch from }"
+}
+
+# ---- installing, one at a time
+
+install() {
+  find_python
+  "$base" -Ic 'import ensurepip, venv' 2>/dev/null </dev/null ||
+    die 1 "$base cannot make virtual environments (it has no ensurepip): apt install python3.$minor-venv, or another Python with PYTHON=..."
+  take_lock
+  if ! is_complete "$@"; then
+    fill_venv "$@"
+  fi
+  drop_lock
+}
+
+fill_venv() {
+  local began=$SECONDS torch_from lock
+  prepare_venv
+  install_torch
+  install_locked "$@"
+  try_it "$@"
+  for lock; do
+    stamp_for "$lock" "$torch_from" >"$held/stamp"
+    mv -f "$held/stamp" "$venv/pharos-$lock"
+  done
+  rm -f "$venv.partial"
+  say "installed in $((SECONDS - began)) s; the next start goes straight to work"
+}
+
+prepare_venv() { # an empty or intact $venv of the right Python; never wipes a folder that is not ours
+  local stamp stamps=("$venv"/pharos-*) clear=--clear answer=
+  if [ -x "$python" ]; then answer=$(probe "$python") || answer=; fi
+  if [ ! -e "$venv.partial" ]; then
+    if [ -e "${stamps[0]}" ]; then
+      stamp=$(<"${stamps[0]}")
+      if [ "${answer%% *}" = "$minor" ] && [ "${TORCH_INDEX:-$(index_of "$stamp")}" = "$(index_of "$stamp")" ]; then clear=; fi
+    elif [ "${answer%% *}" = "$minor" ] && "$python" -Ic 'import pip' 2>/dev/null </dev/null; then
+      clear= # the user's own environment: add to it
+    elif [ -d "$venv" ] && ! rmdir "$venv" 2>/dev/null; then
+      die 2 "$venv is something else than a Python 3.$minor environment with pip; remove it, or name a new folder: PHAROS_VENV=..."
+    fi
+  fi
+  { : >"$venv.partial"; } 2>/dev/null || die 1 "cannot write beside $venv; PHAROS_VENV=/path/to/a/new/folder puts it elsewhere"
+  rm -f "${stamps[@]}"
+  say "installing into $venv with Python 3.$minor ($base)"
+  if [ -n "$clear" ] || [ ! -x "$python" ]; then
+    run_logged "$base" -I -m venv $clear "$venv" || fail "making the virtual environment failed"
+  fi
+}
+
+install_torch() { # sets torch_from; alone and first, since PyPI's torch for Linux is the CUDA build whatever the machine
+  local release spec index=() size="0.5 GB, and 2.2 GB of CUDA libraries follow"
+  release=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' "$root/requirements.lock")
+  spec="torch==$release" torch_from=PyPI
+  if [ -n "${TORCH_INDEX:-}" ]; then
+    torch_from=$TORCH_INDEX size="from $TORCH_INDEX"
+    index=(-i "$TORCH_INDEX")
+  elif [ "$(uname -s)" != Linux ]; then
+    size="80 MB"
+  elif ! has_nvidia_driver; then
+    if pip_knows torch "$release+cpu"; then
+      spec="torch==$release+cpu" size="CPU build, 190 MB"
+    elif pip_knows torch "$release+cpu" -i "$torch_cpu_index"; then
+      spec="torch==$release+cpu" size="CPU build, 190 MB"
+      index=(-i "$torch_cpu_index")
+    elif pip_knows torch "$release"; then
+      say "no CPU build of torch $release for Python 3.$minor at $torch_cpu_index; taking the CUDA build, which runs without a GPU too: 2.7 GB follow"
+    fi
+  fi
+  say "installing torch $release ($size) ..."
+  # Not -q on a terminal: that is what hides pip's progress bar.
+  local quiet=-q
+  if [ -t 1 ]; then quiet=; fi
+  pip_install $quiet --no-deps ${index[@]+"${index[@]}"} "$spec" || fail_pip "torch $release"
+}
+
+has_nvidia_driver() { case $(nvidia-smi -L 2>/dev/null </dev/null) in *GPU*) return 0 ;; esac; return 1; }
+
+pip_knows() { # pip_knows PACKAGE VERSION [pip options...]: asks the index only, nothing is downloaded
+  local package=$1 version=$2 answer
+  shift 2
+  answer=$("$python" -I -m pip index versions --retries 1 --timeout 15 "$@" "$package" 2>/dev/null </dev/null) || return 1
+  case "${answer//$'\n'/,}," in *[:,]" $version,"*) return 0 ;; esac
+  return 1
+}
+
+install_locked() {
+  local lock files=() quiet=-q
+  for lock; do files+=(-r "$root/$lock"); done
+  if [ "$torch_from" = PyPI ] && [ -t 1 ]; then quiet=; fi # gigabytes may follow
+  say "installing what $* lists ..."
+  pip_install $quiet "${files[@]}" || fail_pip "the packages of $*"
+}
+
+# Loads what a run loads. That shows a torch that cannot work here, and leaves bytecode where PYTHONDONTWRITEBYTECODE (usual in
+# containers) would make every later start compile it again; pip's own compiling of all 8,000 files takes five times as long.
+try_it() {
+  local modules="torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.launcher.api, torch.utils.tensorboard"
+  case $* in *dev*) modules="$modules, torch._inductor.compile_fx, hypothesis, pytest" ;; esac
+  run_logged "$python" -Ic "import $modules" || fail "torch is installed but cannot be loaded"
+}
+
+pip_install() {
+  # -I: packages of a PYTHONPATH do not count as installed. PIP_USER would put them into the home folder.
+  PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 run_logged "$python" -I -m pip --disable-pip-version-check --no-input install --no-compile "$@"
+}
+
+# ---- running what takes long
+
+# Runs in the background and waits, because bash acts on a signal only between foreground commands. The signal's exit code is not kept:
+# the shell leaves through `stop`.
+run_logged() {
+  "$@" </dev/null 2>"$held/errors" &
+  child=$!
+  local code=0
+  wait "$child" || code=$?
+  child=
+  return $code
+}
+
+fail() { # the program's own last word, and what was being done
+  local last
+  last=$(sed '/^ *$/d' "$held/errors" | tail -n 1)
+  die 1 "$1: ${last:-no message}"
+}
+
+fail_pip() {
+  local log
+  log=$(<"$held/errors")
+  sed -n '/^ERROR/p' "$held/errors" >&2
+  case $log in
+    *"No space left"*) die 1 "no space left for $1 in $venv or in pip's temporary folder (TMPDIR); PHAROS_VENV=/path/to/a/new/folder puts it elsewhere" ;;
+    *"Connection"* | *"Timeout"* | *"timed out"* | *"resolve"* | *"unreachable"* | *"ProxyError"* | *"SSLError"*)
+      die 1 "no package index reached for $1; check the network, proxy and pip's settings, or without a network:" \
+        "PHAROS_NO_INSTALL=1 PYTHON=/path/to/a/python/that/has/them" ;;
+    *"No matching distribution"*)
+      die 1 "no package of $1 for Python 3.$minor on $(uname -s) $(uname -m); take another Python with PYTHON=... (torch has wheels for" \
+        "64-bit x86 and Arm Linux with glibc, and macOS on Arm), or one that has its own torch with PHAROS_NO_INSTALL=1 PYTHON=..." ;;
+    *) die 1 "pip could not install $1; the next start tries again" ;;
+  esac
+}
+
+# ---- the lock
+
+take_lock() {
+  local lock=$venv.lock failures=0 state last='' since=$SECONDS told=
+  mkdir -p "${venv%/*}" 2>/dev/null || true
+  until mkdir "$lock" 2>/dev/null; do
+    if [ ! -d "$lock" ]; then # the owner has just gone, or the folder cannot be written
+      failures=$((failures + 1))
+      [ $failures -lt 3 ] || die 1 "cannot make the folder $lock; PHAROS_VENV=/path/to/a/new/folder puts the environment elsewhere"
+      continue
+    fi
+    state="$(read_file "$lock/owner") / $(read_file "$lock/beat")"
+    if [ "$state" != "$last" ]; then last=$state since=$SECONDS; fi
+    if owner_is_dead "${state%% / *}" || [ $((SECONDS - since)) -gt $dead_after_seconds ]; then
+      break_lock "$lock" "${state%% / *}"
+      continue
+    fi
+    [ -n "$told" ] || say "waiting for another start (${state%% / *}) to finish installing into $venv"
+    told=1
+    sleep 1
+  done
+  held=$lock child=
+  printf '%s\n' "$(identity)" >"$held/owner"
+  trap drop_lock EXIT
+  trap stop INT TERM HUP
+  beat "$held" </dev/null >/dev/null 2>&1 &
+  beater=$!
+}
+
+drop_lock() {
+  trap - EXIT INT TERM HUP
+  kill "$beater" 2>/dev/null && wait "$beater" 2>/dev/null || true
+  rm -rf "$held"
+}
+
+stop() {
+  trap '' INT TERM HUP
+  if [ -n "$child" ]; then kill "$child" 2>/dev/null && wait "$child" 2>/dev/null || true; fi
+  die 1 "stopped while installing; the next start begins the installation again"
+}
+
+identity() { printf 'host %s%s, process %s' "${HOSTNAME:-?}" "$(process_space)" $$; }
+
+process_space() { readlink /proc/self/ns/pid 2>/dev/null || true; } # containers may share a host's name, not its process numbers
+
+owner_is_dead() { # certain only if the owner ran here
+  local here
+  here=$(identity)
+  [ "${1%, process *}" = "${here%, process *}" ] || return 1
+  case $(LC_ALL=C kill -0 "${1##* }" 2>&1) in *"No such process"*) return 0 ;; esac
+  return 1
+}
+
+break_lock() { # two may find it dead at once: what was moved away must be what was judged
+  local aside="$1.dead.$$"
+  mv "$1" "$aside" 2>/dev/null || return 0
+  if [ "$(read_file "$aside/owner")" != "$2" ] && mv "$aside" "$1" 2>/dev/null; then return; fi
+  rm -rf "$aside"
+}
+
+beat() { # while the process that took the lock lives
+  local count=0 nap=
+  trap 'kill "$nap"; exit' TERM
+  while kill -0 $$ && count=$((count + 1)) && printf '%s\n' $count >"$1/beat"; do
+    sleep $beat_seconds &
+    nap=$!
+    wait $nap
+  done
+}
+
+read_file() { if [ -f "$1" ]; then printf '%s' "$(<"$1")" 2>/dev/null; fi; }

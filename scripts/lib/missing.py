@@ -1,0 +1,71 @@
+"""Says what this Python lacks to train (PHAROS_NO_INSTALL=1); run by install.sh: python missing.py LOCK...
+
+Reads the ranges in pyproject.toml, not the pins in the lock files: a container may bring its own versions. Runs before anything
+is installed, so it needs nothing but the standard library, and no TOML reader, which Python 3.10 does not have.
+Exit code 1, with one line on standard error, if something is missing.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+_NEWER = re.compile(r"python_version < '3\.(\d+)'")  # the only marker we use
+
+
+def requirements(text: str, extra: str = "") -> list[tuple[str, str]]:
+    """(name, range) of every line in the list `dependencies`, or of the extra, that applies to this Python."""
+    section = re.search(rf"^{extra or 'dependencies'} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert section, f"no list {extra or 'dependencies'} in pyproject.toml"
+    found = []
+    for name, bounds, marker in re.findall(r'^ +"([\w.-]+)([^";]*)(?:; *([^"]*))?"', section.group(1), re.MULTILINE):
+        below = _NEWER.fullmatch(marker)
+        assert below or not marker, f"{name}: a marker that is not understood: {marker}"
+        if not below or sys.version_info[1] < int(below.group(1)):
+            found.append((name, bounds))
+    return found
+
+
+def fits(installed: str, bounds: str) -> bool:
+    """Whether a version lies in ">=a,<b"; a local part ("+cpu") and pre-release letters do not count."""
+    have = _numbers(installed)
+    for bound in filter(None, bounds.split(",")):
+        limit = _numbers(bound.lstrip("<>="))
+        if bound.startswith(">=") and have < limit or bound.startswith("<") and have >= limit:
+            return False
+    return True
+
+
+def _numbers(version_text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version_text.partition("+")[0])[:3])
+
+
+def lacks(name: str, bounds: str) -> str | None:
+    """What to say of one requirement, or None where it is met."""
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return f"{name}{bounds}"
+    return None if fits(installed, bounds) else f"{name}{bounds} (it has {installed})"
+
+
+def main(locks: list[str]) -> int:
+    text = PYPROJECT.read_text(encoding="utf-8")
+    wanted = requirements(text)
+    if any("dev" in lock for lock in locks):
+        wanted += requirements(text, "dev")
+    missing = [said for name, bounds in wanted if (said := lacks(name, bounds))]
+    if missing:
+        print(
+            f"pharos: PHAROS_NO_INSTALL=1 and {sys.executable} lacks {', '.join(missing)}; "
+            "install them there, name another Python with PYTHON=..., or unset PHAROS_NO_INSTALL",
+            file=sys.stderr,
+        )
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs the tests. Finds a Python, installs what is missing (once), and becomes pytest; arguments are pytest's.
+#   ./scripts/run_tests.sh                      everything
+#   ./scripts/run_tests.sh tests/unit -k loss   a part
+set -euo pipefail
+# shellcheck source=scripts/lib/install.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
+
+use_python requirements.lock requirements-dev.lock
+# The machine's cores are shared by the ranks that tests start, so no process takes them all.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+cd "$root"
+exec "$python" -m pytest "$@"
