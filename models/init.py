@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 BLOCK_ROWS = 128
 
@@ -34,6 +32,10 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float =
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, slice, tuple[slice, ...]]:
     """The tensor to fill, the rows of the whole parameter that it holds, and its slices along the other dims."""
+    # Here and not above: it takes half as long to import as torch, and checking the settings needs none of it.
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.shape[0]), tuple(slice(None) for _ in parameter.shape[1:])
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelisms.fsdp import apply_fsdp
 from parallelisms.precision import Precision
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
@@ -57,6 +56,9 @@ def parallelize(
             block.compile(backend=compile.backend, fullgraph=True)  # in place: names stay as they are
     if compile.enable and "loss" in compile.components:
         loss = torch.compile(loss, backend=compile.backend)
+    # Here and not above: it takes half as long to import as torch, and checking the settings needs none of it.
+    from parallelisms.fsdp import apply_fsdp
+
     model.to(precision.master)
     apply_fsdp(
         model,
