@@ -1,38 +1,70 @@
-"""The arithmetic of a transformer block, as functions of tensors.
+"""The arithmetic of a transformer block and of its loss, as functions of tensors; models/llama.py is built on them.
 
-Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width.
+Each function is one formula with one contract on every device. CUDA, DTensors and anything under `torch.compile` take
+torch's own kernels, which fuse. On a CPU in eager mode a step waits for memory more than for arithmetic: there the same
+formula walks over blocks that stay in a core's cache, in fp32 inside a block, and writes each result once. `_in_blocks`
+is the one place that chooses.
+
+Matrix products take bf16 and accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
+
+Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, G = H / K query
+heads of one key head, D head dim, F feed-forward width, N rows (tokens of the whole batch), V vocabulary; P and t are
+a block's part of B * K and of T.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
+
+_BLOCK_ELEMENTS = 1 << 17  # fp32 elements of a block of rows: 512 KiB, in the second-level cache of one or two cores
+_SCORE_ELEMENTS = 1 << 20  # attention scores of a block
+_QUERY_BLOCK = 128  # queries of a block; fewer skip more of the masked half, more take fewer calls
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in fp32, returned in x's dtype."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded to x's dtype.
+
+    Zhang and Sennrich 2019, arXiv 1910.07467.
+    """
+    if _in_blocks(x):
+        return _apply(_RMSNorm, x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Turns each pair (x[2i], x[2i+1]) of x [B, T, H, D] by its position's angle; freqs_cis [T, D/2, 2] holds (cos, sin)."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, H, D/2]
-    cos, sin = freqs_cis[:, None, :, 0], freqs_cis[:, None, :, 1]  # [T, 1, D/2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    """Turns each pair (x[2i], x[2i+1]) of x [B, T, H, D] by its position's angle, in fp32.
+
+    freqs_cis [T, D/2, 2] fp32 holds (cos, sin). Returned in x's dtype. RoFormer, Su et al. 2021, arXiv 2104.09864.
+    """
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)  # [B, T, H, D/2, 2]
+    freqs_cis = freqs_cis.unsqueeze(1)  # [T, 1, D/2, 2]
+    if torch.compiler.is_compiling():  # the compiler fuses real arithmetic only
+        (even, odd), (cos, sin) = pairs.unbind(-1), freqs_cis.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs_cis))
     return turned.flatten(-2).to(x.dtype)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K.
+    """softmax(q k^T / sqrt(D)) v -> [B, T, H, D] with q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K.
 
-    The T queries are the last T of the S positions (S > T when keys come from a cache); each sees itself and what is before it.
+    The T queries are the last T of the S positions (S > T when keys come from a cache); each sees itself and what is
+    before it. Query head h reads key head h // (H / K). Memory is linear in T when S = T.
     """
     t, s = q.shape[1], k.shape[1]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D], [B, K, S, D]
     grouped = q.shape[1] != k.shape[1]
-    if t == s:
+    if t == s and _in_blocks(q):
+        out = _apply(_CausalAttention, q, k, v)
+    elif t == s:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
         mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t) if t > 1 else None
@@ -43,3 +75,170 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
     return F.silu(gate) * up
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of -log softmax(logits)[label] over the labels that are not `ignore_index`, fp32 scalar.
+
+    logits [..., V] of any float dtype, labels [...] int64. The upcast to fp32 is in here: no fp32 copy of the logits
+    outlives a block (eager, CPU) or exists at all (compiled).
+    """
+    logits, labels = logits.flatten(0, -2), labels.flatten()  # [N, V], [N]
+    if _in_blocks(logits):
+        return _apply(_CrossEntropySum, logits, labels, ignore_index)
+    return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignore_index)
+
+
+def _in_blocks(x: Tensor) -> bool:
+    """Whether to walk in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+
+
+def _wide_copy(x: Tensor) -> Tensor:
+    """An fp32 copy to work in; `float()` would hand back x itself where x is fp32."""
+    return x.to(torch.float32, copy=True)
+
+
+def _row_blocks(rows: int, width: int) -> Iterator[slice]:
+    """Slices over `rows` whose blocks hold about _BLOCK_ELEMENTS elements."""
+    step = max(1, _BLOCK_ELEMENTS // max(1, width))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+class _CausalAttention(Function):
+    """Exact attention by blocks of queries. The backward computes the probabilities again.
+
+    The scores leave the product rounded to q's dtype, as in any unfused attention; their softmax is in fp32. Heads that
+    share a key head are rows of one product, so keys and values are never repeated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = _Heads(q, k, v)
+        out = torch.empty_like(heads.q)  # [B * K, G, T, D]
+        for part, start, end in heads.blocks():
+            weights = heads.probabilities(heads.rows(heads.q, part, start, end), part, start, end)
+            out[part, :, start:end] = heads.unrows(weights @ heads.v[part, :end])
+        ctx.save_for_backward(q, k, v)
+        return out.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ctx.saved_tensors
+        heads = _Heads(q, k, v)
+        grad_out = grad_out.reshape(heads.q.shape)
+        grad_q = torch.empty_like(heads.q)  # [B * K, G, T, D]
+        grad_k = torch.zeros_like(
+            heads.k, dtype=torch.float32
+        )  # [B * K, T, D], fp32 since each block of queries adds to it
+        grad_v = torch.zeros_like(grad_k)
+        for part, start, end in heads.blocks():
+            queries = heads.rows(heads.q, part, start, end)  # [P, G * t, D]
+            grads = heads.rows(grad_out, part, start, end)  # [P, G * t, D]
+            weights = heads.probabilities(queries, part, start, end)  # [P, G * t, end]
+            grad_v[part, :end] += weights.transpose(1, 2) @ grads
+            grad_weights = grads @ heads.v[part, :end].transpose(1, 2)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
+            grad_k[part, :end] += _scaled_bmm(grad_scores.transpose(1, 2), queries, heads.scale)
+            grad_q[part, :, start:end] = heads.unrows(_scaled_bmm(grad_scores, heads.k[part, :end], heads.scale))
+        return grad_q.view(q.shape), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+
+
+class _Heads:
+    """q, k, v of one attention call with B and K as one batch dim, and the walk over their blocks."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        batch, n_kv_heads, n_tokens, width = k.shape
+        self.q = q.reshape(batch * n_kv_heads, -1, n_tokens, width)  # [B * K, G, T, D]
+        self.k, self.v = k.reshape(-1, n_tokens, width), v.reshape(-1, n_tokens, width)  # [B * K, T, D]
+        self.scale = width**-0.5
+        self.mask = q.new_full((_QUERY_BLOCK, _QUERY_BLOCK), -math.inf).triu_(1)
+
+    def blocks(self) -> Iterator[tuple[slice, int, int]]:
+        """(some of B * K, first query, end of the queries), each block with about _SCORE_ELEMENTS scores."""
+        n_heads, group, n_tokens, _ = self.q.shape
+        step = max(1, _SCORE_ELEMENTS // max(1, group * _QUERY_BLOCK * n_tokens))
+        for first in range(0, n_heads, step):
+            for start in range(0, n_tokens, _QUERY_BLOCK):
+                yield slice(first, first + step), start, min(start + _QUERY_BLOCK, n_tokens)
+
+    def rows(self, x: Tensor, part: slice, start: int, end: int) -> Tensor:
+        """x [B * K, G, T, D] -> [P, G * t, D]: the block's queries of all heads of a group as rows."""
+        return x[part, :, start:end].flatten(1, 2)
+
+    def unrows(self, x: Tensor) -> Tensor:
+        """x [P, G * t, D] -> [P, G, t, D]."""
+        return x.view(x.shape[0], self.q.shape[1], -1, x.shape[-1])
+
+    def probabilities(self, queries: Tensor, part: slice, start: int, end: int) -> Tensor:
+        """queries [P, G * t, D] -> softmax of their scores on the keys before `end`, [P, G * t, end]."""
+        scores = _scaled_bmm(queries, self.k[part, :end].transpose(1, 2), self.scale)
+        size = end - start
+        self.unrows(scores)[..., start:].add_(self.mask[:size, :size])
+        return torch.softmax(scores, -1)
+
+
+def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * (a @ b), scaled before the product is rounded."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = weight.numel()
+        rows, weight32 = x.reshape(-1, width), weight.float()
+        out = torch.empty_like(rows)
+        inverse = torch.empty(rows.shape[0], 1)  # [N, 1] fp32: 1 / root mean square of a row
+        for part in _row_blocks(*rows.shape):
+            block = rows[part].float()
+            mean_square = torch.linalg.vector_norm(block, dim=-1, keepdim=True).square_().div_(width)
+            inverse[part] = mean_square.add_(eps).rsqrt_()
+            out[part] = block.mul(inverse[part]).mul_(weight32)
+        ctx.save_for_backward(x, weight, inverse)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        width = weight.numel()
+        rows, grads, weight32 = x.reshape(-1, width), grad_out.reshape(-1, width), weight.float()
+        grad_x, grad_weight = torch.empty_like(rows), torch.zeros(width)
+        for part in _row_blocks(*rows.shape):
+            unit, grad = _wide_copy(rows[part]).mul_(inverse[part]), _wide_copy(grads[part])
+            product = grad * unit
+            grad_weight += product.sum(0)
+            slope = torch.mv(product, weight32).div_(-width).unsqueeze(-1)  # the part of the gradient along the row
+            grad_x[part] = grad.mul_(weight32).addcmul_(unit, slope).mul_(inverse[part])
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
+
+
+class _CrossEntropySum(Function):
+    """The gradient is made with the loss, while the row's softmax is in cache; the backward only scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32)
+        grad = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        for part in _row_blocks(*logits.shape):
+            block = logits[part].float()
+            valid = labels[part].ne(ignore_index).unsqueeze(-1)  # [n, 1]
+            label = labels[part].unsqueeze(-1).where(valid, 0)
+            weights = torch.softmax(block, -1)
+            # log of the softmax's sum, from the largest weight: that one is at least 1 / V, where others may be zero
+            log_sum = block.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+            total += (log_sum - block.gather(-1, label)).where(valid, 0.0).sum()
+            if grad is not None:
+                weights.scatter_add_(-1, label, weights.new_full(label.shape, -1.0))
+                grad[part] = weights.mul_(valid)
+        ctx.save_for_backward(grad)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * grad_total.to(grad.dtype), None, None

@@ -1,0 +1,207 @@
+"""Values and gradients of models/ops.py against the plain formulas in fp64, at sizes that no block divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models import ops
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative error of a whole tensor, in its norm
+DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+Formula = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+    later = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(later, -math.inf).softmax(-1), v)
+
+
+def naive_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def naive_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    rows, columns = logits.flatten(0, -2), labels.view(-1, 1).clamp(min=0)
+    return (rows.logsumexp(-1) - rows.gather(1, columns).squeeze(1))[labels.flatten() >= 0].sum()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return ops.cross_entropy_sum(logits, labels, -100)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.rms_norm(x, weight, 1e-5)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Values that `dtype` holds exactly, so that the reference starts from the same numbers."""
+    return torch.randn(shape).to(dtype)
+
+
+def heads(b: int, t: int, s: int, h: int, k: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    return [random(b, t, h, d, dtype=dtype), random(b, s, k, d, dtype=dtype), random(b, s, k, d, dtype=dtype)]
+
+
+def assert_like(ours: Formula, naive: Formula, inputs: list[Tensor], *extra: Tensor) -> None:
+    """Values and gradients of the fp64 formula within rounding; inputs left alone; the same values without gradients."""
+    dtype = inputs[0].dtype
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    exact_leaves = [x.double().requires_grad_() for x in inputs]
+    out, exact = ours(*leaves, *extra), naive(*exact_leaves, *extra)
+    assert out.shape == exact.shape
+    grad_out = random(*exact.shape, dtype=out.dtype)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    exact_grads = torch.autograd.grad(exact, exact_leaves, grad_out.double())
+    for got, want in zip((out, *grads), (exact, *exact_grads), strict=True):
+        assert (got.double() - want).norm() <= ROUNDING[dtype] * (want.norm() + 1e-3)
+    assert [grad.dtype for grad in grads] == [dtype] * len(grads)
+    assert all(torch.equal(leaf, x) for leaf, x in zip(leaves, inputs, strict=True))
+    with torch.no_grad():
+        assert torch.equal(ours(*inputs, *extra), out)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "b, t, h, k, d",
+    [(1, 1, 1, 1, 2), (2, 5, 4, 2, 8), (1, 127, 2, 2, 16), (3, 128, 3, 1, 6), (2, 129, 8, 4, 32), (5, 260, 6, 2, 10)],
+)
+def test_attention(b: int, t: int, h: int, k: int, d: int, dtype: torch.dtype) -> None:
+    assert_like(ops.causal_attention, naive_attention, heads(b, t, t, h, k, d, dtype))
+
+
+@DTYPES
+def test_attention_in_many_small_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_QUERY_BLOCK", 16)
+    monkeypatch.setattr(ops, "_SCORE_ELEMENTS", 3 * 2 * 16 * 45)  # three key heads of six at once
+    assert_like(ops.causal_attention, naive_attention, heads(2, 45, 45, 6, 3, 4, dtype))
+
+
+def test_attention_of_large_scores_is_finite() -> None:
+    q, k, v = [x.requires_grad_() for x in heads(1, 140, 140, 2, 1, 8, torch.float32)]
+    out = ops.causal_attention(q * 100, k * 100, v)
+    torch.testing.assert_close(out, naive_attention(q * 100, k * 100, v))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_attention_does_not_look_ahead() -> None:
+    q, k, v = heads(1, 200, 200, 4, 2, 8, torch.float32)
+    before = ops.causal_attention(q, k, v)
+    k[:, 150:], v[:, 150:] = 9.0, 9.0
+    after = ops.causal_attention(q, k, v)
+    assert torch.equal(before[:, :150], after[:, :150]) and not torch.equal(before[:, 150:], after[:, 150:])
+
+
+@DTYPES
+@pytest.mark.parametrize("t", [1, 3])
+def test_attention_of_the_last_tokens_on_a_cache(t: int, dtype: torch.dtype) -> None:
+    assert_like(ops.causal_attention, naive_attention, heads(2, t, 37, 4, 2, 8, dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 5, 256), (2, 300, 257)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_like(rms_norm, naive_rms_norm, [random(*shape, dtype=dtype) * 3, random(shape[-1], dtype=dtype)])
+
+
+def test_rms_norm_of_a_strided_input_and_of_zeros() -> None:
+    x = random(300, 6, 64, dtype=torch.float32).transpose(0, 1)
+    assert_like(rms_norm, naive_rms_norm, [x, random(64, dtype=torch.float32)])
+    assert torch.equal(ops.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5), torch.zeros(2, 8))
+
+
+@DTYPES
+def test_rope_turns_pairs_and_keeps_relative_angles(dtype: torch.dtype) -> None:
+    angles = torch.outer(torch.arange(9.0), torch.tensor([1.0, 0.3, 0.01]))  # [T, D/2]
+    freqs_cis = torch.stack((angles.cos(), angles.sin()), -1)
+
+    def naive(x: Tensor) -> Tensor:
+        even, odd, cos, sin = x[..., 0::2], x[..., 1::2], *freqs_cis.double().unsqueeze(1).unbind(-1)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+    assert_like(lambda x: ops.rope(x, freqs_cis), naive, [random(2, 9, 3, 6, dtype=dtype)])
+    strided = random(2, 3, 9, 6, dtype=dtype).transpose(1, 2)
+    assert_like(lambda x: ops.rope(x, freqs_cis), naive, [strided])
+    same = random(1, 1, 1, 6, dtype=torch.float32).expand(1, 9, 1, 6)
+    turned = ops.rope(same, freqs_cis).flatten(1)
+    products = (turned.view(9, 6)[1:] * turned.view(9, 6)[:-1]).sum(-1)
+    assert all(abs(a - b) < 1e-4 for a, b in pairwise(products.tolist()))
+
+
+@DTYPES
+def test_swiglu(dtype: torch.dtype) -> None:
+    inputs = [random(3, 7, 5, dtype=dtype), random(3, 7, 5, dtype=dtype)]
+    assert_like(ops.swiglu, lambda gate, up: gate / (1 + (-gate).exp()) * up, inputs)
+
+
+@DTYPES
+@pytest.mark.parametrize("n, vocab", [(1, 1), (5, 3), (131, 2048), (700, 259)])
+def test_cross_entropy(n: int, vocab: int, dtype: torch.dtype) -> None:
+    labels = torch.randint(0, vocab, (1, n))
+    labels[0, ::3] = -100
+    assert_like(cross_entropy, naive_cross_entropy, [random(1, n, vocab, dtype=dtype) * 3], labels)
+
+
+def test_cross_entropy_of_an_impossible_label_is_finite_and_exact() -> None:
+    logits = torch.tensor([[0.0, 300.0], [0.0, -300.0]])  # the softmax of the first row's label is zero in fp32
+    assert ops.cross_entropy_sum(logits, torch.tensor([0, 0]), -100) == 300.0
+
+
+def test_cross_entropy_without_a_label_is_zero_with_zero_gradient() -> None:
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    loss = ops.cross_entropy_sum(logits, torch.full((2, 3), -100), -100)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss == 0 and torch.equal(grad, torch.zeros(2, 3, 5))
+
+
+def test_cross_entropy_refuses_a_label_outside_the_vocabulary() -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        ops.cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, 4]), -100)
+
+
+def test_cross_entropy_tells_of_logits_that_are_not_finite() -> None:
+    assert ops.cross_entropy_sum(torch.tensor([[0.0, math.nan]]), torch.tensor([0]), -100).isnan()
+
+
+@settings(max_examples=25, deadline=None)
+@given(*[st.integers(1, most) for most in (3, 150, 3, 3, 9)], st.sampled_from(list(ROUNDING)))
+def test_attention_of_any_shape(b: int, t: int, k: int, group: int, d: int, dtype: torch.dtype) -> None:
+    assert_like(ops.causal_attention, naive_attention, heads(b, t, t, k * group, k, d, dtype))
+
+
+def test_compiled_is_one_graph_and_gives_the_same() -> None:
+    def block(x: Tensor, weight: Tensor, freqs_cis: Tensor, labels: Tensor) -> Tensor:
+        h = ops.rope(ops.rms_norm(x, weight, 1e-5).view(2, 11, 4, 8), freqs_cis)
+        h = ops.causal_attention(h, h[:, :, :2], h[:, :, :2]).flatten(-2)
+        return ops.cross_entropy_sum(ops.swiglu(h, h), labels, -100)
+
+    x, weight = torch.randn(2, 11, 32, requires_grad=True), torch.randn(32, requires_grad=True)
+    angles = torch.randn(11, 4)
+    extra = torch.stack((angles.cos(), angles.sin()), -1), torch.randint(0, 32, (2, 11))
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    losses = [f(x, weight, *extra) for f in (block, compiled)]
+    grads = [torch.autograd.grad(loss, (x, weight)) for loss in losses]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_meta_tensors_pass() -> None:
+    x = torch.empty(2, 7, 4, 8, device="meta")
+    assert ops.causal_attention(x, x, x).shape == x.shape
+    assert F.linear(ops.rms_norm(x, x.new_empty(8), 1e-5), x.new_empty(3, 8)).shape == (2, 7, 4, 3)
