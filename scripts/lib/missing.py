@@ -1,7 +1,7 @@
 """Says what this Python lacks to train (PHAROS_NO_INSTALL=1); run by install.sh: python missing.py LOCK...
 
-Reads the ranges in pyproject.toml, not the pins in the lock files: a container may bring its own versions. Runs before anything
-is installed, so it needs nothing but the standard library, and no TOML reader, which Python 3.10 does not have.
+Reads the ranges in pyproject.toml, not the pins in the lock files: a container may bring its own versions. Nothing may be
+installed yet, so it needs nothing but the standard library, and no TOML reader, which Python 3.10 does not have.
 Exit code 1, with one line on standard error, if something is missing.
 """
 
@@ -34,7 +34,7 @@ def fits(installed: str, bounds: str) -> bool:
     have = _numbers(installed)
     for bound in filter(None, bounds.split(",")):
         limit = _numbers(bound.lstrip("<>="))
-        if bound.startswith(">=") and have < limit or bound.startswith("<") and have >= limit:
+        if (bound.startswith(">=") and have < limit) or (bound.startswith("<") and have >= limit):
             return False
     return True
 

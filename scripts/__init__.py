@@ -1,0 +1,1 @@
+"""What a person starts: installing, launching, generating, checking."""

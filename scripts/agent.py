@@ -1,0 +1,345 @@
+"""The ranks of this node under torch's elastic agent: started, shown, told to stop, explained, never left behind.
+
+launch.py calls `run_ranks`; the agent starts lifeline.py, which becomes train.py. torch's own launcher (torchrun) won't
+do: it turns a rank's exit 2, and a clean exit after SIGTERM, into 1 under a long traceback of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from training.log import Log
+from training.signals import Signals
+
+if TYPE_CHECKING:
+    from scripts.launch import Plan
+
+LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
+POLL_S = 0.1
+MEET_TIMEOUT_S = 900  # for the other nodes to arrive
+
+
+def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
+    """Runs `command` as `nproc` ranks of this node until all have ended; returns the exit code. Leaves no process."""
+    _quieten_torch()
+    output = Output(logs, plan.log_ranks)
+    ranks = Ranks(plan.grace_s)
+    result = None
+    try:
+        agent = Agent(_spec(command, plan, nproc, rendezvous := _rendezvous(plan, logs)), output, ranks)
+        result = agent.run()
+        rendezvous.shutdown()
+    except Stopped as stopped:
+        result = stopped.result
+    except (RendezvousError, DistError) as error:
+        say(f"the {plan.nnodes} nodes did not meet at {plan.endpoint or 'this node'}: {error.__cause__ or error}")
+    finally:
+        ranks.close()
+        output.close()
+    if result is None:
+        return 1
+    return explain(result, output, ranks) if result.is_failed() else 0
+
+
+def explain(result: RunResult, output: Output, ranks: Ranks) -> int:
+    """Says which rank failed first and why, in its own last words; returns 2 if it blamed the user's input, else 1."""
+
+    def order(rank: int) -> tuple[bool, bool, float]:
+        # Who ended first is known to the poll; within one poll, who wrote first: the others then lost their peer.
+        return (result.failures[rank].exitcode != 2, rank not in ranks.first_failed, output.last_written(rank))
+
+    rank = min(result.failures, key=order)
+    code, words = result.failures[rank].exitcode, output.last_line(rank)
+    if code == 2:
+        if not output.shows(rank):
+            print(words, file=sys.stderr)
+        return 2
+    how = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL and not ranks.killed:
+        how += ", out of memory?"
+    elif ranks.asked_to_stop:
+        how += " when asked to stop; the last checkpoint stands"
+    say(f"rank {rank} failed ({how}): {words}; log: {output.path(rank)}")
+    return 1
+
+
+def say(text: str) -> None:
+    print(f"pharos: {text}", file=sys.stderr, flush=True)
+
+
+class Stopped(Exception):  # noqa: N818 (an event, not an error)
+    """Ranks that were asked to stop have failed: the agent must neither restart them nor wait for other nodes."""
+
+    def __init__(self, result: RunResult) -> None:
+        super().__init__()
+        self.result = result
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, extended at the methods it offers for that: it tells Ranks whom signals are for."""
+
+    def __init__(self, spec: WorkerSpec, output: Output, ranks: Ranks) -> None:
+        # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
+        super().__init__(spec, output, exit_barrier_timeout=60)
+        self._ranks = ranks
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._ranks.starting():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._ranks.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._ranks.note_failures()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if self._ranks.asked_to_stop and result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            raise Stopped(result)
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        super()._stop_workers(worker_group)
+        self._ranks.ended()
+
+
+class Ranks(Signals):
+    """The processes of this node's ranks, and what is asked of them from outside.
+
+    The first SIGTERM or SIGINT is passed on as SIGTERM; a second one, or the end of the grace time, kills. SIGUSR1 is
+    passed on. A thread does it (see Signals), so it works while the agent waits in C code.
+    """
+
+    same_wish_s = 2.0  # a terminal and a scheduler may each deliver the same wish
+
+    def __init__(self, grace_s: float) -> None:
+        self.asked_to_stop = False
+        self.killed = False
+        self.first_failed: set[int] = set()
+        self._grace_s = grace_s
+        self._pids: dict[int, int] = {}  # by global rank
+        self._ever: set[int] = set()
+        self._change = threading.Lock()
+        self._timers: list[threading.Timer] = []
+        super().__init__(log=Log())
+
+    def starting(self) -> threading.Lock:
+        """Hold it while ranks are started: a signal that arrives meanwhile is passed on to all of them afterwards."""
+        return self._change
+
+    def started(self, pids: dict[int, int]) -> None:
+        """The agent has started these; call with `starting` held."""
+        self._pids = pids
+        self._ever.update(pids.values())
+        self.first_failed = set()
+
+    def ended(self) -> None:
+        with self._change:
+            self._pids = {}
+
+    def note_failures(self) -> None:
+        """Remembers who failed first, before the agent ends the others. Does not reap."""
+        if not self.first_failed:
+            self.first_failed = {rank for rank, pid in self._pids.items() if _has_failed(pid)}
+
+    def received(self, number: int) -> None:
+        with self._change:
+            if number == signal.SIGUSR1:
+                self._send(signal.SIGUSR1)
+            elif not self._pids:
+                self._leave("stopped before any rank was started")
+            elif not self.asked_to_stop:
+                self.asked_to_stop, self._asked = True, time.monotonic()
+                self._send(signal.SIGTERM)
+                self._later(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
+            elif time.monotonic() - self._asked > self.same_wish_s:
+                self._kill(f"{signal.Signals(number).name} again")
+
+    def close(self) -> None:
+        """Ends whatever is left, children of ranks included. May be called twice."""
+        for timer in self._timers:
+            timer.cancel()
+        self._end_groups()
+        super().close()
+
+    def _send(self, number: signal.Signals) -> None:
+        # To the ranks alone: data workers and compilers in their process groups are theirs to end.
+        for pid in self._pids.values():
+            _ignore_gone(os.kill, pid, number)
+
+    def _kill(self, why: str) -> None:
+        say(f"{why}: ending the ranks")
+        self.killed = True
+        self._end_groups()
+        self._later(10.0, lambda: self._leave("the ranks' end was not noticed"))
+
+    def _end_groups(self) -> None:
+        for pid in self._ever:
+            _ignore_gone(os.killpg, pid, signal.SIGKILL)
+
+    def _later(self, seconds: float, action: Any) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    @staticmethod
+    def _leave(why: str) -> None:
+        say(why)
+        os._exit(1)  # the main thread may wait in C code for nodes that never come
+
+
+class Output(LogsSpecs):
+    """Each rank's output in <run>/logs/rank<N>.log, start after start; a thread shows the chosen ones."""
+
+    def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
+        super().__init__(str(folder))
+        self._folder, self._shown = folder, shown
+        self._read: dict[int, int] = {}  # bytes copied, by global rank
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
+
+    def path(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+    def shows(self, rank: int) -> bool:
+        return self._shown is None or rank in self._shown
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """For each start of the ranks: where their output goes. lifeline.py redirects, so torch need not."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for env in envs.values():
+            rank = int(env["RANK"])
+            env["PHAROS_RANK_LOG"] = str(self.path(rank))
+            env["PYTHONUNBUFFERED"] = "1"
+            if self.shows(rank):
+                self._read.setdefault(rank, _size(self.path(rank)))
+        if not self._thread.is_alive():
+            self._thread.start()
+        console, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=console, stderrs=console, error_files=none)
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def last_written(self, rank: int) -> float:
+        try:
+            return self.path(rank).stat().st_mtime
+        except OSError:
+            return float("inf")
+
+    def last_line(self, rank: int) -> str:
+        """The last line that is not C++ logging, such as `[rank0]:[W1121 ...`, which comes on the way out."""
+        try:
+            with self.path(rank).open("rb") as file:
+                file.seek(max(0, _size(self.path(rank)) - 16384))
+                lines = file.read().decode("utf-8", "replace").split("\n")
+        except OSError:
+            lines = []
+        said = (line.strip() for line in reversed(lines) if not re.match(r"\s*$|(\[rank\d+\]:)?\[[WIE]\d{4}", line))
+        return next(said, "no output")
+
+    def close(self) -> None:
+        """Copies what is left. May be called twice."""
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._done.wait(POLL_S):
+            self._copy(self._read, whole_lines=True)
+        self._copy(self._read, whole_lines=False)
+
+    def _copy(self, ranks: Iterable[int], *, whole_lines: bool) -> None:
+        for rank in list(ranks):
+            if _size(self.path(rank)) == self._read[rank]:
+                continue
+            with self.path(rank).open("rb") as file:
+                file.seek(self._read[rank])
+                new = file.read()
+            if whole_lines:
+                new = new[: new.rfind(b"\n") + 1]
+            self._read[rank] += len(new)
+            with suppress(BrokenPipeError):  # whoever read us (`| head`) has gone; training goes on
+                sys.stdout.buffer.write(new)
+                sys.stdout.buffer.flush()
+
+
+def _rendezvous(plan: Plan, logs: Path) -> RendezvousHandler:
+    """How nodes meet: by their NODE_RANK if they have one, else as they come. One node takes a port of its own."""
+    settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
+    endpoint, backend = plan.endpoint, "c10d"
+    if plan.nnodes == 1:
+        endpoint, settings["is_host"] = "localhost:0", True
+    elif plan.node_rank is not None:
+        backend, settings["rank"] = "static", plan.node_rank
+    run = logs.parent.name  # the same on every node, and another run may use the same host at the same time
+    nodes, address = plan.nnodes, _local_address(plan)
+    return get_rendezvous_handler(RendezvousParameters(backend, endpoint, run, nodes, nodes, address, **settings))
+
+
+def _spec(command: list[str], plan: Plan, nproc: int, rendezvous: RendezvousHandler) -> WorkerSpec:
+    host, _, port = plan.endpoint.rpartition(":")
+    static = rendezvous.get_backend() == "static"
+    return WorkerSpec(
+        role="train",
+        local_world_size=nproc,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-IS", str(LIFELINE), str(os.getpid()), *command),
+        max_restarts=plan.max_restarts,
+        monitor_interval=POLL_S,
+        master_addr=host if static else None,
+        master_port=int(port) if static else None,
+        local_addr=_local_address(plan),
+    )
+
+
+def _local_address(plan: Plan) -> str | None:
+    return "localhost" if plan.nnodes == 1 else None  # else the host's name, which need not resolve on a laptop
+
+
+def _quieten_torch() -> None:
+    """The agent's narration goes nowhere, unless asked for by LOGLEVEL; its signal handlers would replace ours."""
+    if "LOGLEVEL" not in os.environ:
+        agent = logging.getLogger("torch.distributed.elastic")
+        agent.addHandler(logging.NullHandler())
+        agent.propagate = False
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"
+
+
+def _has_failed(pid: int) -> bool:
+    """Whether a child has ended other than by exit 0; it stays a zombie for the agent to reap."""
+    try:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return end is not None and end.si_status != 0
+
+
+def _ignore_gone(send: Any, pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        send(pid, number)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

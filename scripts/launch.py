@@ -1,0 +1,236 @@
+"""Starts training on this node: checks everything that can be checked without a rank, then runs the ranks.
+
+    run_train.sh -> here -> train.py, in this very process        one rank: nothing to supervise, torch is loaded once
+                         -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
+
+Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, no rank is started; 1 the rest.
+The environment that is read here is listed by `./scripts/run_train.sh --help`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+ROOT = Path(__file__).resolve().parent.parent
+# Run by path, from any folder: our packages first, and not scripts/ itself, whose files could hide a package.
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many ranks where: the environment of `run_train.sh`, checked."""
+
+    nproc: int | None  # ranks on this node; None: one per visible GPU, else 1
+    nnodes: int
+    node_rank: int | None  # None: in order of arrival
+    endpoint: str
+    log_ranks: frozenset[int] | None  # global ranks whose output is shown; None: all
+    max_restarts: int
+    grace_s: float
+
+    @staticmethod
+    def read(env: Mapping[str, str]) -> Plan:
+        """Raises ValueError: a variable is not what it must be, or one is missing."""
+        if "NPROC" in env and "NGPU" in env and env["NPROC"] != env["NGPU"]:
+            raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
+        nproc = "NPROC" if "NPROC" in env else "NGPU"
+        nnodes = _whole(env, "NNODES", least=1, default=1)
+        plan = Plan(
+            nproc=_whole(env, nproc, least=1) if nproc in env else None,
+            nnodes=nnodes,
+            node_rank=_whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,
+            endpoint=env.get("RDZV_ENDPOINT", ""),
+            log_ranks=_ranks(env.get("LOG_RANK", "0")),
+            max_restarts=_whole(env, "MAX_RESTARTS", least=0, default=0),
+            grace_s=_whole(env, "STOP_GRACE", least=0, default=120),
+        )
+        if nnodes > 1 and not re.fullmatch(r".+:\d+", plan.endpoint):
+            raise ValueError(f"RDZV_ENDPOINT={plan.endpoint}: with NNODES={nnodes} it must be host:port of node 0")
+        return plan
+
+
+def main(argv: list[str]) -> int:
+    threads_are_given = "OMP_NUM_THREADS" in os.environ
+    try:
+        plan = Plan.read(os.environ)
+        set_defaults(os.environ, nproc=plan.nproc or 1)
+        config = load(argv)
+        nproc = ranks_here(plan)
+        alone = nproc == plan.nnodes == 1 and plan.max_restarts == 0
+        if not alone:
+            check(config, world_size=nproc * plan.nnodes)
+    except ValueError as error:
+        print(f"pharos: {error}", file=sys.stderr)
+        return 2
+    logs = config.run_folder / "logs"
+    if alone:
+        return run_here(argv, logs)
+    if not threads_are_given:  # only now are the GPUs counted
+        os.environ["OMP_NUM_THREADS"] = threads_per_rank(nproc)
+    from scripts.agent import run_ranks
+
+    return run_ranks([sys.executable, str(ROOT / "train.py"), *argv], plan, nproc=nproc, logs=logs)
+
+
+# What the user gave
+
+
+def load(argv: list[str]) -> Config:
+    """Raises ValueError. Brings torch with it, if the file can be read."""
+    from configs.load import load
+
+    return load(argv)
+
+
+def check(config: Config, *, world_size: int) -> None:
+    """Raises ValueError. With one rank train.py does the same, in this process."""
+    from configs.check import check
+    from configs.saved import check_saved
+
+    check(config, world_size=world_size)
+    check_saved(config, config.run_folder)
+
+
+def ranks_here(plan: Plan) -> int:
+    """Raises ValueError: more ranks than GPUs; or GPUs that torch cannot use, lest the CPU trains unnoticed."""
+    import torch
+
+    if torch.cuda.is_available():
+        visible = torch.cuda.device_count()
+        if plan.nproc and plan.nproc > visible:
+            raise ValueError(f"NPROC={plan.nproc}: more ranks than the {visible} GPUs that are visible here")
+        return plan.nproc or visible
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "NoDevFiles"):
+        _refuse_unseen_gpus(torch.__version__, torch.version.cuda)
+    return plan.nproc or 1
+
+
+def _refuse_unseen_gpus(torch_version: str, cuda: str | None) -> None:
+    seen = [line for line in _nvidia_smi("-L").splitlines() if line.startswith("GPU")]
+    if not seen:
+        return
+    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    if cuda:
+        remedy = (
+            "it needs a newer driver, or another build: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
+            "./scripts/run_train.sh ... takes one for older drivers"
+        )
+    else:
+        remedy = f"it is a CPU build: remove {sys.prefix} and start again on this machine"
+    raise ValueError(
+        f"nvidia-smi sees {len(seen)} GPU{'s' * (len(seen) > 1)} (driver {driver}), but torch {torch_version} "
+        f"(CUDA {cuda or 'none'}) sees none: {remedy}; to train on the CPU all the same: CUDA_VISIBLE_DEVICES=-1"
+    )
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _whole(env: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int = 0) -> int:
+    text = env.get(name, str(default))
+    legal = f"must be a whole number from {least}" + (f" to {below - 1}" if below is not None else "")
+    if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):
+        raise ValueError(f"{name}={text}: {legal}")
+    return int(text)
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if text == "all":
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f'LOG_RANK={text}: must be ranks such as "0" or "0,3", or "all"')
+    return frozenset(int(rank) for rank in text.split(","))
+
+
+# What every rank inherits
+
+
+def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
+    """Threads and the CUDA allocator, unless the user has said something. Before torch is imported.
+
+    Not set: TORCH_NCCL_AVOID_RECORD_STREAMS. torch 2.11 to 2.13 behave as with 1, and where it is set they warn: "is the
+    default now, this environment variable is thus deprecated" (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, the
+    constructor; seen in libtorch_cuda.so of 2.11.0 and 2.13.0).
+    """
+    env.setdefault("OMP_NUM_THREADS", threads_per_rank(nproc))
+    # The name that torch 2.11 to 2.13 read first; PYTORCH_CUDA_ALLOC_CONF is the old one (c10/core/AllocatorConfig.h).
+    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in env:
+        env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def threads_per_rank(nproc: int) -> str:
+    """Ranks share the cores this process may use. A container's quota counts; Python and OpenMP do not look at it."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota
+        cores = min(cores, int(quota) // int(period))
+    except (OSError, ValueError):
+        pass
+    return str(max(1, cores // nproc))
+
+
+# One rank: this process
+
+
+def run_here(argv: list[str], logs: Path) -> int:
+    """train.py as `python train.py` would run it, its output also in <run>/logs. Signals and exit code are its own."""
+    log = LogFile(logs / "rank0.log")
+    sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
+    sys.argv = [str(ROOT / "train.py"), *argv]
+    runpy.run_path(sys.argv[0], run_name="__main__")  # ends in sys.exit
+    return 0
+
+
+class LogFile:
+    """Appends to a file of a run once that run has a folder: a start that is refused leaves nothing behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._early: list[str] = []
+
+    def write(self, text: str) -> None:
+        """Without a terminal's control codes, and without progress bars, which start with a carriage return."""
+        if text.startswith("\r"):
+            return
+        self._early.append(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
+        if self._file is None:
+            if not self._path.parent.parent.is_dir():
+                return
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        self._file.write("".join(self._early))
+        self._early.clear()
+
+
+class Tee:
+    """A standard stream whose text also goes into the log. All else, such as isatty, is the stream's."""
+
+    def __init__(self, stream: TextIO, log: LogFile) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

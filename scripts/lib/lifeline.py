@@ -1,0 +1,32 @@
+"""Becomes a rank: output into the rank's log, an end that follows the launcher's, then the program itself.
+
+agent.py has torch's agent start `python -IS lifeline.py LAUNCHER_PID PROGRAM ARGUMENT...`, with PHAROS_RANK_LOG set.
+Standard library only and no site, since every rank pays for it: 15 ms.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
+
+
+def main(launcher: int, command: list[str]) -> None:
+    log = os.open(os.environ.pop("PHAROS_RANK_LOG"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for to, stream in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(to, stream)
+    if sys.platform == "linux":
+        import ctypes
+
+        # Nobody else ends the ranks when the launcher is killed outright (SIGKILL, out of memory): the kernel does.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before we asked
+            sys.exit(1)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
