@@ -50,17 +50,15 @@ class MetricsConfig:
 class Meter:
     """Turns committed steps into console lines, journal lines and chart points.
 
-    Every rank makes one (it is cheap and takes part in the checkpoint); only the rank with sinks writes, and the log
-    says lines on global rank 0. Make it just before the loop: the first step's time counts from here, or from
-    load_state_dict. A step's seconds are those of the clock less progress.LONG_PHASES (checkpoint, validation), which
-    are reported on their own.
+    Every rank makes one (it is cheap and takes part in the checkpoint); one opens sinks, and the log says lines on
+    global rank 0. The first step's time counts from construction, or from load_state_dict. A step's seconds are those
+    of the clock less progress.LONG_PHASES (start, checkpoint, validation), which are reported on their own.
     """
 
     def __init__(
         self,
         config: MetricsConfig,
         *,
-        sinks: Sinks = Sinks(),  # noqa: B008 (an empty tuple)
         log: Log,
         progress: Progress,
         steps: int,
@@ -71,7 +69,8 @@ class Meter:
     ) -> None:
         """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: see there."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
-        self._config, self._sinks, self._log, self._progress = config, sinks, log, progress
+        self._config, self._log, self._progress = config, log, progress
+        self._sinks = Sinks()
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
@@ -82,7 +81,10 @@ class Meter:
         self._spent = self._clocks()
 
     def open(self, sinks: Sinks) -> None:
-        """From here on figures go to `sinks` too: what they keep depends on the checkpoint, which is read with a Meter at hand."""
+        """From here on figures go to `sinks`, on the one rank that calls this; `close` closes them.
+
+        Not at construction: what sinks keep of earlier starts depends on the checkpoint, which a Meter is part of.
+        """
         self._sinks = sinks
 
     def step(

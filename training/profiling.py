@@ -82,7 +82,8 @@ class Profiler:
                 self._save_snapshot(f"step-{self._step}-out-of-memory")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self._profile is not None:
-            self._profile.stop()
+            finished, self._profile = self._profile, None
+            finished.stop()
 
     def _start_profile(self) -> Any:
         from torch.profiler import ProfilerActivity, profile, schedule
@@ -100,6 +101,8 @@ class Profiler:
         return started
 
     def _save_trace(self, finished: Any) -> None:
+        if self._profile is None:
+            return  # stopped inside a trace: fewer steps than asked for are no trace
         path = self._path(self._config.save_traces_folder, f"step-{self._step}", "json.gz")
         finished.export_chrome_trace(str(path))
         self._log.info(f"profile: {path}")

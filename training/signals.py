@@ -59,8 +59,9 @@ class Signals:
         if not self._old_handlers:
             return
         self._restore()
-        self._writer.close()  # ends the reading thread
+        self._writer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, even if a forked child holds a copy
         self._thread.join(timeout=5.0)
+        self._writer.close()
         self._reader.close()
 
     def received(self, number: int) -> None:

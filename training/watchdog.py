@@ -118,9 +118,10 @@ class Watchdog:
     def poll(self) -> None:
         """One look, once a second: suspects, publishes, tells or calls off."""
         now = self._clock()
-        if now - self._polled > 5 * POLL_S:
+        unseen_s = now - self._polled
+        if unseen_s > 5 * POLL_S:
             # This thread itself did not run (Ctrl-Z, a suspended machine): that time is not the step's.
-            self._since += now - self._polled
+            self._since = min(now, self._since + unseen_s)
         self._polled = now
         waited_s, limit_s = self._waited(now)
         if self._suspected is not None and self._steps != self._steps_then:

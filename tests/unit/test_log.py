@@ -1,0 +1,89 @@
+"""Lines: prefix, who speaks, colour, and readers that go away."""
+
+import io
+
+import pytest
+
+from training.log import Log
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prefix_names_the_rank_and_the_last_step() -> None:
+    out = io.StringIO()
+    log = Log(stream=out)
+    log.info("loading")
+    log.step = 12
+    log.info("%d of %d", 3, 4)
+    assert out.getvalue() == "[0] loading\n[0 12] 3 of 4\n"
+
+
+def test_prefix_names_the_group_once_there_are_several() -> None:
+    out = io.StringIO()
+    log = Log(global_rank=1, group="b", stream=out)
+    log.step = 7
+    log.warning("late")
+    assert out.getvalue() == "[b/1 7] warning: late\n"
+
+
+def test_only_rank_0_informs_and_every_rank_warns() -> None:
+    out = io.StringIO()
+    log = Log(global_rank=3, stream=out)
+    log.info("for rank 0 to say")
+    log.warning("disk is slow")
+    log.error("disk is full")
+    assert out.getvalue() == "[3] warning: disk is slow\n[3] error: disk is full\n"
+
+
+def test_a_percent_sign_in_a_finished_text_is_left_alone() -> None:
+    out = io.StringIO()
+    Log(stream=out).info("100% of it")
+    assert out.getvalue() == "[0] 100% of it\n"
+
+
+@pytest.mark.parametrize(("stream", "colour"), [(io.StringIO(), True), (Terminal(), False)])
+def test_no_colour_outside_a_terminal_or_when_switched_off(stream: io.StringIO, colour: bool) -> None:
+    log = Log(stream=stream, colour=colour)
+    log.warning(log.paint("x", "bold", "red"))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_colour_on_a_terminal_is_closed_again() -> None:
+    assert Log(stream=Terminal()).paint("x", "bold", "red") == "\x1b[1;31mx\x1b[0m"
+
+
+def test_overwriting_is_for_terminals() -> None:
+    terminal, pipe, other_rank = Terminal(), io.StringIO(), Terminal()
+    Log(stream=terminal).overwrite("50%")
+    Log(stream=pipe).overwrite("50%")
+    Log(stream=other_rank, global_rank=1).overwrite("50%")
+    assert (terminal.getvalue(), pipe.getvalue(), other_rank.getvalue()) == ("\r\x1b[K50%", "", "")
+
+
+def test_a_line_leaves_in_one_write_and_is_flushed() -> None:
+    class Pipe(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.calls.append(text)
+            return len(text)
+
+        def flush(self) -> None:
+            self.calls.append("flush")
+
+    pipe = Pipe()
+    Log(stream=pipe).info("one\ntwo")
+    assert pipe.calls == ["[0] one\ntwo\n", "flush"]
+
+
+def test_training_goes_on_when_the_reader_has_gone() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    Log(stream=Gone()).info("anybody?")

@@ -1,0 +1,270 @@
+"""The Meter's console line, journal and charts, on a clock that the test moves."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from training.log import Log
+from training.metrics import Meter, MetricsConfig, flops_per_token, known_peak_tflops
+from training.progress import Progress
+from training.sinks import Sinks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(scalars)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakeDevice:
+    type: str = "cpu"
+    name: str = "a CPU"
+    peak_gib: float = 1.5
+    reads: int = 0
+
+    def memory_gib(self) -> float:
+        self.reads += 1
+        return self.peak_gib
+
+
+class Run:
+    """A loop of steps that take what the test says."""
+
+    def __init__(self, *, steps: int = 100, device: Any = None, **options: Any) -> None:
+        config = MetricsConfig(**{key: options.pop(key) for key in ("log_freq", "peak_tflops") if key in options})
+        self.clock, self.journal, self.chart, self.out = Clock(), Recorder(), Recorder(), io.StringIO()
+        self.progress = Progress(self.clock)
+        self.meter = Meter(
+            config,
+            log=Log(stream=self.out),
+            progress=self.progress,
+            steps=steps,
+            device=device,
+            wall_clock=lambda: 1.7e9,
+            **options,
+        )
+        self.meter.open(Sinks((self.journal,), (self.chart,)))
+
+    def spend(self, phase: str, seconds: float) -> None:
+        with self.progress.phase(phase):
+            self.clock.now += seconds
+
+    def steps(self, first: int, last: int, *, tokens: int = 1000, compute_s: float = 0.5) -> None:
+        for step in range(first, last + 1):
+            self.spend("compute", compute_s)
+            self.meter.step(step, loss=4.0 / step, grad_norm=0.5, lr=3e-4, tokens=tokens)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.getvalue().splitlines()
+
+
+def test_the_journal_has_every_step_and_the_console_every_log_freq_with_the_first_and_the_last() -> None:
+    run = Run(steps=25)
+    run.steps(1, 25)
+    assert [step for step, _ in run.journal.rows] == list(range(1, 26))
+    assert [step for step, _ in run.chart.rows] == [1, 10, 20, 25]
+    assert [line.split()[2] for line in run.lines] == ["1/25", "10/25", "20/25", "25/25"]
+
+
+def test_the_first_step_after_a_resume_is_shown() -> None:
+    run = Run(steps=25)
+    run.meter.load_state_dict({"tokens": 12_000})
+    run.steps(13, 14)
+    assert [step for step, _ in run.chart.rows] == [13]
+    assert [row["tokens"] for _, row in run.journal.rows] == [13_000, 14_000]
+    assert run.meter.state_dict() == {"tokens": 14_000}
+
+
+def test_a_journal_row() -> None:
+    run = Run(device=FakeDevice())
+    run.spend("data", 0.25)
+    run.spend("compute", 1.75)
+    run.meter.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=1000)
+    assert run.journal.rows == [
+        (
+            1,
+            {
+                "loss": 2.5,
+                "grad_norm": 0.5,
+                "lr": 3e-4,
+                "tokens": 1000,
+                "tokens_per_s": 500.0,
+                "memory_gib": 1.5,
+                "step_s": 2.0,
+                "data_s": 0.25,
+                "checkpoint_s": 0.0,
+                "time": 1.7e9,
+            },
+        )
+    ]
+
+
+def test_checkpoints_and_validation_are_not_held_against_the_next_step() -> None:
+    run = Run()
+    run.steps(1, 1)
+    run.spend("checkpoint", 30)
+    with run.progress.phase("validation"):
+        run.spend("data", 3)
+        run.clock.now += 7
+    run.steps(2, 2)
+    row = run.journal.rows[-1][1]
+    assert (row["step_s"], row["data_s"], row["checkpoint_s"], row["tokens_per_s"]) == (0.5, 0.0, 30.0, 2000.0)
+
+
+def test_memory_is_read_on_logging_steps_only() -> None:
+    device = FakeDevice()
+    run = Run(device=device)
+    run.steps(1, 1)
+    device.peak_gib = 2.0
+    run.steps(2, 10)
+    assert device.reads == 2
+    assert [row["memory_gib"] for _, row in run.journal.rows] == [1.5] * 9 + [2.0]
+
+
+def test_the_console_line() -> None:
+    run = Run(steps=1000, device=None)
+    run.steps(1, 10)
+    assert run.lines[-1] == (
+        "[0] step 10/1000  loss 0.4000  grad norm 0.5000  lr 3.00e-04  2,000 tok/s  memory 0.00 GiB  ETA 8:15"
+    )
+    assert "ETA" not in run.lines[0]
+
+
+def test_the_time_to_the_end_includes_checkpoints_but_not_the_first_step() -> None:
+    run = Run(steps=110)
+    run.steps(1, 1, compute_s=60)
+    run.steps(2, 5)
+    run.spend("checkpoint", 8)
+    run.steps(6, 10)  # 9 steps in 12.5 s
+    assert run.lines[-1].endswith("ETA 2:19")
+
+
+def test_tags_are_torchtitans() -> None:
+    run = Run(device=FakeDevice(), flops_per_token=6e9, peak_tflops=100, world_size=2)
+    run.spend("data", 0.1)
+    run.spend("compute", 0.9)
+    run.meter.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=4000, max_loss=2.75)
+    ((_, scalars),) = run.chart.rows
+    memory = {tag: value for tag, value in scalars.items() if tag.startswith("memory/")}
+    assert set(memory) == {"memory/max_active(GiB)", "memory/max_active(%)"}
+    assert {tag: value for tag, value in scalars.items() if tag not in memory} == {
+        "loss_metrics/global_avg_loss": 2.5,
+        "loss_metrics/global_max_loss": 2.75,
+        "grad_norm": 0.5,
+        "lr": 3e-4,
+        "n_tokens_seen": 4000,
+        "throughput(tps)": pytest.approx(2000),  # per device
+        "tflops": pytest.approx(12),
+        "mfu(%)": pytest.approx(12),
+        "time_metrics/end_to_end(s)": pytest.approx(1.0),
+        "time_metrics/data_loading(s)": pytest.approx(0.1),
+        "time_metrics/data_loading(%)": pytest.approx(10),
+    }
+    assert "4,000 tok/s" in run.lines[0] and "mfu 12.0%" in run.lines[0]  # the line counts all devices' tokens
+
+
+def test_chart_points_are_means_since_the_last_one() -> None:
+    run = Run()
+    run.steps(1, 1)
+    run.steps(2, 9, compute_s=1)
+    run.spend("data", 0.9)
+    run.steps(10, 10, compute_s=1)
+    scalars = run.chart.rows[-1][1]
+    assert scalars["throughput(tps)"] == pytest.approx(9000 / 9.9)
+    assert scalars["time_metrics/end_to_end(s)"] == pytest.approx(1.1)
+    assert scalars["time_metrics/data_loading(s)"] == pytest.approx(0.1)
+
+
+def test_no_mfu_where_the_peak_is_not_known() -> None:
+    run = Run(device=FakeDevice(name="NVIDIA GeForce RTX 9090"), flops_per_token=6e9)
+    run.steps(1, 1)
+    assert "mfu(%)" not in run.chart.rows[0][1] and "tflops" in run.chart.rows[0][1]
+    assert "mfu" not in run.lines[0]
+
+
+def test_validation() -> None:
+    run = Run()
+    run.meter.validation(0, loss=5.5, bits_per_byte=7.9348, tokens=20_480, seconds=2.0)
+    assert run.lines == ["[0] validation at step 0: loss 5.5000  7.9348 bits per byte  20,480 tokens in 2.0 s"]
+    assert run.chart.rows == [
+        (
+            0,
+            {
+                "validation_metrics/loss": 5.5,
+                "validation_metrics/bits_per_byte": 7.9348,
+                "validation_metrics/throughput(tps)": 10_240,
+            },
+        )
+    ]
+    (row,) = run.journal.rows
+    assert row[0] == 0 and row[1]["validation_loss"] == 5.5 and "loss" not in row[1]
+
+
+def test_close_closes_every_sink() -> None:
+    run = Run()
+    run.meter.close()
+    assert run.journal.closed and run.chart.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1300),
+        ("AMD Instinct MI250X", 191.5),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", None),
+    ],
+)
+def test_known_peaks(name: str, peak: float | None) -> None:
+    assert known_peak_tflops(name) == peak
+
+
+def test_flops_per_token() -> None:
+    # Llama-3 8B at 8192 tokens: 6 * 7.5e9 for the weights, 12 * 32 * 32 * 128 * 8192 for attention.
+    flops = flops_per_token(8_030_261_248, 525_336_576, layers=32, heads=32, head_dim=128, seq_len=8192)
+    assert flops == 6 * 7_504_924_672 + 12 * 32 * 4096 * 8192
+
+
+@pytest.mark.parametrize("folder", ["", ".", "/tmp/tb", "../tb", "tb/../.."])
+def test_the_charts_stay_inside_the_run(folder: str) -> None:
+    with pytest.raises(ValueError, match=r"^metrics\.save_tb_folder = "):
+        MetricsConfig(save_tb_folder=folder).check()
+
+
+def test_wandb_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.extras.find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"^metrics\.enable_wandb = true: .*wandb.*pip install"):
+        MetricsConfig(enable_wandb=True).check()
+    MetricsConfig().check()

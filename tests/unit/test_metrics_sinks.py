@@ -1,0 +1,159 @@
+"""metrics.jsonl and the charts over kills and resumes: every reader sees each step once."""
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.sinks import JournalSink, Sinks, TensorBoardSink, cut_events, cut_journal, open_sinks
+
+TAG = "loss_metrics/global_avg_loss"
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path) -> list[tuple[int, float]]:
+    """(step, value) of TAG as TensorBoard's own reader gives them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    accumulator = EventAccumulator(
+        str(folder), purge_orphaned_data=False
+    )  # the folder's content, not what a reader hides
+    accumulator.Reload()
+    return (
+        [(event.step, event.value) for event in accumulator.Scalars(TAG)]
+        if TAG in accumulator.Tags()["scalars"]
+        else []
+    )
+
+
+def write(sinks: Sinks, first: int, last: int, value: float = 1.0) -> None:
+    for step in range(first, last + 1):
+        for sink in (*sinks.journals, *sinks.charts):
+            sink.write(step, {TAG: value})
+
+
+def test_a_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    sink = JournalSink(tmp_path / "metrics.jsonl")
+    loss = 1.2345678901234567
+    sink.write(1, {"loss": loss, "grad_norm": float("nan")})
+    assert rows(tmp_path) == [{"step": 1, "loss": loss, "grad_norm": None}]  # the loss to the last bit
+
+
+def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    killed = open_sinks(tmp_path, tensorboard_folder="tb")  # never closed
+    write(killed, 1, 7, value=1.0)
+    resumed = open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=4)
+    write(resumed, 5, 9, value=2.0)
+    again = open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=6)
+    write(again, 7, 8, value=3.0)
+    again.close()
+    expected = [(step, 1.0 if step <= 4 else 2.0 if step <= 6 else 3.0) for step in range(1, 9)]
+    assert [(row["step"], row[TAG]) for row in rows(tmp_path)] == expected
+    assert events(tmp_path / "tb") == expected
+
+
+def test_a_tensorboard_that_was_open_all_along_sees_each_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(open_sinks(tmp_path, tensorboard_folder="tb"), 1, 7)
+    reader = EventAccumulator(str(tmp_path / "tb"))
+    reader.Reload()
+    write(open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=4), 5, 6, value=2.0)
+    reader.Reload()
+    assert [(event.step, event.value) for event in reader.Scalars(TAG)] == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)
+    ]  # fmt: skip
+
+
+def test_a_fresh_start_in_a_used_folder_begins_from_nothing(tmp_path: Path) -> None:
+    write(open_sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
+    write(open_sinks(tmp_path, tensorboard_folder="tb"), 0, 1, value=2.0)
+    assert [(row["step"], row[TAG]) for row in rows(tmp_path)] == [(0, 2.0), (1, 2.0)]
+    assert events(tmp_path / "tb") == [(0, 2.0), (1, 2.0)]
+    assert len(list((tmp_path / "tb").iterdir())) == 1
+
+
+def test_a_resume_at_step_0_keeps_what_was_measured_before_the_first_step(tmp_path: Path) -> None:
+    write(open_sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
+    write(open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=0), 1, 1, value=2.0)
+    assert events(tmp_path / "tb") == [(0, 1.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        ('{"step": 1}\n{"step": 2}\n{"step": 3}\n', '{"step": 1}\n{"step": 2}\n'),
+        ('{"step": 1}\n{"step": 2, "lo', '{"step": 1}\n'),
+        ('{"step": 1}\n{"step": 2}', '{"step": 1}\n{"step": 2}\n'),  # whole, but for its end of line
+        ('{"step": 1}\n\n\0\0\0\n[1]\nnull\n{"time": 1}\n{"step": "x"}\n', '{"step": 1}\n'),
+        ("", ""),
+    ],
+)
+def test_cutting_the_journal(tmp_path: Path, content: str, kept: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(content)
+    cut_journal(path, 2)
+    assert path.read_text() == kept
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nothing_to_cut_leaves_the_files_alone(tmp_path: Path) -> None:
+    sinks = open_sinks(tmp_path, tensorboard_folder="tb")
+    write(sinks, 1, 3)
+    sinks.close()
+    files = [tmp_path / "metrics.jsonl", *(tmp_path / "tb").iterdir()]
+    before = [file.stat().st_ino for file in files]
+    cut_journal(files[0], 3)
+    cut_events(tmp_path / "tb", 3)
+    cut_journal(tmp_path / "absent.jsonl", 3)
+    cut_events(tmp_path / "absent", 3)
+    assert [file.stat().st_ino for file in files] == before
+
+
+@pytest.mark.parametrize("lost", [1, 4, 20])
+def test_a_record_that_a_kill_cut_short_is_dropped(tmp_path: Path, lost: int) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        sink.write(step, {TAG: 1.0})
+    sink.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-lost])
+    cut_events(tmp_path, 3)
+    assert events(tmp_path) == [(1, 1.0), (2, 1.0)]
+
+
+def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class FakeRun:
+        def define_metric(self, *args: str, **kwargs: str) -> None:
+            calls.append(("define_metric", args, kwargs))
+
+        def log(self, scalars: dict[str, float]) -> None:
+            calls.append(("log", scalars))
+
+        def finish(self) -> None:
+            calls.append(("finish",))
+
+    def init(**kwargs: Any) -> FakeRun:
+        calls.append(("init", kwargs))
+        return FakeRun()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    folder = tmp_path / "llama"
+    for resumed_step in (None, 5, None):
+        sinks = open_sinks(folder, wandb=True, resumed_step=resumed_step, settings={"optimizer": {"lr": 1e-3}})
+        sinks.charts[0].write(6, {TAG: 1.0})
+        sinks.close()
+    starts = [call[1] for call in calls if call[0] == "init"]
+    assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
+    assert starts[0]["name"] == "llama" and starts[0]["config"] == {"optimizer": {"lr": 1e-3}}
+    assert calls[1:4] == [
+        ("define_metric", ("*",), {"step_metric": "step"}), ("log", {"step": 6, TAG: 1.0}), ("finish",)
+    ]  # fmt: skip

@@ -1,0 +1,112 @@
+"""Traces land where they should and hold the step; garbage is collected when it is its turn."""
+
+import gc
+import gzip
+import io
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from training.garbage import GarbageCollection
+from training.log import Log
+from training.profiling import Profiler, ProfilingConfig
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_every_profile_freq_steps_a_trace_of_profiler_active_steps(tmp_path: Path, out: io.StringIO) -> None:
+    config = ProfilingConfig(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
+    with Profiler(config, tmp_path, global_rank=1, log=Log(stream=out)) as profiler:
+        for step in range(11, 21):  # resumed at 10
+            torch.ones(4, 4) @ torch.ones(4, 4)
+            profiler.step(step)
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.gz"))
+    assert files == ["profile_traces/step-14/rank-1.json.gz", "profile_traces/step-18/rank-1.json.gz"]
+    assert [line.split("/")[-2] for line in out.getvalue().splitlines()] == ["step-14", "step-18"]
+    with gzip.open(tmp_path / files[0]) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("aten::mm") == 2
+
+
+def test_nothing_enabled_writes_nothing(tmp_path: Path, out: io.StringIO) -> None:
+    with Profiler(ProfilingConfig(), tmp_path, global_rank=0, log=Log(stream=out)) as profiler:
+        profiler.step(1)
+    assert list(tmp_path.iterdir()) == [] and out.getvalue() == ""
+
+
+def test_memory_snapshots_without_cuda_are_refused_in_one_line(tmp_path: Path, out: io.StringIO) -> None:
+    config = ProfilingConfig(enable_memory_snapshot=True, profile_freq=1)
+    with Profiler(config, tmp_path, global_rank=0, log=Log(stream=out)) as profiler:
+        profiler.step(1)
+    assert out.getvalue() == "[0] profiling.enable_memory_snapshot: no CUDA device, no memory snapshots\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """torch's recorder of CUDA allocations, replaced by a list of what it was asked for."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **kwargs: asked.append(kwargs))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: asked.append(path))
+    return asked
+
+
+def test_memory_snapshots_on_cuda_every_profile_freq_steps_and_when_out_of_memory(
+    tmp_path: Path, out: io.StringIO, snapshots: list[Any]
+) -> None:
+    config = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2)
+    profiler = Profiler(config, tmp_path, global_rank=3, log=Log(stream=out), cuda=True)
+    with pytest.raises(torch.OutOfMemoryError), profiler:
+        for step in range(1, 4):
+            profiler.step(step)
+        raise torch.OutOfMemoryError
+    folder = tmp_path / "memory_snapshot"
+    assert snapshots == [
+        {"max_entries": 100_000},
+        str(folder / "step-2" / "rank-3.pickle"),
+        str(folder / "step-3-out-of-memory" / "rank-3.pickle"),
+        {"enabled": None},
+    ]
+
+
+def test_a_period_must_hold_warmup_and_trace() -> None:
+    message = "^profiling.profile_freq = 3: .*profiler_warmup = 3 .*profiler_active = 1; nearest: 4$"
+    with pytest.raises(ValueError, match=message):
+        ProfilingConfig(enable_profiling=True, profile_freq=3).check()
+    ProfilingConfig(profile_freq=3).check()
+    ProfilingConfig(enable_profiling=True, profile_freq=4).check()
+
+
+class Node:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_garbage_is_collected_on_its_turn_and_only_then() -> None:
+    collection = GarbageCollection(10)
+    try:
+        for step in range(1, 20):
+            gone = weakref.ref(Node())
+            for _ in range(2000):  # more than any generation's threshold
+                Node()
+            collection.step(step)
+            assert (gone() is None) == (step == 10)
+    finally:
+        collection.close()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_frequency_0_leaves_python_alone() -> None:
+    collection = GarbageCollection(0)
+    collection.step(1)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    collection.close()

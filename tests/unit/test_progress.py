@@ -1,0 +1,192 @@
+"""Seconds per phase, the bar, and the closing summary, on a clock that the test moves."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from training.progress import Bar, Progress, duration, quantity, summary
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Lines:
+    """A log that remembers."""
+
+    def __init__(self, is_terminal: bool = False) -> None:
+        self.is_terminal = is_terminal
+        self.lines: list[str] = []
+        self.overwritten: list[str] = []
+
+    def info(self, message: str, *args: object) -> None:
+        self.lines.append(message % args if args else message)
+
+    def overwrite(self, text: str) -> None:
+        self.overwritten.append(text)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock) -> None:
+    progress = Progress(clock)
+    with progress.phase("compute"):
+        clock.now += 2
+        with progress.phase("reduce"):
+            clock.now += 3
+        clock.now += 1
+    clock.now += 10
+    with progress.phase("data"):
+        clock.now += 4
+    assert progress.seconds == {"compute": 3, "reduce": 3, "data": 4}
+    assert progress.total() == 20
+
+
+def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock) -> None:
+    progress = Progress(clock)
+    with progress.phase("validation"):
+        clock.now += 1
+        with progress.phase("data"):
+            clock.now += 5
+    assert progress.seconds == {"validation": 6}
+
+
+def test_a_phase_is_closed_by_an_exception(clock: Clock) -> None:
+    progress = Progress(clock)
+    with pytest.raises(KeyError), progress.phase("data"):
+        clock.now += 5
+        raise KeyError
+    assert progress.current() == ("", 0.0)
+    assert progress.seconds == {"data": 5}
+
+
+def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clock: Clock) -> None:
+    progress = Progress(clock)
+    with progress.phase("compute"):
+        clock.now += 2
+        with progress.phase("reduce"):
+            clock.now += 3
+            assert progress.current() == ("reduce", 3)
+            assert progress.open_phases() == (("compute", 5), ("reduce", 3))
+        assert progress.current() == ("compute", 5)
+
+
+def test_seconds_of_an_open_phase_are_there_already(clock: Clock) -> None:
+    progress = Progress(clock)
+    with progress.phase("data"):
+        clock.now += 2
+        assert progress.spent("data", "compute") == 2
+        clock.now += 1
+        assert progress.spent("data") == 3
+
+
+def test_another_thread_may_ask_but_not_enter(clock: Clock) -> None:
+    progress = Progress(clock)
+    seen: list[Any] = []
+
+    def ask() -> None:
+        seen.append(progress.current())
+        try:
+            with progress.phase("data"):
+                pass
+        except AssertionError as error:
+            seen.append(str(error))
+
+    with progress.phase("compute"):
+        clock.now += 1
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert seen == [("compute", 1), "phase 'data': entered by a foreign thread"]
+
+
+def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
+    log = Lines()
+    with Bar(200, "tokenising", "MB", log=log, clock=clock, interval_s=5) as bar:
+        for _ in range(8):
+            clock.now += 2
+            bar.update(20)
+    assert log.lines == [
+        "tokenising: [######..............]  30%, 60 of 200 MB, 10 MB/s, 14 s left",
+        "tokenising: [############........]  60%, 120 of 200 MB, 10 MB/s, 8 s left",
+    ]
+
+
+def test_bar_on_a_terminal_is_drawn_over_and_taken_away(clock: Clock) -> None:
+    log = Lines(is_terminal=True)
+    with Bar(4, "hashing", "files", log=log, clock=clock) as bar:
+        clock.now += 1
+        bar.update(2)
+    assert log.lines == []
+    assert log.overwritten == ["hashing: [##########..........]  50%, 2 of 4 files, 2 files/s, 1 s left", ""]
+
+
+def test_bar_of_unknown_length_counts(clock: Clock) -> None:
+    log = Lines()
+    bar = Bar(0, "streaming", "tokens", log=log, clock=clock)
+    clock.now += 10
+    bar.update(12_345)
+    assert log.lines == ["streaming: 12.3k tokens, 1.23k tokens/s"]
+
+
+def test_summary_accounts_for_every_second(clock: Clock) -> None:
+    progress = Progress(clock)
+    for phase, seconds in (("compute", 60), ("reduce", 15), ("data", 5), ("checkpoint", 9), ("sample", 2)):
+        with progress.phase(phase):
+            clock.now += seconds
+    clock.now += 9
+    text = summary(
+        progress,
+        steps=200,
+        first_step=100,
+        tokens=204_800,
+        loss=1.23456,
+        validation_loss=1.4,
+        saved="outputs/llama/checkpoint/step-200",
+        next_command="./scripts/generate.py outputs/llama",
+    )
+    times = "compute 75.0 s (75%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%), other 11.0 s (11%)"
+    assert text.splitlines() == [
+        "finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,731 tokens per second of compute",
+        f"  time: {times}",
+        "  loss: training 1.2346, validation 1.4000",
+        "  checkpoint: outputs/llama/checkpoint/step-200",
+        "  next: ./scripts/generate.py outputs/llama",
+    ]
+
+
+def test_summary_of_a_run_that_did_nothing(clock: Clock) -> None:
+    text = summary(Progress(clock), steps=0, first_step=0, tokens=0, loss=None)
+    assert text.splitlines()[0] == "finished step 0: 0 tokens in 0 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (185, "3:05"), (7385, "2:03:05"), (3 * 86400 + 7500, "3 d 02:05")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.6, "1.00k"),
+        (12_345, "12.3k"),
+        (99_960, "100k"),
+        (4_567_000, "4.57M"),
+        (2e15, "2000T"),
+    ],
+)
+def test_quantity(value: float, text: str) -> None:
+    assert quantity(value) == text

@@ -1,0 +1,152 @@
+"""Signals as wishes; real signals to this very process where they matter."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from training.log import Log
+from training.signals import SAVE, STOP, Signals
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """Signals whose arrivals a test can wait for."""
+
+    def __init__(self) -> None:
+        self.clock, self.out = Clock(), io.StringIO()
+        self.exits: list[int] = []
+        self.arrived = threading.Semaphore(0)
+        self.signals = Signals(log=Log(stream=self.out), clock=self.clock, exit_now=self.exits.append)
+        original = self.signals.received
+
+        def received(number: int) -> None:
+            original(number)
+            self.arrived.release()
+
+        self.signals.received = received  # type: ignore[method-assign]
+
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+        assert self.arrived.acquire(timeout=20)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.signals.close()
+
+
+@pytest.mark.parametrize(("number", "wish"), [(signal.SIGTERM, STOP), (signal.SIGINT, STOP), (signal.SIGUSR1, SAVE)])
+def test_a_signal_is_a_wish_that_is_taken_once(watched: Watched, number: int, wish: int) -> None:
+    assert watched.signals.take() == 0
+    watched.kill(number)
+    assert watched.signals.take() == wish
+    assert watched.signals.take() == 0
+    assert watched.out.getvalue().startswith(f"[0] {signal.Signals(number).name}: saving after this step")
+
+
+def test_wishes_add_up(watched: Watched) -> None:
+    watched.kill(signal.SIGUSR1)
+    watched.kill(signal.SIGTERM)
+    assert watched.signals.take() == STOP | SAVE
+
+
+def test_a_second_stop_signal_ends_at_once_and_says_so(watched: Watched, capfd: pytest.CaptureFixture[str]) -> None:
+    watched.kill(signal.SIGINT)
+    watched.clock.now += 3
+    watched.kill(signal.SIGTERM)
+    assert watched.exits == [128 + signal.SIGTERM]
+    assert capfd.readouterr().err == "SIGTERM again: ending at once, without saving\n"
+
+
+def test_the_same_wish_by_two_ways_is_one(watched: Watched) -> None:
+    watched.kill(signal.SIGINT)
+    watched.clock.now += 0.5
+    watched.kill(signal.SIGTERM)
+    assert watched.exits == [] and watched.signals.take() == STOP
+
+
+def test_saving_may_be_asked_for_again_and_again(watched: Watched) -> None:
+    for _ in range(3):
+        watched.clock.now += 10
+        watched.kill(signal.SIGUSR1)
+        assert watched.signals.take() == SAVE
+    assert watched.exits == []
+
+
+def test_close_gives_the_signals_back(watched: Watched) -> None:
+    watched.signals.close()
+    watched.signals.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
+
+
+def test_a_second_stop_signal_ends_a_loop_that_is_stuck_in_c_code() -> None:
+    program = """
+import ctypes, os, signal, sys, threading
+from training.log import Log
+from training.signals import Signals
+times = iter([0.0, 10.0])
+signals = Signals(log=Log(), clock=lambda: next(times))
+libc = ctypes.CDLL(None)
+def twice():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stuck.wait(0.2)
+stuck = threading.Event()
+threading.Timer(0.2, twice).start()
+libc.pthread_join  # the main thread waits below without ever running Python code
+lock = (ctypes.c_char * 64)()
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout == "[0] SIGTERM: saving after this step, then leaving; another one ends the run at once\n"
+    assert done.stderr == "SIGTERM again: ending at once, without saving\n"
+
+
+def test_a_signal_to_a_forked_child_is_the_childs(watched: Watched) -> None:
+    ready, say_ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # should SIGTERM do nothing
+        os.write(say_ready, b"!")
+        signal.pause()  # SIGTERM has its default action, as before `Signals`
+        os._exit(0)
+    os.close(say_ready)
+    assert os.read(ready, 1)
+    os.close(ready)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert watched.signals.take() == 0
+
+
+def test_handlers_belong_to_the_main_thread() -> None:
+    failures = []
+
+    def make() -> None:
+        try:
+            Signals(log=Log())
+        except AssertionError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert failures == ["signal handlers belong to the main thread"]
