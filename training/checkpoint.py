@@ -1,0 +1,369 @@
+"""Checkpoints: when the run is saved, and from which of them it goes on.
+
+Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_states.py names what
+there is to save, checkpoint_dcp.py moves it to files and back, checkpoint_files.py makes files appear at once or not
+at all. Nothing here knows fault tolerance: its ledger is one more state.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+
+from training import checkpoint_files as files
+from training.checkpoint_files import CheckpointFailed, Damaged, FileRecord, Manifest
+from training.checkpoint_ranks import Background, Ranks
+from training.checkpoint_restore import LogLike, initial, initial_folder, load_weights, restore, steps_phrase, survey
+from training.checkpoint_states import ModelState, OptimizerState, Stateful
+
+if TYPE_CHECKING:
+    from training.checkpoint_dcp import Snapshot
+
+__all__ = ["CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState", "load_weights"]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[checkpoint]: saving the run and going on from it."""
+
+    enable: Annotated[bool, "save, and go on from what was saved; false: start from nothing and leave nothing"] = True
+    folder: Annotated[str, "where, inside the run's folder"] = "checkpoint"
+    interval: Annotated[int, "steps from one checkpoint to the next", ">= 1"] = 500
+    async_mode: Annotated[
+        Literal["disabled", "async", "async_with_pinned_mem"],
+        "disabled: the step waits for the disk; async: for a copy in host memory, which is then written in the "
+        "background; async_with_pinned_mem: the copy is in pinned memory, which CUDA fills faster",
+    ] = "disabled"
+    keep_latest_k: Annotated[
+        int, "older checkpoints are removed; 0: keep all; 1 would leave none to fall back to", ">= 0", "!= 1"
+    ] = 10
+    load_step: Annotated[int, "go on from this step; -1: from the newest that is whole", ">= -1"] = -1
+    verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
+    load_only: Annotated[bool, "go on from a checkpoint, but write none"] = False
+    enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
+    # true in torchtitan. Here a finished run may be continued by raising training.steps, which needs the optimizer's
+    # state, and that is worth the space of one full checkpoint.
+    last_save_model_only: Annotated[
+        bool, "the last save holds the weights alone, in export_dtype; the run cannot be continued from it"
+    ] = False
+    export_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], "what weights are cast to where they are saved alone"
+    ] = "float32"
+    initial_load_path: Annotated[
+        str, 'checkpoint (".../step-N") with which a run that has none of its own begins; "": none'
+    ] = ""
+    initial_load_model_only: Annotated[
+        bool, "take the weights alone from initial_load_path; false: optimizer, step and data cursor too"
+    ] = True
+    exclude_from_loading: Annotated[
+        tuple[str, ...],
+        'names, or beginnings of names, that initial_load_path is not asked for, such as "model.output"',
+    ] = ()
+    create_seed_checkpoint: Annotated[
+        bool, "save the freshly initialised weights as step 0, with which every layout can begin, and end"
+    ] = False
+
+    def check(self) -> None:
+        wishes = {
+            "initial_load_path": self.initial_load_path,
+            "load_only": self.load_only,
+            "create_seed_checkpoint": self.create_seed_checkpoint,
+        }
+        for key, value in wishes.items():
+            if value and not self.enable:
+                shown = "true" if value is True else f'"{value}"'
+                raise ValueError(f"checkpoint.{key} = {shown}: needs checkpoint.enable = true")
+        if not self.folder.strip("/. "):
+            raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
+        if self.create_seed_checkpoint and self.load_only:
+            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; nearest: false")
+        if self.exclude_from_loading and not self.initial_load_path:
+            shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
+            raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
+
+    def check_files(self) -> None:
+        """Raises ValueError when initial_load_path is not a checkpoint. Opens no file."""
+        if self.initial_load_path:
+            initial_folder(self.initial_load_path)
+
+
+class Checkpointer:
+    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one.
+
+    Guarantees: a kill at any instant leaves the last published checkpoint whole, and the next start finds it; damaged
+    ones are not loaded (while verify_digests holds); a run that has checkpoints never begins from nothing unasked;
+    all ranks raise alike. "model" must be among the states, as exports and seeds hold it. Every method is called by
+    all ranks.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_folder: Path,
+        states: Mapping[str, Stateful],
+        *,
+        log: LogLike,
+        config_digest: str = "",
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files."""
+        self.folder = run_folder / config.folder
+        self._config = config
+        self._states = states
+        self._log = log
+        self._config_digest = config_digest
+        self._ranks = Ranks(timeout)
+        self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
+        self._damaged: dict[int, str] = {}
+        self._snapshot: Snapshot | None = None
+        self._background: Background | None = None
+        # DCP remarks on every save of a single process that it is one: that is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+    def due(self, step: int) -> bool:
+        """Whether the configuration asks for a checkpoint after `step`."""
+        if not self._writes:
+            return False
+        return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
+
+    def save(self, step: int, *, last: bool = False) -> float:
+        """Saves the states as `step`, due or not; the seconds that held the caller up. `last`: the run is finished
+        with it.
+
+        Does nothing when checkpoints are off or hold this step already. In an async mode all but the last is written
+        in the background; what fails there is raised by the next `save`, `wait` or `close`. Raises CheckpointFailed.
+        """
+        began = time.perf_counter()
+        self.wait()
+        if not self._writes or step == self._held_step:
+            return time.perf_counter() - began
+        if last and self._config.last_save_model_only:
+            self._export(step)
+        elif last or self._config.async_mode == "disabled":
+            self._write(step, "full", self._live_states())
+        else:
+            snapshot = self._prepared_snapshot()
+            states = snapshot.take(self._live_states())
+            self._background = Background(lambda: self._write(step, "full", states, snapshot))
+        return time.perf_counter() - began
+
+    def save_seed(self) -> None:
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed."""
+        self.wait()
+        self._write(0, "model", {"model": self._states["model"].state_dict()})
+
+    def load(self) -> int | None:
+        """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save.
+
+        Returns the step to go on from; None: the run begins (with another run's weights, maybe). Raises ValueError
+        for what the user must change, CheckpointFailed when there are checkpoints and none is whole.
+        """
+        if not self._config.enable:
+            return None
+        if not self._config.load_only:
+            self._ranks.first(self._tidy)
+        steps = self._ranks.first(lambda: files.list_steps(self.folder))
+        if steps or self._config.load_step >= 0:
+            step: int | None = self._load_own(steps)
+        else:
+            step = self._load_initial() if self._config.initial_load_path else None
+        if self._writes and self._config.async_mode != "disabled":
+            self._prepared_snapshot()  # takes longer than a copy: now, rather than in the first step that saves
+        return step
+
+    def exported_step(self) -> int | None:
+        """The newest step, other than the seed's 0, whose weights were saved alone. A finished run may have no more
+        than that.
+        """
+        self.wait()
+        return self._ranks.first(lambda: files.newest(self.folder, kind="model") or None)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Raises what a save in the background failed with, once."""
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.join()
+
+    def close(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    @property
+    def _writes(self) -> bool:
+        return self._config.enable and not self._config.load_only
+
+    def _live_states(self) -> dict[str, dict[str, Any]]:
+        return {name: values for name, state in self._states.items() if (values := state.state_dict())}
+
+    def _prepared_snapshot(self) -> Snapshot:
+        from training.checkpoint_dcp import Snapshot
+
+        if self._snapshot is None:
+            self._snapshot = Snapshot(pinned=self._config.async_mode == "async_with_pinned_mem")
+            self._snapshot.prepare(self._live_states())
+        return self._snapshot
+
+    def _export(self, step: int) -> None:
+        dtype = getattr(torch, self._config.export_dtype)
+        weights = self._states["model"].state_dict()
+        cast = {name: value.to(dtype) if torch.is_floating_point(value) else value for name, value in weights.items()}
+        self._write(step, "model", {"model": cast})
+
+    def _write(self, step: int, kind: str, states: Mapping[str, Any], snapshot: Snapshot | None = None) -> None:
+        """One save from begin to end. In the background too: its process group is used by nobody else meanwhile."""
+        from training import checkpoint_dcp as dcp
+
+        began = time.perf_counter()
+        try:
+            partial = self._ranks.first(lambda: files.begin(self.folder, step))
+            report = _Report(dcp.write(states, partial, group=self._ranks.group, planner=snapshot))
+        except OSError as error:
+            report = _Report(problem=files.reason(error), own=True)
+        except dcp.OtherRankFailed as error:
+            report = _Report(problem=str(error))
+        reports = self._ranks.gather(report)
+        size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
+        if kind == "full":
+            self._held_step = step
+        self._damaged.pop(step, None)
+        what = "" if kind == "full" else ", the weights alone,"
+        seconds = time.perf_counter() - began
+        self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
+
+    def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[_Report]) -> int:
+        """Rank 0: publishes what all have written; returns its bytes. Else takes it back, and CheckpointFailed says
+        why.
+        """
+        problems = sorted((report for report in reports if report.problem), key=lambda report: not report.own)
+        records = tuple(record for report in reports for record in report.records)
+        manifest = Manifest(step, kind, states, len(reports), torch.__version__, self._config_digest, records)
+        try:
+            if problems:
+                raise OSError(problems[0].problem)
+            files.publish(self.folder, manifest)
+        except OSError as error:
+            files.discard(self.folder, step)
+            good = files.newest(self.folder, but=self._damaged)
+            rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
+            raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
+        try:
+            files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=self._damaged.keys() - {step})
+        except OSError as error:
+            self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
+        return manifest.size_bytes
+
+    def _tidy(self) -> None:
+        """Rank 0: clears away what a killed process left."""
+        try:
+            notes = files.tidy(self.folder)
+        except OSError as error:
+            notes = [f"could not clear away what was left ({files.reason(error)})"]
+        if notes:
+            self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
+
+    def _load_own(self, steps: Sequence[int]) -> int:
+        wanted = self._config.load_step
+        if wanted >= 0 and wanted not in steps:
+            raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.folder}; {steps_phrase(steps, wanted)}")
+        candidates = [wanted] if wanted >= 0 else sorted(steps, reverse=True)
+        surveyed = self._ranks.first(
+            lambda: [(step, survey(files.step_folder(self.folder, step))) for step in candidates]
+        )
+        for step, found in surveyed:
+            if isinstance(found, Manifest) and found.kind == "model":
+                continue
+            path = files.step_folder(self.folder, step)
+            problem = self._problem(path, found)
+            if isinstance(found, Manifest) and not problem:
+                problem = self._restore(path, found, tuple(self._states))
+            if not problem:
+                self._held_step = step
+                return step
+            self._damaged[step] = problem
+            self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
+        if self._damaged:
+            listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
+            rest = "set another load_step" if wanted >= 0 else "rename it to begin from nothing"
+            raise CheckpointFailed(f"checkpoint: none in {self.folder} that could be used is whole ({listed}); {rest}")
+        return self._load_seed(steps, wanted, surveyed)
+
+    def _load_seed(self, steps: Sequence[int], wanted: int, surveyed: Sequence[tuple[int, Any]]) -> int:
+        """Where there is no full checkpoint, the weights alone are a beginning only as the seed."""
+        step, manifest = surveyed[-1]
+        if step != 0 or (wanted < 0 and len(steps) > 1):
+            newest = surveyed[0][0]
+            path = files.step_folder(self.folder, newest)
+            raise ValueError(
+                f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} holds the weights alone "
+                "(checkpoint.last_save_model_only), so nothing can go on from it; another run can begin with them: "
+                f'checkpoint.initial_load_path = "{path}"'
+            )
+        path = files.step_folder(self.folder, 0)
+        if problem := self._problem(path, manifest) or self._restore(path, manifest, ("model",)):
+            raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
+        return 0
+
+    def _load_initial(self) -> int | None:
+        """Begins with another run's checkpoint; one without a manifest (another program's) is taken as it is."""
+        config = self._config
+        setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
+        path, found = self._ranks.first(lambda: initial(config.initial_load_path))
+        if found is None:
+            self._warn("%s: has no %s, so it is not verified", setting, files.MANIFEST)
+        manifest = found if isinstance(found, Manifest) else None
+        whole = manifest is not None and manifest.kind == "full"
+        if not config.initial_load_model_only and not whole and not isinstance(found, str):
+            raise ValueError(f"{setting}: holds the weights alone; nearest: checkpoint.initial_load_model_only = true")
+        names = ("model",) if config.initial_load_model_only else tuple(self._states)
+        problem = self._problem(path, found) or self._restore(path, manifest, names, initial=setting)
+        if problem:
+            raise CheckpointFailed(f"{setting}: damaged: {problem}")
+        return manifest.step if manifest is not None and not config.initial_load_model_only else None
+
+    def _problem(self, path: Path, found: Manifest | str | None) -> str:
+        """What is wrong with a checkpoint, "" if nothing; the ranks share the reading and agree on the answer."""
+        if not isinstance(found, Manifest) or not self._config.verify_digests:
+            return found if isinstance(found, str) else ""
+        try:
+            files.verify(path, found, share=self._ranks.rank, shares=self._ranks.world_size)
+            problem = ""
+        except Damaged as damage:
+            problem = str(damage)
+        return next(filter(None, self._ranks.gather(problem)), "")
+
+    def _restore(self, path: Path, manifest: Manifest | None, names: Sequence[str], *, initial: str = "") -> str:
+        """Reads the states `names`; what kept it from doing so, "" if nothing. Raises ValueError where they do not fit.
+
+        `initial`: the setting that asked for it, where it is not this run's own checkpoint.
+        """
+        return restore(
+            {name: self._states[name] for name in names},
+            path,
+            manifest,
+            ranks=self._ranks,
+            log=self._log,
+            request=initial or f'checkpoint.folder = "{self._config.folder}": {path}',
+            exclude=self._config.exclude_from_loading if initial else (),
+            exact=not initial,
+        )
+
+    def _warn(self, message: str, *args: object) -> None:
+        """Once, for what all ranks know."""
+        if self._ranks.rank == 0:
+            self._log.warning(message, *args)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank says of its part of a save. `own`: the problem is this rank's, not what it heard of another's."""
+
+    records: Sequence[FileRecord] = ()
+    problem: str = ""
+    own: bool = False

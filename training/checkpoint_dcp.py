@@ -1,0 +1,299 @@
+"""States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
+
+Flow: checkpoint.py -> this -> checkpoint_files.py. What it writes is an ordinary DCP checkpoint, which any reader of
+DCP loads in any layout. A separate module because DCP takes a second to import, which checking a configuration must
+not cost.
+
+*States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys:
+"model.layers.0.attention.wq.weight".
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from training.checkpoint_files import Digest, FileRecord
+
+States = dict[str, dict[str, Any]]
+
+_OPTIMIZER_SETTINGS = "optimizer.param_groups."
+_ASIDE_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
+
+
+class OtherRankFailed(RuntimeError):  # noqa: N818 (an event)
+    """Another rank could not write its share; the message is what it said."""
+
+
+def write(
+    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Snapshot | None = None
+) -> list[FileRecord]:
+    """Writes this rank's share of `states` into the folder `path`, on the disk when it returns; the records of its
+    files.
+
+    All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
+    OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, not what they hold now.
+    """
+    file_system = _DigestingFileSystem()
+    writer = FileSystemWriter(path)
+    writer.fs = file_system
+    try:
+        with _without_crc32(), file_system:
+            save(dict(states), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as failure:
+        # What torch.save makes of a failed write is a RuntimeError about its own file position; the cause was kept.
+        own, _ = failure.failures.get(dist.get_rank(group) if group is not None else 0, (None, None))
+        cause = file_system.failure or (own if isinstance(own, OSError) else None)
+        raise cause or OtherRankFailed(_first_failure(failure)) from None
+    return file_system.records
+
+
+def read(states: States, path: Path, *, group: dist.ProcessGroup | None) -> str:
+    """Fills `states` from the checkpoint in place: tensors are copied into, each rank's own shard; other values
+    replaced.
+
+    Every name must be in the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read
+    its part (the same on all ranks of `group`); the states are then a mixture.
+    """
+    try:
+        load(states, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
+    except CheckpointException as failure:
+        return _first_failure(failure)
+    return ""
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What the checkpoint holds: names, sizes, dtypes. Unpickles, so verify the file's digest first."""
+    return FileSystemReader(path).read_metadata()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of some states a checkpoint can fill."""
+
+    states: States  # to be given to `read`
+    misfits: list[str]  # one phrase for each name that cannot be filled
+    unknown: set[str]  # names of the checkpoint that these states do not have
+
+
+def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
+    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names.
+
+    Names that are, or begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was
+    never made (it had no gradient) and settings of the optimizer that another version of torch does not know may be
+    missing.
+    """
+    saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
+    misfits = [f'exclude_from_loading: no name begins with "{part}"' for part in exclude if not _begin(saved, part)]
+    saved = {name: value for name, value in saved.items() if not any(_begins(name, part) for part in exclude)}
+    optional = {name for name in _flat(states) if name not in saved and _may_be_missing(name, saved)}
+    states = {
+        state: {
+            key: value
+            for key, value in values.items()
+            if (name := f"{state}.{key}") not in optional and not any(_begins(name, part) for part in exclude)
+        }
+        for state, values in states.items()
+    }
+    states = {state: values for state, values in states.items() if values}
+    present = _flat(states)
+    misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
+    unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIMIZER_SETTINGS)}
+    return Fit(states, misfits, unknown)
+
+
+class Snapshot(DefaultSavePlanner):
+    """A copy of the states at one instant, in buffers that are reused, and the DCP planner that writes from it.
+
+    The states themselves tell the planner names, sizes and placements, which training does not change; only the data is
+    looked up in the copy. On CUDA `pinned` buffers are what the copy engine reaches at full speed.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        super().__init__()
+        self._pinned = pinned
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def prepare(self, states: Mapping[str, Any]) -> None:
+        """Makes the buffers and touches their pages, which takes several times as long as the copies to come."""
+        for name, value in _flat(states).items():
+            if isinstance(value, torch.Tensor):
+                self._buffer(name, _local(value))
+
+    @torch.no_grad()
+    def take(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Copies now. Returns the states to give to `write` later, with this planner; until then take no other copy."""
+        states = cast(Mapping[str, Any], _without_live_values(states))
+        elsewhere = False
+        for name, value in _flat(states).items():
+            if isinstance(value, torch.Tensor):
+                source = _local(value)
+                self._buffer(name, source).copy_(source, non_blocking=True)
+                elsewhere |= source.device.type != "cpu"
+        if elsewhere:
+            torch.accelerator.synchronize()  # the optimizer changes the sources as soon as we return
+        return states
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._buffers[index.fqn] if index.fqn in self._buffers else super().lookup_object(index)
+
+    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            pinned = self._pinned and source.device.type != "cpu"
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned).zero_()
+            self._buffers[name] = buffer
+        return buffer
+
+
+class _DigestingFileSystem(FileSystem):
+    """DCP's file system for one save: hashes what passes and keeps the cause of a failure."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, FileRecord] = {}
+        self.failure: OSError | None = None
+
+    def __enter__(self) -> _DigestingFileSystem:
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._aside.shutdown()
+
+    @property
+    def records(self) -> list[FileRecord]:
+        return list(self._records.values())
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", "made for one save; reading needs no digests"
+        name = Path(path).name
+        try:
+            with Path(path).open(mode) as raw:
+                stream = _DigestingStream(raw, self._aside)
+                yield stream
+                self._records[name] = stream.digest.record(name)
+        except OSError as error:
+            # A failed write() carries no file name, and torch.save turns it into an error of its own.
+            self.failure = self.failure or OSError(error.errno, error.strerror, str(path))
+            raise
+
+    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
+        super().rename(path, new_path)
+        record = self._records.pop(Path(path).name)
+        name = Path(new_path).name
+        self._records[name] = FileRecord(name, record.size_bytes, record.digests)
+
+
+class _DigestingStream:
+    """The part of a binary file that DCP uses."""
+
+    def __init__(self, raw: IO[bytes], aside: ThreadPoolExecutor) -> None:
+        self._raw = raw
+        self._aside = aside
+        self.digest = Digest()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) < _ASIDE_BYTES:
+            self.digest.update(view)
+            return self._raw.write(view)
+        hashed = self._aside.submit(self.digest.update, view)  # both let go of the interpreter's lock
+        try:
+            return self._raw.write(view)
+        finally:
+            hashed.result()
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def fileno(self) -> int:
+        self._raw.flush()  # whoever asks is about to fsync
+        return self._raw.fileno()
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """torch.save without the zip format's own checksums: no reader of torch checks them, and ours cost a fraction."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _flat(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The states under the joined names that DCP saves them by."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(states))
+    return dict(planner.state_dict)
+
+
+def _begins(name: str, part: str) -> bool:
+    return name == part or name.startswith(part.rstrip(".") + ".")
+
+
+def _begin(names: Iterable[str], part: str) -> bool:
+    return any(_begins(name, part) for name in names)
+
+
+def _may_be_missing(name: str, saved: Mapping[str, Any]) -> bool:
+    if name.startswith(_OPTIMIZER_SETTINGS):
+        return True
+    return name.startswith("optimizer.state.") and not _begin(saved, name.rpartition(".")[0])
+
+
+def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:
+    """Why the checkpoint's `saved` cannot go into `value`; "" if it can."""
+    if saved is None:
+        return f"{name} is here and not there"
+    if not isinstance(value, torch.Tensor) or not isinstance(saved, TensorStorageMetadata):
+        return ""
+    if saved.size != value.size():
+        return f"{name} is {list(saved.size)} there and {list(value.size())} here"
+    if exact and saved.properties.dtype != value.dtype:
+        return f"{name} is {saved.properties.dtype} there and {value.dtype} here"
+    return ""
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    assert not hasattr(local, "__get_tensor_shard__"), "a tensor in several local pieces cannot be copied by name"
+    return local.detach()
+
+
+def _without_live_values(value: Any) -> Any:
+    """The same nest with its containers and plain values copied; tensors stay what they are."""
+    if isinstance(value, Mapping):
+        return {key: _without_live_values(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value
+    return copy.deepcopy(value)
+
+
+def _first_failure(failure: CheckpointException) -> str:
+    rank, (cause, _) = min(failure.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"

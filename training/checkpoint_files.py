@@ -1,0 +1,358 @@
+"""Checkpoint folders: what lies in one, whether it is whole, and how it appears and goes in one instant.
+
+Flow: train.py -> checkpoint.py (when, and which states) -> checkpoint_dcp.py (tensors to files) -> this file. Knows
+files only: no torch, no process group. What changes a folder is called by one rank, what reads it by any.
+
+    <run>/checkpoint/step-40/            whole, else it would not have this name
+        __0_0.distcp, ..., .metadata     DCP's files
+        manifest.json                    the length and the digests of each of them
+    <run>/checkpoint/step-50.partial/    being written or being removed; after a kill, left over
+    <run>/checkpoint/step-50.replaced/   the earlier step-50, for the moment between two renames
+
+Everything reaches the disk (fsync) before the rename that makes it visible, so a kill or a power cut leaves the old
+state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of the manifest; a number this code does not know is refused
+SEGMENT_BYTES = 64 << 20  # one digest each: small enough to share among ranks and to say where the damage is
+_CHUNK_BYTES = 256 << 10  # what is hashed at a time: stays in the second-level cache between write and digest
+
+_NAME = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)")
+
+
+class CheckpointFailed(RuntimeError):  # noqa: N818 (an event in the run's life; it reads so in train.py)
+    """A checkpoint could not be written, or there are some and none is whole. One line, the same on every rank."""
+
+
+class Damaged(RuntimeError):  # noqa: N818 (a finding, not a failure)
+    """A checkpoint is not what was written; the message says which file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint as it was written. One digest per segment of SEGMENT_BYTES."""
+
+    name: str
+    size_bytes: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed)."""
+
+    step: int
+    kind: str
+    states: tuple[str, ...]
+    world_size: int
+    torch: str
+    config_digest: str
+    files: tuple[FileRecord, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def to_json(self) -> str:
+        body = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        """Raises Damaged for a text that `to_json` did not write, or that was changed since."""
+        try:
+            body = json.loads(text)
+            if body["format"] != FORMAT:
+                raise Damaged(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
+            if body.pop("checksum") != _checksum(body):
+                raise Damaged(f"{MANIFEST}: its checksum does not fit")
+            files = tuple(
+                FileRecord(file["name"], file["size_bytes"], tuple(file["digests"])) for file in body["files"]
+            )
+            body = {**body, "states": tuple(body["states"]), "files": files}
+            del body["format"]
+            return Manifest(**body)
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+class Digest:
+    """Digests of a stream of bytes, at memory speed, against accidents (not against people).
+
+    A chunk's value is the sum of word * weight over its little-endian 64-bit words, modulo 2^64, with fixed odd weights
+    (multilinear hashing): a change inside one word is always seen, any other is missed with a chance of about 2^-63. A
+    segment's digest is BLAKE2b over its chunks' values and its length.
+    """
+
+    def __init__(self) -> None:
+        self._words = np.zeros(_CHUNK_BYTES // 8, dtype="<u8")
+        self._bytes = self._words.view(np.uint8)
+        self._filled = 0
+        self._weights = _weights()
+        self._values: list[bytes] = []
+        self._size_bytes = 0
+        self._digests: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """The stream's next bytes, in pieces of any length; the digests do not depend on where they are cut."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        start = 0
+        while start < len(source):
+            count = min(_CHUNK_BYTES - self._filled, len(source) - start)
+            self._bytes[self._filled : self._filled + count] = source[start : start + count]
+            self._filled += count
+            start += count
+            if self._filled == _CHUNK_BYTES:
+                self._close_chunk()
+
+    def record(self, name: str) -> FileRecord:
+        """What went in, as the record of a file of that name. The digest is of no use afterwards."""
+        if self._filled:
+            self._close_chunk()
+        if self._values:
+            self._close_segment()
+        return FileRecord(name, self._size_bytes, tuple(self._digests))
+
+    def _close_chunk(self) -> None:
+        count = -(-self._filled // 8)
+        self._bytes[self._filled : 8 * count] = 0  # the last word of a file may be a part of one
+        value = int(np.dot(self._words[:count], self._weights[:count]))
+        self._values.append(value.to_bytes(8, "little"))
+        self._size_bytes += self._filled
+        self._filled = 0
+        if len(self._values) * _CHUNK_BYTES == SEGMENT_BYTES:
+            self._close_segment()
+
+    def _close_segment(self) -> None:
+        length = self._size_bytes - SEGMENT_BYTES * len(self._digests)
+        content = b"".join(self._values) + length.to_bytes(8, "little")
+        self._digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
+        self._values.clear()
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """The steps that have a folder, whole or not, ascending. A missing or unreadable `folder` has none."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged.
+
+    Reads no file's content: `verify` does.
+    """
+    try:
+        manifest = Manifest.from_json((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST}: missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{MANIFEST}: cannot be read ({error})") from None
+    for file in manifest.files:
+        try:
+            size_bytes = (path / file.name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{file.name}: {'missing' if isinstance(error, FileNotFoundError) else error}") from None
+        if size_bytes != file.size_bytes:
+            raise Damaged(f"{file.name}: {size_bytes:,} bytes, {file.size_bytes:,} were written")
+    return manifest
+
+
+def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
+    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference.
+
+    The work can be split: each of `shares` callers reads every `shares`-th segment.
+    """
+    segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
+    for number, (file, index) in enumerate(segments):
+        if number % shares == share:
+            _verify_segment(path, file, index)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. Raises
+    OSError.
+    """
+    partial = _partial(folder, step)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _fsync_folder(folder.parent)
+    for leftover in (partial, _replaced(folder, step)):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir()
+    return partial
+
+
+def publish(folder: Path, manifest: Manifest) -> Path:
+    """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError.
+
+    The files must be on the disk already. A checkpoint of the same step is replaced; at no instant are both gone.
+    """
+    partial, final = _partial(folder, manifest.step), step_folder(folder, manifest.step)
+    for file in manifest.files:
+        if not (partial / file.name).exists():
+            raise OSError(
+                f"{file.name}, which another rank wrote, is not in {partial}: do all nodes share this folder?"
+            )
+    with (partial / MANIFEST).open("w") as stream:
+        stream.write(manifest.to_json())
+        stream.flush()
+        os.fsync(stream.fileno())
+    _fsync_folder(partial)
+    replaced = _replaced(folder, manifest.step)
+    if final.exists():
+        final.rename(replaced)
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    _fsync_folder(folder)
+    shutil.rmtree(replaced, ignore_errors=True)  # what stays, `tidy` removes
+    return final
+
+
+def remove(folder: Path, step: int) -> None:
+    """Removes a checkpoint, published or not. Under its own name it is whole until it is gone. Raises OSError."""
+    partial, final = _partial(folder, step), step_folder(folder, step)
+    if final.exists():
+        if partial.exists():
+            shutil.rmtree(partial)
+        final.rename(partial)
+    if partial.exists():
+        shutil.rmtree(partial)
+
+
+def discard(folder: Path, step: int) -> None:
+    """Frees what a failed save has written, as far as that is possible; never raises."""
+    shutil.rmtree(_partial(folder, step), ignore_errors=True)
+
+
+def tidy(folder: Path) -> list[str]:
+    """Clears away what a killed process left and returns one phrase for each. To be called while nobody writes.
+    Raises OSError.
+    """
+    notes = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None:
+            continue
+        final = step_folder(folder, int(match[1]))
+        if match[2] == "replaced" and not final.exists():
+            path.rename(final)
+            notes.append(f"put back {final.name}, which was being replaced")
+        else:
+            shutil.rmtree(path)
+            notes.append(f"removed {path.name}")
+    return notes
+
+
+def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
+    """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed.
+    Raises OSError.
+
+    Never removes `written` (the one just published), a newer one, a folder that has no manifest (not ours), or a
+    checkpoint of the model alone (made on purpose). Those in `damaged` do not count as whole.
+    """
+    if keep == 0:
+        return []
+    kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}
+    whole = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
+    oldest_kept = min([*whole[-keep:], written])
+    doomed = [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
+    for step in doomed:
+        remove(folder, step)
+    return doomed
+
+
+def newest(folder: Path, *, kind: str = "full", but: Collection[int] = ()) -> int | None:
+    """The newest checkpoint of that kind whose files are all there; contents are not read."""
+    steps = (step for step in reversed(list_steps(folder)) if step not in but)
+    return next((step for step in steps if _kind(step_folder(folder, step)) == kind), None)
+
+
+def reason(error: OSError) -> str:
+    """The system's words for it, and the file."""
+    cause = error.strerror or str(error)
+    return f"{cause} ({error.filename})" if error.filename else cause
+
+
+def _kind(path: Path) -> str:
+    """ "full", "model", "damaged", or "foreign" for a folder without a manifest."""
+    try:
+        return read_manifest(path).kind
+    except Damaged:
+        return "damaged" if (path / MANIFEST).exists() else "foreign"
+
+
+def _verify_segment(path: Path, file: FileRecord, index: int) -> None:
+    begin_byte = index * SEGMENT_BYTES
+    left = min(SEGMENT_BYTES, file.size_bytes - begin_byte)
+    digest, buffer = Digest(), memoryview(bytearray(_CHUNK_BYTES))
+    try:
+        with (path / file.name).open("rb", buffering=0) as stream:
+            stream.seek(begin_byte)
+            while left and (count := stream.readinto(buffer[:left])):
+                digest.update(buffer[:count])
+                left -= count
+    except OSError as error:
+        raise Damaged(f"{file.name}: cannot be read ({error})") from None
+    if digest.record(file.name).digests != (file.digests[index],):
+        end_byte = min(begin_byte + SEGMENT_BYTES, file.size_bytes)
+        raise Damaged(f"{file.name}: bytes {begin_byte:,} to {end_byte:,} are not what was written (digests differ)")
+
+
+@functools.cache
+def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over
+    1, 2, 3, ...
+    """
+    z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray((z ^ (z >> np.uint64(31))) | np.uint64(1))
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _partial(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}.partial"
+
+
+def _replaced(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}.replaced"
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,133 @@
+"""From a checkpoint's folder into states, by name and size.
+
+Flow: checkpoint.py (which checkpoint) and those who only want the weights (`load_weights`) -> this ->
+checkpoint_dcp.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from training import checkpoint_files as files
+from training.checkpoint_files import CheckpointFailed, Damaged, Manifest
+from training.checkpoint_ranks import Ranks
+from training.checkpoint_states import ModelState, Stateful
+
+
+class LogLike(Protocol):
+    """training.log.Log or logging.Logger."""
+
+    def info(self, message: str, *args: object) -> None: ...
+
+    def warning(self, message: str, *args: object) -> None: ...
+
+
+def load_weights(folder: Path, parts: Sequence[nn.Module], *, log: LogLike, step: int = -1) -> int:
+    """Puts the weights of the newest whole checkpoint in `folder` (or of `step`) into `parts`; returns its step.
+
+    For one process that uses a model and does not train it; weights saved alone will do. Raises ValueError when there
+    is no checkpoint, CheckpointFailed when none is whole.
+    """
+    steps = files.list_steps(folder)
+    if not steps or (step >= 0 and step not in steps):
+        raise ValueError(
+            f"{folder}: no checkpoint{f' of step {step}' if step >= 0 else ''}; {steps_phrase(steps, step)}"
+        )
+    for candidate in [step] if step >= 0 else reversed(steps):
+        path = files.step_folder(folder, candidate)
+        try:
+            manifest = files.read_manifest(path)
+            files.verify(path, manifest)
+        except Damaged as damage:
+            problem = str(damage)
+        else:
+            model = {"model": ModelState(parts)}
+            problem = restore(model, path, manifest, ranks=Ranks.alone(), log=log, request=str(path))
+        if not problem:
+            return candidate
+        log.warning("checkpoint: step %d is damaged and not used: %s", candidate, problem)
+    raise CheckpointFailed(f"checkpoint: none in {folder} that could be used is whole")
+
+
+def restore(
+    stateful: Mapping[str, Stateful],
+    path: Path,
+    manifest: Manifest | None,
+    *,
+    ranks: Ranks,
+    log: LogLike,
+    request: str,
+    exclude: Sequence[str] = (),
+    exact: bool = False,
+) -> str:
+    """Reads `stateful` from a checkpoint, by name and size. Returns why it cannot be read, or "".
+
+    `exact`: the dtypes must be the same and the checkpoint must hold no other state. `request` is what the user asked
+    for; it begins the ValueError that says what does not fit.
+    """
+    from training import checkpoint_dcp as dcp
+
+    began = time.perf_counter()
+    live = {name: values for name, state in stateful.items() if (values := state.state_dict())}
+    try:
+        metadata, problem = dcp.read_metadata(path), ""
+    except Exception as error:  # noqa: BLE001 (an unverified pickle can raise anything, and the ranks must agree on it)
+        problem = f".metadata: {type(error).__name__}: {error}"
+    if problem := next(filter(None, ranks.gather(problem)), ""):
+        return problem
+    wanted = set(stateful) | set(manifest.states if exact and manifest is not None else ())
+    fit = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=exact)
+    everywhere = set.intersection(*ranks.gather(fit.unknown))  # a rank may hold a part of the model only
+    misfits = [misfit for found in ranks.gather(fit.misfits) for misfit in found]
+    misfits += [f"{name} is there and not here" for name in sorted(everywhere)]
+    if misfits:
+        more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
+        raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
+    if problem := dcp.read(fit.states, path, group=ranks.group):
+        return problem
+    for name, values in fit.states.items():
+        stateful[name].load_state_dict(values)
+    size = "" if manifest is None else f"{manifest.size_bytes / 1e6:.1f} MB "
+    seconds = time.perf_counter() - began
+    log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(stateful), path, size, seconds)
+    return ""
+
+
+def survey(path: Path) -> Manifest | str:
+    """The manifest, or what is wrong as far as one can see without reading the files."""
+    try:
+        return files.read_manifest(path)
+    except Damaged as damage:
+        return str(damage)
+
+
+def initial(text: str) -> tuple[Path, Manifest | str | None]:
+    """The folder that initial_load_path names and what `survey` finds there; None: another program's checkpoint."""
+    path = initial_folder(text)
+    return path, survey(path) if (path / files.MANIFEST).exists() else None
+
+
+def initial_folder(text: str) -> Path:
+    setting, path = f'checkpoint.initial_load_path = "{text}"', Path(text).expanduser()
+    if (path / ".metadata").is_file():
+        return path
+    for folder in (path, path / "checkpoint"):
+        if steps := files.list_steps(folder):
+            nearest = files.step_folder(folder, steps[-1])
+            raise ValueError(f'{setting}: a folder of checkpoints, not one of them; nearest: "{nearest}"')
+    if not path.exists():
+        steps = files.list_steps(path.parent)
+        raise ValueError(f"{setting}: no such folder; {steps_phrase(steps, -1)}")
+    raise ValueError(f"{setting}: not a checkpoint, as it has no file .metadata")
+
+
+def steps_phrase(steps: Sequence[int], wanted: int) -> str:
+    if not steps:
+        return "there are no checkpoints in it"
+    nearest = min(steps, key=lambda step: abs(step - wanted)) if wanted >= 0 else steps[-1]
+    return f"steps there: {', '.join(map(str, steps))}; nearest: {nearest}"

@@ -1,0 +1,129 @@
+"""The states of model and optimizer as flat dictionaries under full parameter names, which any layout can load.
+
+Flow: train.py makes them over what it built; checkpoint.py asks them for live tensors to write from and to read into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Stateful(Protocol):
+    """What can be saved: a dictionary that has the same keys at every time. What varies goes into one value."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class ModelState:
+    """The weights and persistent buffers of all model parts under their full names, whatever wraps or shards them."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors (DTensors where sharded); reading into them changes the model."""
+        return {name: value for part in self._parts for name, value in _model_state(part).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what is there; names that are missing stay as they are."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        for part in self._parts:
+            own = {name: state[name] for name in _model_state(part) if name in state}
+            set_model_state_dict(part, own, options=StateDictOptions(strict=False))
+
+
+class OptimizerState:
+    """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ...
+
+    The names are those of DCP's flattened optimizer state dicts, without its restrictions: one optimizer may span
+    several model parts, a part may have several optimizers. Which kernel does the update (fused, foreach, ...) is the
+    machine's business: neither saved nor restored.
+    """
+
+    _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+
+    def __init__(
+        self, parts: Sequence[nn.Module], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._parts = parts
+        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
+        for optimizer in self._optimizers:
+            materialise(optimizer)
+        entries: dict[str, Any] = {}
+        for name, group, state in self._walk():
+            entries.update({f"state.{name}.{key}": value for key, value in state.items()})
+            entries.update({f"param_groups.{name}.{key}": group[key] for key in sorted(group.keys() - self._NOT_STATE)})
+        return entries
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what is there; names that are missing stay as they are."""
+        for name, group, own in self._walk():
+            for target, prefix in ((own, "state"), (group, "param_groups")):
+                for key in target.keys() - self._NOT_STATE:
+                    if (full := f"{prefix}.{name}.{key}") in state:
+                        _assign(target, key, state[full])
+
+    def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """For every parameter that is optimized: its name, its group, its state."""
+        names = {parameter: _plain(name) for part in self._parts for name, parameter in part.named_parameters()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    # optimizer.state is a defaultdict: looking up would make an entry
+                    yield names[parameter], group, optimizer.state.get(parameter, {})
+
+
+def materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that has never stepped the state that its first step would begin with; no weight changes by
+    a bit.
+
+    It takes a step with zero gradients at rate 0 and sets the step counters back to 0: DCP's own way leaves them at
+    1, which would bend the bias correction of all that follows.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if optimizer.state or any(p.grad is not None for p in parameters):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
+
+
+def _model_state(part: nn.Module) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # a second's import, for those who save
+
+    return dict(get_model_state_dict(part))
+
+
+def _plain(name: str) -> str:
+    """The parameter's name without what torch.compile and activation checkpointing wrap around modules, as DCP has
+    it.
+    """
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _assign(target: dict[str, Any], key: str, value: Any) -> None:
+    """Tensors keep their identity (they may be live in a compiled step), everything else is replaced."""
+    if not isinstance(target[key], torch.Tensor):
+        target[key] = value
+    elif target[key] is not value:
+        target[key].copy_(value)
