@@ -89,8 +89,10 @@ def test_the_journal_has_every_step_and_the_console_every_log_freq_with_the_firs
 
 def test_the_first_step_after_a_resume_is_shown() -> None:
     run = Run(steps=25)
+    run.clock.now += 30  # loading the checkpoint is no part of the first step
     run.meter.load_state_dict({"tokens": 12_000})
     run.steps(13, 14)
+    assert [row["step_s"] for _, row in run.journal.rows] == [0.5, 0.5]
     assert [step for step, _ in run.chart.rows] == [13]
     assert [row["tokens"] for _, row in run.journal.rows] == [13_000, 14_000]
     assert run.meter.state_dict() == {"tokens": 14_000}

@@ -94,6 +94,7 @@ class Node:
 def test_garbage_is_collected_on_its_turn_and_only_then() -> None:
     collection = GarbageCollection(10)
     try:
+        assert gc.get_freeze_count() > 0  # what lives long is not looked at again and again
         for step in range(1, 20):
             gone = weakref.ref(Node())
             for _ in range(2000):  # more than any generation's threshold

@@ -153,6 +153,13 @@ def test_a_step_in_the_nick_of_time_calls_it_off_and_the_next_hang_is_told_anew(
     assert cluster.armed() == [30, 30, 30, None]
 
 
+def test_an_answer_of_an_earlier_hang_is_no_answer(cluster: Cluster) -> None:
+    cluster.store.set("watchdog/rank/2", json.dumps({"step": 1, "where": "data loading", "seconds": 150}))
+    cluster.wait(107, frozen={2})
+    (line,) = cluster.said()
+    assert "rank 2 does not answer" in line
+
+
 def test_the_first_step_has_the_long_timeout() -> None:
     cluster = Cluster(1)
     cluster.wait(300)
