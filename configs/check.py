@@ -6,20 +6,26 @@ checks itself in its own check(); what only shows at tokenising is told by `open
 
 from __future__ import annotations
 
+import io
 import math
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from configs.errors import Problems
 from configs.load import section_types
 from parallelisms.mesh import data_parallel_degree
-from training.data.sources import check_sources
+from training.data.dataset import open_data
+from training.data.sources import check_sources, find_source
+from training.log import Log
 from training.optimizer import check_patterns
 from training.schedule import decay_length
-from training.tokenizer import build_tokenizer
+from training.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from configs.schema import Config
+
+SMALL_BYTES = 1 << 20
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -119,8 +125,21 @@ def _check_model(config: Config) -> None:
             f"nearest: {tokenizer.vocab_size}, or 0 for as many as it has"
         )
     check_sources(config.training, vocab_size=vocab_size)
+    _check_splits(config, tokenizer, vocab_size)
     if config.optimizer.groups:
         check_patterns(config.optimizer, _parameter_names(config, vocab_size))
+
+
+def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """A small corpus is tokenised here, to see that its splits hold a sequence; a large one hardly fails to, and takes long."""
+    training = config.training
+    if training.dataset == "huggingface" or sum(file.size for file in find_source(training).files) > SMALL_BYTES:
+        return
+    silent = Log(stream=io.StringIO())  # the run itself says it all again
+    with tempfile.TemporaryDirectory() as cache:
+        data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
+        for split in ("train", "validation") if config.validation.enable else ("train",):
+            data.order(split, seed=training.seed, seq_len=training.seq_len)
 
 
 def _parameter_names(config: Config, vocab_size: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Rules across sections and over files, before anything is started. Each message names the place and what is legal."""
 
-# ruff: noqa: E501 - exact messages stay on one line
+# ruff: noqa: E501 (exact messages stay on one line)
 
 from __future__ import annotations
 
@@ -152,6 +152,17 @@ def test_files(folder: Path) -> None:
     assert complaints(folder, "--checkpoint.initial_load_path=nope")[0].startswith(
         '--checkpoint.initial_load_path = "nope": '
     )
+
+
+def test_a_small_corpus_is_split_before_anything_starts(folder: Path) -> None:
+    (folder / "a.txt").write_text("a short document\n" * 20, encoding="utf-8")
+    files = ["--training.dataset=files", "--training.dataset_path=a.txt"]
+    assert complaints(folder, *files) == []
+    assert complaints(folder, *files, "--training.seq_len=400")[0].startswith("--training.seq_len = 400: ")
+    assert complaints(folder, *files, "--validation.enable")[0].startswith(
+        "run.toml: training.dataset_held_out = 0.01: "
+    )
+    assert sorted(file.name for file in folder.iterdir()) == ["a.txt", "run.toml"]
 
 
 def test_a_tokenizer_that_the_model_has_no_rows_for(folder: Path) -> None:

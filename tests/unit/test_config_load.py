@@ -1,6 +1,6 @@
 """TOML and overrides into dataclasses, on toy sections: every way in, and the message of every way to get it wrong."""
 
-# ruff: noqa: E501 - exact messages stay on one line
+# ruff: noqa: E501 (exact messages stay on one line)
 
 from __future__ import annotations
 

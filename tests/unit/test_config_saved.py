@@ -1,7 +1,5 @@
 """The saved config of a run: it reads back equal, and a start that would falsify the run is refused."""
 
-# ruff: noqa: E501 - exact messages stay on one line
-
 from __future__ import annotations
 
 from dataclasses import fields, replace

@@ -1,0 +1,200 @@
+"""Bad settings and files, each given to ./scripts/run_train.sh as a user would: one message, exit 2, no rank, nothing left.
+
+All cases of the session start together on a few threads, since each costs an import of torch; a test waits for its own.
+"""
+
+# ruff: noqa: E501 (exact messages stay on one line)
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """\
+[training]
+seq_len = 64
+local_batch_size = 2
+steps = 5
+
+[lr_scheduler]
+warmup_steps = 2
+"""
+SPY = """\
+import os, sys
+with open(os.environ["SPY"], "a") as file:
+    print(sys.orig_argv, file=file)
+"""
+WORDS = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 300)}}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "<s>"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the user has (files), says (toml, argv, nproc) and is told (message, on standard error after "pharos: ")."""
+
+    name: str
+    message: str
+    argv: tuple[str, ...] = ()
+    toml: str | bytes = GOOD
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    config: str = "run.toml"
+    nproc: int = 1
+    needs: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FILES = ("--training.dataset=files", "--training.dataset_path=corpus/*")
+TOKENS = ("--training.dataset=tokens", "--training.dataset_path=ids.bin")
+CASES = [
+    # the file
+    Case("config missing", "rum.toml: no such file; did you mean run.toml?", config="rum.toml"),
+    Case("config a folder", ".: a folder, not a TOML file; there are run.toml", config="."),
+    Case("config not TOML", "run.toml:2: not TOML: Invalid value; strings need quotes: name = llama", toml="[model]\nname = llama\n"),
+    Case("config not UTF-8", "run.toml:2: not UTF-8: byte 0xe9; save the file as UTF-8", toml=b"[job]\n# caf\xe9\n"),
+    Case("key twice in the file", "run.toml:3: not TOML: Cannot overwrite a value: seed = 2", toml="[training]\nseed = 1\nseed = 2\n"),
+    # the command line
+    Case("override without a value", "--training.steps: no value, as in --training.steps=10000; it takes an integer >= 1", ("--training.steps",)),
+    Case("override twice", "--training.steps: given twice, 5 and 6; keep one", ("--training.steps=5", "--training.steps", "6")),
+    Case("two config files", "other.toml: not an override; wanted CONFIG.toml, then overrides: --section.key value", ("other.toml",)),
+    Case("override without a section", "--steps: overrides are --section.key; did you mean --training.steps?", ("--steps=3",)),
+    # keys
+    Case("typo", "run.toml:2: training.sequence_len: no such key; did you mean training.seq_len?", toml="[training]\nsequence_len = 64\n"),
+    Case("typo of another section's key", "run.toml:3: training.lerning_rate: no such key; did you mean optimizer.lr?", toml="\n[training]\nlerning_rate = 3e-4\n"),
+    Case("wrong section", "--training.lr: no such key here; it is optimizer.lr", ("--training.lr=3e-4",)),
+    Case("no such section", "run.toml:1: optimiser: no such section; did you mean [optimizer]?", toml="[optimiser]\nlr = 1e-3\n"),
+    # values
+    Case("wrong type", 'run.toml:2: training.steps = "100": must be an integer >= 1; did you mean 100?', toml='[training]\nsteps = "100"\n'),
+    Case("not a boolean", '--checkpoint.enable = "yes": must be true or false; did you mean true?', ("--checkpoint.enable=yes",)),
+    Case("not a choice", '--optimizer.name = "adamw": must be "AdamW" or "Adam"; did you mean "AdamW"?', ("--optimizer.name=adamw",)),
+    Case("negative size", "--model.dim = -256: must be an integer >= 1", ("--model.dim", "-256")),
+    Case("learning rate not a number", "--optimizer.lr = nan: must be a finite number > 0", ("--optimizer.lr=nan",)),
+    Case("keep one checkpoint", "--checkpoint.keep_latest_k = 1: must be an integer >= 0 and != 1", ("--checkpoint.keep_latest_k=1",)),
+    Case(
+        "two mistakes",
+        "run.toml:2: training.seq_len = 0: must be an integer >= 1\nrun.toml:3: training.step: no such key; did you mean training.steps?",
+        toml="[training]\nseq_len = 0\nstep = 3\n",
+    ),
+    # what sections say of themselves and of each other
+    Case("heads do not divide", "--model.n_heads = 7: must cut model.dim = 256 into heads of one even width (rotary positions turn pairs); nearest: 4 or 8", ("--model.n_heads=7",)),
+    Case("no such model", '--model.name = "lama": there is no models/lama.py; there are: llama', ("--model.name=lama",)),
+    Case("run name with a slash", '--job.name = "a/b": must be the name of one folder; job.dump_folder says where it lies', ("--job.name=a/b",)),
+    Case("warm-up longer than the run", "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1", ("--training.steps=1",)),
+    Case(
+        "batch that ranks cannot share",
+        "--training.global_batch_size = 6: must be a multiple of 4: training.local_batch_size = 2 on 2 data-parallel ranks; nearest: 4 or 8",
+        ("--training.global_batch_size=6",),
+        nproc=2,
+    ),
+    Case(
+        "ranks do not fit the layout",
+        "--parallelism.data_parallel_shard_degree = 4: the degrees must multiply to the number of ranks, 2; nearest: 2, or -1 for all of them; or start 4 ranks (NPROC=4)",
+        ("--parallelism.data_parallel_shard_degree=4",),
+        nproc=2,
+    ),
+    Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.01", ("--validation.enable", "--training.dataset_held_out=0")),
+    # files
+    Case("data missing", '--training.dataset_path = "corpus/*": no file matches corpus/*; there is no folder corpus', FILES),
+    Case("data empty", '--training.dataset_path = "corpus/*": the corpus is empty: no text in 1 file; give files that hold some', FILES, files={"corpus/a.txt": ""}),
+    Case("data not UTF-8", '--training.dataset_path = "corpus/*": file corpus/a.txt is not UTF-8 at byte 3; convert it, for instance: iconv -f latin1 -t utf-8 corpus/a.txt', FILES, files={"corpus/a.txt": b"caf\xe9\n"}),
+    Case("data without the text key", '--training.dataset_path = "corpus/*": file corpus/a.jsonl line 1 has no "text", only \'body\'; nearest: training.dataset_text_key = "body"', FILES, files={"corpus/a.jsonl": '{"body": "x"}\n'}),
+    Case("token ids beyond the vocabulary", '--training.dataset_path = "ids.bin": file ids.bin holds id 65535 at token 1, the vocabulary has 259; set model.tokenizer_path to the tokenizer that made the file, or model.vocab_size to its size', TOKENS, files={"ids.bin": b"\1\0\xff\xff" * 200}),
+    Case("tokenizer missing", '--model.tokenizer_path = "nope.json": there is no file nope.json; give a tokenizer.json or its folder, or "" for bytes', ("--model.tokenizer_path=nope.json",)),
+    Case("vocabulary too small", "--model.vocab_size = 100: must hold the tokenizer's 259 ids; nearest: 259, or 0 for as many as it has", ("--model.vocab_size=100",)),
+    Case(
+        "tokenizer larger than the vocabulary",
+        "--model.vocab_size = 259: must hold the tokenizer's 300 ids; nearest: 300, or 0 for as many as it has",
+        ("--model.vocab_size=259", "--model.tokenizer_path=tokenizer.json"),
+        files={"tokenizer.json": json.dumps(TOKENIZER)},
+        needs="tokenizers",
+    ),
+    Case("too little held out", 'run.toml: training.dataset_held_out = 0.01: the corpus is one document, none can be held out; give more, or set validation.enable = false', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}),
+    Case("weights missing", '--checkpoint.initial_load_path = "nope": no such folder; there are no checkpoints in it', ("--checkpoint.initial_load_path=nope",)),
+    Case("pattern without a parameter", '--optimizer.groups[0].pattern = "*.nrom.*": matches no parameter; the names are layers.*.attention.wk.weight, layers.*.attention.wo.weight, layers.*.attention.wq.weight, layers.*.attention.wv.weight, layers.*.attention_norm.weight, layers.*.feed_forward.w1.weight, layers.*.feed_forward.w2.weight, layers.*.feed_forward.w3.weight, layers.*.ffn_norm.weight, norm.weight, output.weight, tok_embeddings.weight', ('--optimizer.groups=[{pattern = "*.nrom.*"}]',)),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told:
+    """What came of a case."""
+
+    code: int
+    out: str
+    err: str
+    processes: list[str]
+    left: set[str]
+
+
+def start(case: Case, folder: Path) -> Told:
+    files = {"run.toml": case.toml, **case.files}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    spy = folder.with_name(f"{folder.name}-spy")
+    spy.mkdir()
+    (spy / "sitecustomize.py").write_text(SPY)
+    before = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    ran = subprocess.run(
+        [ROOT / "scripts" / "run_train.sh", case.config, *case.argv],
+        cwd=folder,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(spy),
+            "PHAROS_NO_INSTALL": "1",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(spy),
+            "SPY": str(spy / "processes"),
+            "NPROC": str(case.nproc),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*")} - before
+    return Told(ran.returncode, ran.stdout, ran.stderr, (spy / "processes").read_text().splitlines(), left)
+
+
+@pytest.fixture(scope="module")
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Told]]]:
+    """Starts all cases that were asked for."""
+    calls = [
+        item.callspec for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")
+    ]
+    chosen = [call.params["case"] for call in calls]
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
+        yield {case.name: threads.submit(start, case, tmp_path_factory.mktemp("bad")) for case in chosen}
+        threads.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_message_and_nothing_started(case: Case, told: dict[str, Future[Told]]) -> None:
+    if case.needs:
+        pytest.importorskip(case.needs)
+    result = told[case.name].result()
+    assert result.err == f"pharos: {case.message}\n"
+    assert result.out == ""
+    assert result.code == 2
+    assert not [process for process in result.processes if "train.py" in process], "a rank was started"
+    assert any("launch.py" in process for process in result.processes), "the spy saw nothing"
+    assert result.left == set()
+
+
+def test_there_are_enough_and_all_differ() -> None:
+    assert len({case.message for case in CASES}) == len({case.name for case in CASES}) == len(CASES) >= 25
