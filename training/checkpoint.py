@@ -8,7 +8,6 @@ at all. Nothing here knows fault tolerance: its ledger is one more state.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,8 +123,6 @@ class Checkpointer:
         self._damaged: dict[int, str] = {}
         self._snapshot: Snapshot | None = None
         self._background: Background | None = None
-        # DCP remarks on every save of a single process that it is one: that is what was asked for.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a checkpoint after `step`."""
@@ -142,9 +139,10 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self.wait()
-        if not self._writes or step == self._held_step:
+        alone = last and self._config.last_save_model_only
+        if not self._writes or (step == self._held_step and not alone):
             return time.perf_counter() - began
-        if last and self._config.last_save_model_only:
+        if alone:
             self._export(step)
         elif last or self._config.async_mode == "disabled":
             self._write(step, "full", self._live_states())

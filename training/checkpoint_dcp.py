@@ -11,6 +11,7 @@ not cost.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ _OPTIMIZER_SETTINGS = "optimizer.param_groups."
 _ASIDE_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
 
 
-class OtherRankFailed(RuntimeError):  # noqa: N818 (an event)
+class OtherRankFailed(RuntimeError):
     """Another rank could not write its share; the message is what it said."""
 
 
@@ -50,6 +51,7 @@ def write(
     All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
     OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, not what they hold now.
     """
+    _quiet()
     file_system = _DigestingFileSystem()
     writer = FileSystemWriter(path)
     writer.fs = file_system
@@ -71,6 +73,7 @@ def read(states: States, path: Path, *, group: dist.ProcessGroup | None) -> str:
     Every name must be in the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read
     its part (the same on all ranks of `group`); the states are then a mixture.
     """
+    _quiet()
     try:
         load(states, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
     except CheckpointException as failure:
@@ -232,6 +235,11 @@ class _DigestingStream:
 
     def close(self) -> None:
         self._raw.close()
+
+
+def _quiet() -> None:
+    """DCP warns each time a single process saves or loads that it does so alone: that is what was asked for."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @contextmanager

@@ -37,11 +37,11 @@ _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)")
 
 
-class CheckpointFailed(RuntimeError):  # noqa: N818 (an event in the run's life; it reads so in train.py)
+class CheckpointFailed(RuntimeError):
     """A checkpoint could not be written, or there are some and none is whole. One line, the same on every rank."""
 
 
-class Damaged(RuntimeError):  # noqa: N818 (a finding, not a failure)
+class Damaged(RuntimeError):
     """A checkpoint is not what was written; the message says which file and what is wrong with it."""
 
 

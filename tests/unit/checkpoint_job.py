@@ -45,7 +45,8 @@ class Job:
     def __init__(self, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
         torch.set_num_threads(1)  # the same bits need the same number of threads, here and in a child
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).to(dtype)
+        self.layers = [nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
+        self.model = nn.Sequential(*self.layers).to(dtype)
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim == 2]
         plain = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         groups = [{"params": decayed, "lr_factor": 1.0}, {"params": plain, "weight_decay": 0.0, "lr_factor": 0.5}]

@@ -93,7 +93,7 @@ def test_the_names_are_those_of_dcp(tmp_path: Path) -> None:
 def test_a_parameter_without_gradient_is_saved_and_loaded(tmp_path: Path) -> None:
     def job() -> Job:
         made = Job(tmp_path)
-        made.model[0].weight.requires_grad_(False)
+        made.model.get_parameter("0.weight").requires_grad_(False)
         return made
 
     first = job()
@@ -172,10 +172,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: flip_a_bit(p / "checkpoint/step-4/.metadata"),
         r"\.metadata: bytes 0 to [\d,]+ are not",
     ),
-    "missing file": (lambda p: data_file(p, 4).unlink(), r"__0_0\.distcp: missing"),
+    "missing file": (lambda p: data_file(p, 4).rename(p / "elsewhere"), r"__0_0\.distcp: missing"),
     "missing manifest": (lambda p: (p / "checkpoint/step-4/manifest.json").unlink(), r"manifest\.json: missing"),
     "flipped manifest": (lambda p: flip_a_bit(p / "checkpoint/step-4/manifest.json"), r"manifest\.json: "),
-    "empty folder": (lambda p: [f.unlink() for f in (p / "checkpoint/step-4").iterdir()], r"manifest\.json: missing"),
+    "empty folder": (
+        lambda p: [f.rename(p / f.name) for f in (p / "checkpoint/step-4").iterdir()],
+        r"manifest\.json: missing",
+    ),
 }
 
 
@@ -215,6 +218,42 @@ def test_every_bit_of_a_checkpoint_counts(tmp_path: Path) -> None:
     checkpoint_files.verify(path, manifest)
 
 
+def test_every_segment_is_looked_at_by_one_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "SEGMENT_BYTES", 256 << 10)
+    content = torch.arange(200_001, dtype=torch.int64).numpy().tobytes() + b"end"
+    digest = checkpoint_files.Digest()
+    for start, stop in ((0, 1), (1, 300_000), (300_000, 300_000), (300_000, len(content))):
+        digest.update(memoryview(content)[start:stop])
+    record = digest.record("file")
+    assert (record.size_bytes, len(record.digests)) == (len(content), 7)
+    manifest = checkpoint_files.Manifest(2, "full", (), 1, "", "", (record,))
+    for segment in range(7):
+        changed = bytearray(content)
+        changed[min((segment << 18) + 200_000, len(content) - 1)] ^= 1
+        (tmp_path / "file").write_bytes(changed)
+        told = {share: line for share in range(3) if (line := damage_seen_by(tmp_path, manifest, share, 3))}
+        assert list(told) == [segment % 3]
+        assert told[segment % 3].startswith(f"file: bytes {segment << 18:,} to ")
+
+
+def damage_seen_by(path: Path, manifest: checkpoint_files.Manifest, share: int, shares: int) -> str:
+    try:
+        checkpoint_files.verify(path, manifest, share=share, shares=shares)
+    except checkpoint_files.Damaged as damage:
+        return str(damage)
+    return ""
+
+
+def test_words_that_change_places_are_seen() -> None:
+    def digests(words: list[int]) -> tuple[str, ...]:
+        digest = checkpoint_files.Digest()
+        digest.update(memoryview(torch.tensor(words).numpy().tobytes()))
+        return digest.record("").digests
+
+    assert len({digests([1, 2, 3]), digests([2, 1, 3]), digests([1, 2]), digests([1, 2, 0]), digests([3, 0, 3])}) == 5
+    assert digests([]) == ()
+
+
 def test_where_none_is_whole_the_run_does_not_begin_from_nothing(tmp_path: Path) -> None:
     Job(tmp_path).step_and_save(2, 4)
     flip_a_bit(data_file(tmp_path, 2))
@@ -229,7 +268,7 @@ def test_without_verification_only_lengths_are_looked_at(tmp_path: Path) -> None
     job = Job(tmp_path)
     job.step_and_save(2, 4)
     content = data_file(tmp_path, 4).read_bytes()
-    place = content.index(job.model[2].weight.detach().numpy().tobytes())
+    place = content.index(job.model.get_parameter("2.weight").detach().numpy().tobytes())
     data_file(tmp_path, 4).write_bytes(content[:place] + b"\x01" + content[place + 1 :])
     assert Job(tmp_path, verify_digests=False).checkpointer.load() == 4
     data_file(tmp_path, 4).write_bytes(bytes(len(content)))  # and what cannot even be read is still not the end
@@ -247,11 +286,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=r"^checkpoint\.folder = .*step-2: does not fit this run: " + match):
             job.checkpointer.load()
 
-    model = Job(tmp_path).model
-    refused(nn.Sequential(*model[:2], nn.Linear(5, 4)), r"model\.2\.weight is \[3, 5\] there and \[4, 5\] here; ")
-    refused(nn.Sequential(*model, nn.Linear(3, 3)), r"model\.3\.weight is here and not there; model\.3\.bias is here")
-    refused(model[:2], r"model\.2\.bias is there and not here; model\.2\.weight is there and not here$")
-    refused(nn.Sequential(*model[:1]), r".* \(and 4 more\)$")
+    layers = Job(tmp_path).layers
+    refused(nn.Sequential(*layers[:2], nn.Linear(5, 4)), r"model\.2\.weight is \[3, 5\] there and \[4, 5\] here; ")
+    refused(nn.Sequential(*layers, nn.Linear(3, 3)), r"model\.3\.weight is here and not there; model\.3\.bias is here")
+    refused(
+        nn.Sequential(*layers[:2]), r"model\.2\.bias is there and not here; model\.2\.weight is there and not here$"
+    )
+    refused(nn.Sequential(*layers[:1]), r".* \(and 4 more\)$")
     with pytest.raises(ValueError, match=r"model\.0\.weight is torch.float32 there and torch.bfloat16 here"):
         Job(tmp_path, dtype=torch.bfloat16).checkpointer.load()
 
@@ -403,7 +444,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     room = int(1.5 * sum(file.stat().st_blocks * 512 for file in files))
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "pharos", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "pharos", str(disk)]
     mounted = subprocess.run(mount, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs")
@@ -501,11 +542,11 @@ def test_buffers_are_made_before_training_and_used_again(tmp_path: Path) -> None
 
 
 def test_a_copy_is_of_everything_that_can_change() -> None:
-    live = {"model": {"w": torch.ones(3)}, "ledger": {"step": 1, "pending": {"a": [1]}}}
+    live: dict[str, Any] = {"model": {"w": torch.ones(3)}, "ledger": {"step": 1, "pending": {"a": [1]}}}
     snapshot = Snapshot(pinned=False)
     taken = snapshot.take(live)
-    live["model"]["w"].zero_()  # type: ignore[union-attr]
-    live["ledger"]["pending"]["a"].append(2)  # type: ignore[index]
+    live["model"]["w"].zero_()
+    live["ledger"]["pending"]["a"].append(2)
     assert taken["ledger"] == {"step": 1, "pending": {"a": [1]}}
     assert snapshot._buffers["model.w"].equal(torch.ones(3))
 
@@ -527,7 +568,15 @@ def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:
     assert load_weights(tmp_path / "checkpoint", [weights.model], log=Lines()) == 4
     expected = {name: value.bfloat16().float() for name, value in job.model.named_parameters()}
     assert same(dict(weights.model.named_parameters()), expected)
-    assert weights.model[1].num_batches_tracked == 4
+    assert weights.model.get_buffer("1.num_batches_tracked") == 4
+
+
+def test_the_weights_alone_take_the_place_of_a_full_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    job = Job(tmp_path, last_save_model_only=True)
+    job.step_and_save(2, 4)
+    job.checkpointer.save(4, last=True)
+    assert job.checkpointer.exported_step() == 4
+    assert Job(tmp_path).checkpointer.load() == 2
 
 
 def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:
@@ -596,11 +645,12 @@ def test_a_part_of_another_runs_weights(tmp_path: Path) -> None:
     before = head.weight.detach().clone()
     tuned.checkpointer.load()
     assert head.weight.equal(before)
-    assert tuned.model[0].weight.equal(first.model[0].weight)
+    assert tuned.model.get_parameter("0.weight").equal(first.model.get_parameter("0.weight"))
     with pytest.raises(ValueError, match=r'exclude_from_loading: no name begins with "model\.head"'):
         Job(tmp_path / "other", initial_load_path=path, exclude_from_loading=("model.head",)).checkpointer.load()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_another_programs_checkpoint_is_a_beginning_with_a_warning(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import save
 

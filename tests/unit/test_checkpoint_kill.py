@@ -34,15 +34,15 @@ def killed(folder: Path, scenario: str) -> int:
 
 def test_a_kill_leaves_the_last_good_checkpoint(tmp_path: Path, expected: dict[int, dict[str, object]]) -> None:
     kills = killed(tmp_path, "new")
-    found = []
+    found: list[int] = []
     for instant in range(1, kills + 2):
         folder = tmp_path / str(instant)
         published = 6 in steps_in(folder)
         left_over = sorted(path.name for path in (folder / "checkpoint").iterdir() if "." in path.name)
         job = Job(folder, seed=1)
         step = job.checkpointer.load()
-        found.append(step)
         assert step == (6 if published else 4)
+        found.append(step)
         assert same(job.everything(), expected[step])
         told = ", ".join(f"removed {name}" for name in left_over)
         assert job.log.warnings == ([f"checkpoint: a save was cut short by a kill: {told}"] if left_over else [])
