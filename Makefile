@@ -1,0 +1,22 @@
+# Each target is one script; `make` alone lists them.
+.PHONY: help check test compat size lock
+
+help:
+	@echo "make check   style, format, types           make test    all tests"
+	@echo "make compat  every Python found here        make size    lines per package"
+	@echo "make lock    renew requirements*.lock"
+
+check:
+	@./scripts/run_checks.sh
+
+test:
+	@./scripts/run_tests.sh
+
+compat:
+	@./scripts/run_compat.sh
+
+size:
+	@python3 scripts/size.py
+
+lock:
+	@./scripts/lock.sh

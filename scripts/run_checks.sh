@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Reads the source without running it: style, format, types, shell syntax. What .ci/run does before the tests.
+set -euo pipefail
+# shellcheck source=scripts/lib/install.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
+
+use_python requirements.lock requirements-dev.lock
+cd "$root"
+for script in scripts/*.sh scripts/lib/*.sh .ci/run; do bash -n "$script"; done
+"$python" -m ruff check --quiet .
+"$python" -m ruff format --check --quiet .
+exec "$python" -m mypy

@@ -1,0 +1,126 @@
+"""The house's floors: what each package may import, and no cycle of modules. Read from the source, nothing is imported.
+
+A name imported for its type alone, or inside a function, counts for the floors too: it is knowledge all the same. For
+cycles only imports at the head of a module count; those are the ones that fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("ft", "models", "parallelisms", "training", "configs", "scripts", "proofs", "benchmarks", "examples")
+
+# For the longest matching prefix of a module: what else of ours it may import, and which third-party packages.
+ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
+    "ft.protocol": (set(), set()),
+    "ft.sim": ({"ft.protocol"}, set()),
+    "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp"}),
+    "ft.dashboard": ({"ft"}, {"aiohttp"}),
+    "ft": (set(), {"torch", "grpc", "google"}),
+    "models": (set(), {"torch"}),
+    "parallelisms": ({"models.contract"}, {"torch"}),
+    "training": ({"parallelisms", "models"}, None),
+    "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
+    "": ({*PACKAGES, "train"}, None),
+}
+
+
+def test_floors():
+    bad = [
+        f"{path}:{line}: {module} imports {name}" for path, module, line, name in _imports() if not _may(module, name)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_no_cycles():
+    """A package itself is no part of one: its __init__ imports nothing (see below)."""
+    ours = {module for _, module in _files()}
+    graph: dict[str, set[str]] = {module: set() for module in ours}
+    for path, module in _files():
+        for _, name in _imported(ast.parse(path.read_text(encoding="utf-8")), module, head_only=True):
+            target = name if name in ours else name.rpartition(".")[0]
+            if target in ours and target != module:
+                graph[module].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if (ROOT / name).is_dir()])
+def test_packages_import_nothing_by_themselves(package: str):
+    """Each has an __init__.py, lest a package of that name in site-packages wins; importing it costs nothing."""
+    for folder in [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]:
+        if not any(folder.glob("*.py")) or folder == ROOT / "scripts" / "lib":
+            continue
+        text = (folder / "__init__.py").read_text(encoding="utf-8")
+        head = [name for _, name in _imported(ast.parse(text), package, head_only=True)]
+        assert ast.get_docstring(ast.parse(text)), f"{folder}/__init__.py has no docstring"
+        assert not [name for name in head if name.partition(".")[0] not in sys.stdlib_module_names], f"{folder}: {head}"
+
+
+def test_the_test_sees_a_violation():
+    tree = ast.parse(
+        "import torch\nfrom configs.load import load\nif 1:\n    import grpc\ndef f():\n    from ft import a"
+    )
+    assert [name for _, name in _imported(tree, "models.x", head_only=False)] == [
+        "torch",
+        "configs.load.load",
+        "grpc",
+        "ft.a",
+    ]
+    assert _may("models.x", "torch.nn") and _may("parallelisms.x", "models.contract.Config")
+    for module, name in (("models.x", "configs.load"), ("models.x", "grpc"), ("ft.protocol.plan", "torch")):
+        assert not _may(module, name)
+    assert not _may("parallelisms.x", "models.llama") and not _may("training.x", "configs.load")
+    assert not _may("ft.protocol.plan", "ft.manager") and _may("ft.protocol.plan", "ft.protocol.group")
+
+
+def _may(module: str, name: str) -> bool:
+    prefix = max((p for p in ALLOWED if p == "" or module == p or module.startswith(p + ".")), key=len)
+    ours, others = ALLOWED[prefix]
+    first = name.partition(".")[0]
+    if first in PACKAGES or first == "train":
+        own = prefix or module.partition(".")[0]
+        return any(name == p or name.startswith(p + ".") for p in {own, *ours})
+    return first in sys.stdlib_module_names or others is None or first in others
+
+
+def _imports() -> Iterator[tuple[Path, str, int, str]]:
+    for path, module in _files():
+        for line, name in _imported(ast.parse(path.read_text(encoding="utf-8")), module, head_only=False):
+            yield path.relative_to(ROOT), module, line, name
+
+
+def _files() -> Iterator[tuple[Path, str]]:
+    yield ROOT / "train.py", "train"
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(tree: ast.AST, module: str, *, head_only: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import; `from a import b` is a.b."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import; write the package's name"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif not (head_only and _is_later(node)):
+            yield from _imported(node, module, head_only=head_only)
+
+
+def _is_later(node: ast.AST) -> bool:
+    """Whether what is inside is not run when the module is imported."""
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
