@@ -240,7 +240,10 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
 
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
-    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access."""
+    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access.
+
+    Twice, the second time with Python's stacks: looking those up took 6 s here, and the end may be nearer.
+    """
     from torch._C import _distributed_c10d as c10d
 
     # Which of the two exists depends on whether the build has NCCL; the second covers gloo.
@@ -249,6 +252,7 @@ def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{global_rank}"
+    path.write_bytes(dump(includeStackTraces=False))
     path.write_bytes(dump())
     return path
 
