@@ -1,0 +1,107 @@
+"""Text from a run's newest checkpoint: python scripts/generate.py outputs/llama --prompt "def main("
+
+One process, on a GPU where there is one; any layout may have trained the run. Text goes to standard output as it is drawn, speed to
+standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
+
+import torch
+from torch import nn
+
+from configs.keys import keys_of
+from configs.load import load
+from configs.schema import Config
+from parallelisms.device import pick_device
+from parallelisms.precision import choose_precision
+from training import checkpoint_dcp
+from training.checkpoint_files import Damaged, list_steps, read_manifest, step_folder, verify
+from training.sampling import SampleConfig, generate
+from training.tokenizer import Tokenizer, build_tokenizer
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := getattr(options, name)) is not None]
+    try:
+        config = load([str(options.run / "config.toml"), *given])
+        path = checkpoint_of(options.run / config.checkpoint.folder, options.step)
+        tokenizer = build_tokenizer(config.model.tokenizer_path)
+    except (ValueError, Damaged) as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    sample = config.sample
+    prompt = tokenizer.encode(sample.prompt, bos=True)
+    model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
+    began, count = time.perf_counter(), 0
+    print(sample.prompt, end="", flush=True)
+    ids: list[int] = []
+    said = ""
+    for token in generate(model, torch.from_numpy(prompt).long().to(model.freqs_cis.device), sample, length=sample.tokens):
+        count += 1
+        if token == tokenizer.eos_id:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # else the bytes of one character are not all there yet
+            print(text[len(said) :], end="", flush=True)
+            said = text
+    seconds = time.perf_counter() - began
+    print()
+    print(f"{path}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="generate.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", type=Path, help="the run's folder, such as outputs/llama")
+    parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest that is whole")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations")
+    for name, key in keys_of(SampleConfig).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=f"{key.help}; default: the run's own")
+    return parser.parse_args(argv)
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`."""
+    steps = list_steps(folder)
+    if step >= 0 and step not in steps:
+        raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
+    for candidate in [step] if step >= 0 else reversed(steps):
+        path = step_folder(folder, candidate)
+        try:
+            verify(path, read_manifest(path))
+        except Damaged as damage:
+            if step >= 0:
+                raise
+            print(f"generate: {path} is damaged ({damage}); trying the one before", file=sys.stderr)
+        else:
+            return path
+    raise ValueError(f"{folder} holds no whole checkpoint")
+
+
+def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> nn.Module:
+    """The whole model on one device, with positions for `length` tokens."""
+    device = pick_device(0)
+    architecture = importlib.import_module(f"models.{config.model.name}")
+    with torch.device("meta"):
+        model = architecture.build(config.model, vocab_size=config.model.vocab_size or tokenizer.vocab_size, max_seq_len=length)
+    model.to_empty(device=device.torch_device)
+    model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
+    checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None)
+    precision = choose_precision("float32", dtype, "float32", device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision.compute)
+    return model.eval()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""Training through ./scripts/run_train.sh as a user does it: a run from start to end and on, signals, a loss that is not a number."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOML = """\
+[model]
+dim = 16
+n_layers = 1
+n_heads = 2
+n_kv_heads = 1
+hidden_dim = 24
+
+[training]
+dataset = "files"
+dataset_path = "text/*.txt"
+dataset_held_out = 0.3
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 4
+steps = 6
+
+[lr_scheduler]
+warmup_steps = 2
+
+[checkpoint]
+interval = 4
+
+[validation]
+enable = true
+freq = 3
+steps = 1
+
+[metrics]
+log_freq = 1
+
+[sample]
+tokens = 8
+prompt = "ab"
+"""
+
+
+class Job:
+    """One start of the script in a folder of its own. Its processes carry a mark, so that what is left over can be found."""
+
+    def __init__(self, folder: Path, *overrides: str, nproc: int = 1) -> None:
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, "PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [str(ROOT / "scripts" / "run_train.sh"), "tiny.toml", *overrides],
+            cwd=folder,
+            env={**environment, "NPROC": str(nproc), "PHAROS_TEST_MARK": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output = ""
+
+    def wait_for(self, text: str) -> None:
+        """Reads the output up to a line that holds `text`."""
+        for line in self._lines():
+            if text in line:
+                return
+        pytest.fail(f"never said {text!r}:\n{self.output}")
+
+    def end(self) -> int:
+        """The exit code, once the output is at its end. Nothing of the job lives on."""
+        for _ in self._lines():
+            pass
+        code = self.process.wait(timeout=60)
+        assert not list(self._left_over()), self.output
+        return code
+
+    def _lines(self) -> Iterator[str]:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.output += line
+            yield line
+
+    def _left_over(self) -> Iterator[str]:
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in environment.read_bytes():
+                    yield environment.parent.name
+            except OSError:  # ended meanwhile
+                continue
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(TOML)
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"abc {number} " * 20)
+    return tmp_path
+
+
+def rows(folder: Path, key: str) -> dict[int, float]:
+    """What metrics.jsonl says of `key`, by step; each step once."""
+    lines = [json.loads(line) for line in (folder / "outputs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line[key]) for line in lines if key in line]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def checkpoints(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "outputs" / "tiny" / "checkpoint").iterdir()}
+
+
+def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
+    first = Job(folder)
+    assert first.end() == 0, first.output
+    assert "a sample of 8 tokens:\nab" in first.output and "finished step 6: 768 tokens" in first.output
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and list(rows(folder, "validation_loss")) == [3, 6]
+    assert checkpoints(folder) == {"step-4", "step-6"}
+
+    again = Job(folder)
+    assert again.end() == 0 and "finished already: 6 of 6 steps; a larger training.steps goes on" in again.output
+
+    other = Job(folder, "--training.seed=1")
+    assert other.end() == 2 and "training.seed" in other.output and "saved 0, now 1" in other.output
+
+    more = Job(folder, "--training.steps", "7", nproc=2)  # on two ranks, at the same place in the data
+    assert more.end() == 0, more.output
+    assert "finished step 7 (resumed at 6): 128 tokens" in more.output
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6, 7]
+    assert len(list((folder / "outputs" / "tiny" / "tb").iterdir())) == 2  # one folder, an event file of each start
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_signals_save(folder: Path, nproc: int):
+    job = Job(folder, "--training.steps=100000", "--checkpoint.interval=100000", "--validation.enable=false", nproc=nproc)
+    job.wait_for(" step 2/")
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for("checkpoint: step")  # saved, and it goes on
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 0, job.output
+    assert "saved; the same command goes on" in job.output
+    assert len(checkpoints(folder)) == 2
+    assert f"step-{max(rows(folder, 'loss'))}" in checkpoints(folder)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_before_it_does_harm(folder: Path):
+    job = Job(folder, "--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", nproc=2)
+    assert job.end() == 1, job.output
+    line = next(line for line in job.output.splitlines() if "not taken" in line)
+    assert "rank 0: loss nan at slot" in line and "rank 1: loss nan at slot" in line and "position" in line
+    assert "Traceback" not in job.output
+    taken = max(rows(folder, "loss"))
+    assert f"step {taken + 1} not taken" in line
