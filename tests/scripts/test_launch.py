@@ -1,0 +1,280 @@
+"""scripts/launch.py over a stub of train.py and of configs: what it does with exit codes, signals, output and failures.
+
+With one rank a stub of torch is enough; more ranks need the real one, for its agent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Says who it is, then does what its argument says.
+TRAIN = """\
+import os, signal, sys
+from pathlib import Path
+
+signals = {signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+rank, how = int(os.environ.get("RANK", "0")), sys.argv[2]
+last = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
+Path("outputs/job").mkdir(parents=True, exist_ok=True)
+print(f"rank {rank} is {os.getpid()} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
+if how == "bad":
+    print("pharos: training.steps = 0: must be > 0", file=sys.stderr)
+    sys.exit(2)
+if how == "crash" and last:
+    raise RuntimeError("the disk is full")
+while how != "finish":
+    if signal.sigwait(signals) == signal.SIGTERM and how != "deaf":
+        print(f"rank {rank} has saved", flush=True)
+        sys.exit(1 if how == "crash" else 0)
+"""
+LOAD = """\
+import types
+from pathlib import Path
+
+def load(argv):
+    if argv[0] != "job.toml":
+        raise ValueError(f"{argv[0]}: no such file")
+    return types.SimpleNamespace(run_folder=Path("outputs/job"))
+"""
+CHECK = """\
+def check(config, *, world_size):
+    if world_size == 3:
+        raise ValueError("training.global_batch_size = 8: must be a multiple of 3")
+"""
+TORCH = """\
+import types
+__version__ = "2.13.0+cpu"
+version = types.SimpleNamespace(cuda=None)
+cuda = types.SimpleNamespace(is_available=lambda: GPUS > 0, device_count=lambda: GPUS)
+"""
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$1" in -L) echo "GPU 0: NVIDIA H100 (UUID: GPU-1)" ;; *) echo 570.10 ;; esac
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository in which everything but scripts/launch.py and what it uses is a stub."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "training").symlink_to(ROOT / "training")
+    (tmp_path / "configs").mkdir()
+    for name, text in {
+        "train.py": TRAIN,
+        "configs/__init__.py": "",
+        "configs/load.py": LOAD,
+        "configs/check.py": CHECK,
+        "configs/saved.py": "def check_saved(config, folder): pass\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def stub_torch(tree: Path) -> None:
+    (tree / "torch.py").write_text(TORCH.replace("GPUS", "0"))
+
+
+@pytest.fixture
+def start(tree: Path) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+        drop = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
+        process = subprocess.Popen(
+            [sys.executable, str(tree / "scripts" / "launch.py"), *arguments],
+            cwd=tree,
+            env={**{name: value for name, value in os.environ.items() if name not in drop}, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# one rank: this very process
+
+
+@pytest.mark.usefixtures("stub_torch")
+@pytest.mark.parametrize(("how", "code"), [("finish", 0), ("bad", 2), ("crash", 1)])
+def test_one_rank_is_the_process_itself(tree: Path, start: Start, how: str, code: int):
+    process = start("job.toml", how)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert f"rank 0 is {process.pid} with " in out
+    assert (tree / "outputs" / "job" / "logs" / "rank0.log").read_text() == out + err
+    if how == "crash":
+        assert err.splitlines()[-1] == "RuntimeError: the disk is full"
+
+
+@pytest.mark.usefixtures("stub_torch")
+def test_one_rank_saves_on_sigterm(start: Start):
+    process = start("job.toml", "wait")
+    ranks_of(process, 1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "rank 0 has saved\n", "")
+
+
+@pytest.mark.usefixtures("stub_torch")
+@pytest.mark.parametrize(
+    ("config", "env", "said"),
+    [
+        ("lob.toml", {}, "lob.toml: no such file"),
+        ("job.toml", {"NPROC": "0"}, "NPROC=0: must be a whole number from 1"),
+        ("job.toml", {"NPROC": "1", "NGPU": "2"}, "NPROC=1: differs from its alias NGPU=2; set one of them"),
+        (
+            "job.toml",
+            {"NNODES": "2", "RDZV_ENDPOINT": "here"},
+            "RDZV_ENDPOINT=here: with NNODES=2 it must be host:port of node 0",
+        ),
+        ("job.toml", {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2: must be a whole number from 0 to 1"),
+        ("job.toml", {"LOG_RANK": "first"}, 'LOG_RANK=first: must be ranks such as "0" or "0,3", or "all"'),
+        ("job.toml", {"NPROC": "3"}, "training.global_batch_size = 8: must be a multiple of 3"),
+    ],
+)
+def test_bad_input_starts_no_rank(tree: Path, start: Start, config: str, env: dict[str, str], said: str):
+    process = start(config, "finish", **env)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (2, "", f"pharos: {said}\n")
+    assert not (tree / "outputs").exists()
+
+
+@pytest.mark.usefixtures("stub_torch")
+def test_a_gpu_that_torch_cannot_see(tree: Path, start: Start):
+    (tree / "bin").mkdir()
+    (tree / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tree / "bin" / "nvidia-smi").chmod(0o755)
+    path = f"{tree}/bin:{os.environ['PATH']}"
+    process = start("job.toml", "finish", PATH=path)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "") and err.count("\n") == 1
+    assert "nvidia-smi sees 1 GPU (driver 570.10), but torch 2.13.0+cpu (CUDA none) sees none: it is a CPU build" in err
+    process = start("job.toml", "finish", PATH=path, CUDA_VISIBLE_DEVICES="-1")
+    assert process.wait(timeout=30) == 0, "the way out that the message names"
+
+
+def test_more_ranks_than_gpus(tree: Path, start: Start):
+    (tree / "torch.py").write_text(TORCH.replace("GPUS", "2"))
+    process = start("job.toml", "finish", NPROC="4")
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (2, "pharos: NPROC=4: more ranks than the 2 GPUs that are visible here\n")
+
+
+# two ranks, under torch's agent
+
+
+def test_two_ranks_finish_and_one_is_shown(tree: Path, start: Start):
+    process = start("job.toml", "finish", NPROC="2", LOG_RANK="1", OMP_NUM_THREADS="7")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert re.fullmatch(r"rank 1 is \d+ with 7 threads\n", out)
+    logs = tree / "outputs" / "job" / "logs"
+    assert [file.read_text()[:9] for file in sorted(logs.iterdir())] == ["rank 0 is", "rank 1 is"]
+
+
+def test_two_ranks_blame_the_input(start: Start):
+    process = start("job.toml", "bad", NPROC="2", LOG_RANK="1")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err in ("", "pharos: training.steps = 0: must be > 0\n")  # "": rank 1 was first
+
+
+def test_a_rank_crashes(start: Start):
+    process = start("job.toml", "crash", NPROC="2")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err == (
+        "pharos: rank 1 failed (exit code 1): RuntimeError: the disk is full; log: outputs/job/logs/rank1.log\n"
+    ), "the first to fail, not the one that was told to stop after it"
+    assert "rank 0 has saved" in out
+
+
+def test_a_rank_that_crashes_is_started_again(tree: Path, start: Start):
+    process = start("job.toml", "crash", NPROC="1", MAX_RESTARTS="1")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 0 failed" in err
+    assert len(re.findall("rank 0 is", out)) == 2
+
+
+def test_two_ranks_save_on_sigterm(start: Start):
+    process = start("job.toml", "wait", NPROC="2", LOG_RANK="all")
+    pids = ranks_of(process, 2)
+    process.send_signal(signal.SIGUSR1)  # is for the ranks, too: it ends nobody
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert sorted(out.splitlines()) == ["rank 0 has saved", "rank 1 has saved"]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_ranks_that_do_not_save_in_time_are_ended(start: Start):
+    process = start("job.toml", "deaf", NPROC="2", LOG_RANK="all", STOP_GRACE="0")
+    pids = ranks_of(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "not saved within 0 s: ending the ranks" in err
+    assert "(ended by SIGKILL when asked to stop; the last checkpoint stands)" in err.splitlines()[-1]
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does it, and only Linux")
+def test_ranks_end_with_a_launcher_that_is_killed(start: Start):
+    process = start("job.toml", "wait", NPROC="2", LOG_RANK="all")
+    pids = ranks_of(process, 2)
+    process.kill()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"left behind: {pids}"
+
+
+def test_two_nodes_meet(tree: Path, start: Start):
+    endpoint = f"127.0.0.1:{free_port()}"
+    nodes = [start("job.toml", "finish", NNODES="2", NODE_RANK=str(n), RDZV_ENDPOINT=endpoint) for n in (0, 1)]
+    shown = [node.communicate(timeout=60) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], shown
+    assert [out[:9] for out, _ in shown] == ["rank 0 is", ""], "rank 0 is on node 0, and only it is shown"
+
+
+def ranks_of(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Waits until `count` ranks have said their process numbers."""
+    assert process.stdout is not None
+    lines = (process.stdout.readline() for _ in range(count))
+    return [int(line.split()[3]) for line in lines]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
