@@ -118,12 +118,10 @@ def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log,
     """
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     cache = _Cache(source, tokenizer, folder, log, vocab_size)
-    corpus = cache.find()
-    if corpus is None:
-        try:
-            corpus = cache.make()
-        except OSError as error:
-            raise RuntimeError(f"the data cache {folder} cannot be written: {error.strerror or error}") from error
+    try:
+        corpus = cache.find() or cache.make()
+    except OSError as error:
+        raise RuntimeError(f"the data cache {folder} cannot be written: {error.strerror or error}") from error
     if corpus.meta.skipped:
         log.info("%s: left out, not UTF-8: %s", source.kind, ", ".join(corpus.meta.skipped))
     if isinstance(source, TokenSource) and corpus.meta.largest_id >= vocab_size:
@@ -149,7 +147,7 @@ class _Cache:
         """The cache of these very files, without reading them; None when they are new here or were written to."""
         try:
             return self._open(self._seen.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def make(self) -> Corpus:

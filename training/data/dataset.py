@@ -142,14 +142,6 @@ class StreamedData:
         )
 
 
-def short(count: int, unit: str = "") -> str:
-    """12345678 -> "12.3 M"; with unit "B": "12.3 MB"."""
-    for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {prefix}{unit}"
-    return f"{count} {unit}".rstrip()
-
-
 class DataState:
     """What a checkpoint remembers of the data: a position means something under one digest only."""
 
@@ -161,9 +153,18 @@ class DataState:
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Raises ValueError when the text or its tokenizer changed under the run."""
-        if state["digest"] != self._data.digest:
+        saved, now = state["digest"], self._data.digest
+        if saved != now:
             raise ValueError(
-                f"training.dataset: the text or its tokenizer changed since this run's checkpoint (digest {state['digest'][:8]}, now "
-                f"{self._data.digest[:8]}), so its place in the data means nothing here; put the text back, or start another run with "
-                "--job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+                f"training.dataset: the text or its tokenizer changed since this run's checkpoint (digest {saved[:8]}, "
+                f"now {now[:8]}), so its place in the data means nothing here; put the text back, or start another "
+                "run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
             )
+
+
+def short(count: int, unit: str = "") -> str:
+    """12345678 -> "12.3 M"; with unit "B": "12.3 MB"."""
+    for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {prefix}{unit}"
+    return f"{count} {unit}".rstrip()

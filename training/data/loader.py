@@ -141,7 +141,7 @@ class Loader:
         )
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
-        """Empty: the position is the manager's, one number for all ranks, however many take it up again."""
+        """See BatchSource.load. Reading begins now, not at the first `next`; that raises a failure, with its cause."""
         return self._pool.run([(slot, positions) for slot in slots for positions in self._cut.positions(slot)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,8 +215,6 @@ class _Thread:
                 if run != self._run:
                     continue
                 self._ready.append(result)
-                if isinstance(result, Exception):
-                    self._tasks.clear()
                 self._changed.notify_all()
 
     def _read(self, task: Task) -> Batch | Exception:
@@ -254,7 +252,8 @@ class _Workers:
         return (self._take(run) for _ in tasks)
 
     def close(self) -> None:
-        self._loader = self._batches = None  # the last references: this ends the processes
+        end_workers(self._loader)
+        self._loader = self._batches = None
 
     def _take(self, run: int) -> Batch:
         if run != self._run or self._batches is None:
@@ -264,6 +263,13 @@ class _Workers:
         except Exception as error:  # a worker's, passed on under its own type
             raise RuntimeError(f"reading training data failed: {error}") from error
         return pinned(batch) if self._pin_memory else batch
+
+
+def end_workers(loader: DataLoader[Any] | None) -> None:
+    """Ends a DataLoader's processes now, not when the last exception that holds its iterator is forgotten."""
+    shutdown = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)  # torch has no public call
+    if shutdown is not None:
+        shutdown()
 
 
 def pinned(batch: Batch) -> Batch:

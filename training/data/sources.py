@@ -341,6 +341,6 @@ def _nearest(path: Path, suffixes: tuple[str, ...]) -> str:
     if not folder.is_dir():
         return f"; there is no folder {folder}"
     names = [file.name for file in folder.iterdir() if file.is_dir() or file.suffix in suffixes]
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    near = [] if glob.has_magic(path.name) else difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
     legal = f"; legal: {', '.join(suffixes)} files, globs and folders, by commas"
     return f"; nearest: {folder / near[0]}" if near else legal

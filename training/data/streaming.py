@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig
 from training.data.cache import bucket_of
-from training.data.loader import ABANDONED, Batch, Cut, make_batch, pinned
+from training.data.loader import ABANDONED, Batch, Cut, end_workers, make_batch, pinned
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.extras import need
@@ -181,6 +181,7 @@ class StreamingLoader:
 
     def close(self) -> None:
         self._run += 1
+        end_workers(self._loader)
         self._rows = None
         self._kept.clear()
 

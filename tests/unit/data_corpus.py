@@ -1,0 +1,52 @@
+"""Small corpora for the tests of training/data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from training.config import TrainingConfig
+from training.data.cache import Corpus, open_corpus
+from training.data.sources import find_source
+from training.tokenizer import ByteTokenizer, Tokenizer
+
+
+class Lines:
+    """A log that keeps its lines."""
+
+    is_terminal = False
+
+    def __init__(self) -> None:
+        self.infos: list[str] = []
+        self.warnings: list[str] = []
+
+    def info(self, message: str, *args: object) -> None:
+        self.infos.append(message % args)
+
+    def warning(self, message: str, *args: object) -> None:
+        self.warnings.append(message % args)
+
+    def overwrite(self, text: str) -> None:
+        pass
+
+
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+def files_config(path: Path | str, **keys: Any) -> TrainingConfig:
+    return TrainingConfig(dataset="files", dataset_path=str(path), **keys)
+
+
+def open_small(
+    config: TrainingConfig, cache: Path, *, tokenizer: Tokenizer | None = None, log: Lines | None = None, **more: Any
+) -> Corpus:
+    return open_corpus(find_source(config), tokenizer or ByteTokenizer(), cache, log=log or Lines(), **more)
+
+
+def document(corpus: Corpus, number: int) -> list[int]:
+    start, end = (int(bound) for bound in corpus.bounds[number : number + 2])
+    ids: list[int] = corpus.store.read(start, end - start).tolist()
+    return ids

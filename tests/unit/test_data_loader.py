@@ -1,0 +1,189 @@
+"""The loader: all ranks together read exactly the dealt positions, ahead of time; what goes wrong reaches the step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.data_corpus import files_config, open_small, write_jsonl
+from training.data.loader import THREAD_NAME, Batch, Loader
+from training.data.order import Order
+from training.loss import IGNORED
+
+SEQ_LEN = 4
+
+
+class Counting:
+    """Sequence p is 10p, 10p + 1, ...; remembers what it was asked, fails at `bad`."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.asked: list[int] = []
+        self.bad = bad
+
+    def sequence(self, position: int) -> np.ndarray:
+        if position == self.bad:
+            raise OSError("the disk is gone")
+        self.asked.append(position)
+        return np.arange(10 * position, 10 * position + SEQ_LEN + 1, dtype=np.int64)
+
+
+@contextmanager
+def loader_of(sequences: Counting | Order, **keys: int) -> Iterator[Loader]:
+    arguments = {"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys
+    with closing(Loader(sequences, **arguments)) as loader:  # type: ignore[arg-type]
+        yield loader
+
+
+@given(
+    dp_size=st.integers(1, 4),
+    local_batch_size=st.integers(1, 3),
+    microbatches=st.integers(1, 3),
+    numbers=st.lists(st.integers(0, 10**6), max_size=3, unique=True),
+)
+def test_all_ranks_together_read_exactly_the_dealt_positions(
+    dp_size: int, local_batch_size: int, microbatches: int, numbers: list[int]
+) -> None:
+    slot_size = dp_size * local_batch_size * microbatches
+    slots = [number * slot_size for number in numbers]
+    read: dict[int, list[int]] = {slot: [] for slot in slots}
+    for dp_rank in range(dp_size):
+        with loader_of(
+            Counting(), slot_size=slot_size, local_batch_size=local_batch_size, dp_rank=dp_rank, dp_size=dp_size
+        ) as loader:
+            batches = list(loader.load(slots))
+        assert [batch.slot for batch in batches] == [slot for slot in slots for _ in range(microbatches)]
+        for batch in batches:
+            assert batch.inputs.shape == batch.labels.shape == (local_batch_size, SEQ_LEN)
+            assert batch.inputs[:, 0].tolist() == [10 * position for position in batch.positions]
+            read[batch.slot] += batch.positions
+    assert read == {slot: list(range(slot, slot + slot_size)) for slot in slots}
+
+
+def test_labels_are_the_inputs_one_further_on() -> None:
+    with loader_of(Counting()) as loader:
+        batch = next(loader.load([8]))
+    assert batch.inputs.tolist() == [[80, 81, 82, 83], [90, 91, 92, 93]]
+    assert batch.labels.tolist() == [[81, 82, 83, 84], [91, 92, 93, 94]]
+    assert batch.inputs.dtype == batch.labels.dtype == torch.int64
+    assert batch.inputs.is_contiguous() and batch.labels.is_contiguous()
+
+
+def test_targets_can_be_left_out() -> None:
+    with closing(
+        Loader(Counting(), slot_size=1, local_batch_size=1, dp_rank=0, dp_size=1, no_target_ids=(82, 84))
+    ) as loader:
+        assert next(loader.load([8])).labels.tolist() == [[81, IGNORED, 83, IGNORED]]
+
+
+@pytest.mark.parametrize(
+    ("slot_size", "local_batch_size", "dp_size", "nearest"),
+    [(12, 8, 1, "8 or 16"), (6, 2, 4, "8"), (7, 1, 2, "6 or 8")],
+)
+def test_a_slot_that_does_not_divide(slot_size: int, local_batch_size: int, dp_size: int, nearest: str) -> None:
+    with (
+        pytest.raises(ValueError) as caught,
+        loader_of(Counting(), slot_size=slot_size, local_batch_size=local_batch_size, dp_size=dp_size),
+    ):
+        pass
+    assert str(caught.value) == (
+        f"training.global_batch_size = {slot_size}: must be a multiple of training.local_batch_size = "
+        f"{local_batch_size} times {dp_size} data-parallel ranks; nearest: {nearest}"
+    )
+
+
+def test_reads_ahead_but_not_further_than_told() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Watched(Counting):
+        def sequence(self, position: int) -> np.ndarray:
+            if position == 2:
+                reached.set()
+                assert go_on.wait(30)
+            return super().sequence(position)
+
+    sequences = Watched()
+    with loader_of(sequences, slot_size=8, local_batch_size=1, prefetch_factor=3) as loader:
+        batches = loader.load([0])
+        assert reached.wait(30), "the third batch is read without any being asked for"
+        go_on.set()
+        assert [batch.positions for batch in batches] == [(position,) for position in range(8)]
+        loader.load([8])
+        with loader._pool._changed:  # type: ignore[union-attr]
+            loader._pool._changed.wait_for(lambda: len(loader._pool._ready) == 3, timeout=30)  # type: ignore[union-attr]
+        assert max(sequences.asked) == 10
+
+
+def test_a_later_load_abandons_the_earlier_one() -> None:
+    with loader_of(Counting()) as loader:
+        earlier = loader.load([0, 4])
+        next(earlier)
+        later = loader.load([0, 4])
+        assert [batch.positions for batch in later] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+        with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+            next(earlier)
+        unread = loader.load([0])
+    with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+        next(unread)
+
+
+def test_a_failure_reaches_the_step_with_its_cause_and_the_loader_goes_on() -> None:
+    sequences = Counting(bad=2)
+    with loader_of(sequences) as loader:
+        batches = loader.load([0, 4])
+        assert next(batches).positions == (0, 1)
+        with pytest.raises(RuntimeError, match=r"^reading training data failed: the disk is gone$") as caught:
+            next(batches)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert list(batches) == []
+        assert [batch.positions for batch in loader.load([4])] == [(4, 5), (6, 7)]
+
+
+def test_close_ends_the_thread() -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+    before = threads()
+    with loader_of(Counting()) as loader:
+        (thread,) = set(threads()) - set(before)
+        assert thread.daemon
+        loader.load([0, 4])
+    assert not thread.is_alive()
+    assert threads() == before
+
+
+def test_positions_need_no_state() -> None:
+    with loader_of(Counting()) as loader:
+        assert loader.state_dict() == {}
+        loader.load_state_dict({})
+
+
+def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
+    texts = [f"document {number} of the corpus" for number in range(30)]
+    corpus = open_small(files_config(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache")
+    order = Order(corpus, "train", held_out=0.1, seed=3, seq_len=SEQ_LEN)
+
+    def flat(batches: Iterator[Batch]) -> list[object]:
+        return [(b.slot, b.positions, b.inputs.tolist(), b.labels.tolist()) for b in batches]
+
+    with loader_of(order) as loader, loader_of(order, num_workers=2) as working:
+        assert len(multiprocessing.active_children()) == 0, "workers start when they are needed"
+        abandoned = working.load([40, 44])
+        assert next(abandoned).positions == (40, 41)
+        for slots in ([0, 4], [4000], []):
+            assert flat(working.load(slots)) == flat(loader.load(slots))
+        assert len(multiprocessing.active_children()) == 2
+        with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+            next(abandoned)
+        with pytest.raises(RuntimeError, match=r"^reading training data failed: .*AssertionError") as caught:
+            next(working.load([-8]))
+        assert isinstance(caught.value.__cause__, AssertionError)
+    assert multiprocessing.active_children() == []

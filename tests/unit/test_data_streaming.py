@@ -1,0 +1,173 @@
+"""Streams: the rows that packing by hand gives, and a place that is taken up again exactly."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.data_corpus import Lines, write_jsonl
+from training.config import DataloaderConfig, TrainingConfig
+from training.data.cache import bucket_of
+from training.data.dataset import open_data
+from training.data.loader import Batch
+from training.data.streaming import StreamingLoader
+from training.tokenizer import ByteTokenizer
+
+TEXTS = [f"document {number}" + "x" * (number % 7) for number in range(40)]
+HELD_OUT = 0.3
+
+
+class FakeStream:
+    """Behaves as `datasets.IterableDataset` does: a loaded place counts for every later iterator."""
+
+    def __init__(self, texts: list[str], key: str = "text") -> None:
+        self._texts, self._key = texts, key
+        self._start: dict[str, Any] = {}
+        self._place: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        first = self._start["next"] if self._start else 0
+        for number in range(first, len(self._texts)):
+            self._place = {"next": number + 1}
+            yield {self._key: self._texts[number]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._place)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start = state
+
+
+def loader_of(stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1) -> StreamingLoader:
+    return StreamingLoader(
+        stream,
+        ByteTokenizer(),
+        split=split,
+        held_out=HELD_OUT,
+        text_key="text",
+        seq_len=8,
+        slot_size=4 * dp_size,
+        local_batch_size=2,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+
+
+def rows(batches: Iterator[Batch]) -> list[list[int]]:
+    """Each row's inputs and its last target."""
+    return [
+        [*inputs, labels[-1]]
+        for batch in batches
+        for inputs, labels in zip(batch.inputs.tolist(), batch.labels.tolist(), strict=True)
+    ]
+
+
+def packed(texts: list[str], count: int) -> list[list[int]]:
+    line = [i for text in texts for i in (256, *text.encode(), 257)] * 20
+    return [line[8 * row : 8 * row + 9] for row in range(count)]
+
+
+def in_split(texts: list[str], split: str) -> list[str]:
+    return [text for text in texts if (bucket_of(text.encode()) < 1000 * HELD_OUT) == (split == "validation")]
+
+
+def test_rows_are_the_split_back_to_back_over_and_over() -> None:
+    batches = list(loader_of(FakeStream(TEXTS)).load([0, 4, 8] * 20))
+    assert [batch.slot for batch in batches[:6]] == [0, 0, 4, 4, 8, 8]
+    assert all(batch.positions == () for batch in batches)
+    assert rows(iter(batches)) == packed(in_split(TEXTS, "train"), 240)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 17, 40])
+@pytest.mark.parametrize("texts", [TEXTS, ["one document, and nothing after it"]])
+def test_a_place_is_taken_up_exactly_even_twice(steps: int, texts: list[str]) -> None:
+    stretch = [4 * step for step in range(60)]
+    whole = rows(loader_of(FakeStream(texts)).load(stretch))
+    first = loader_of(FakeStream(texts))
+    before = rows(first.load(stretch[:steps]))
+    state = first.state_dict()
+    for _ in range(2):  # the second start saves before it has read anything
+        resumed = loader_of(FakeStream(texts))
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        state = resumed.state_dict()
+    assert before + rows(resumed.load(stretch[steps:])) == whole
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    state = loader_of(FakeStream(TEXTS), dp_rank=1, dp_size=2).state_dict()
+    with pytest.raises(ValueError) as caught:
+        loader_of(FakeStream(TEXTS)).load_state_dict(state)
+    assert str(caught.value) == (
+        'training.dataset = "huggingface": the checkpoint holds rank 1 of 2, not rank 0 of 1; '
+        "a stream is taken up again by as many data-parallel ranks as wrote it"
+    )
+
+
+def test_validation_is_the_same_at_every_look() -> None:
+    held = loader_of(FakeStream(TEXTS), split="validation")
+    first = rows(held.load([0, 4]))
+    assert rows(held.load([0, 4])) == first == packed(in_split(TEXTS, "validation"), 8)
+    assert rows(held.load([0, 4, 8])) == packed(in_split(TEXTS, "validation"), 12)
+
+
+def test_a_later_load_and_close_abandon_the_earlier() -> None:
+    loader = loader_of(FakeStream(TEXTS))
+    earlier = loader.load([0, 4])
+    first = rows(iter([next(earlier)]))
+    assert first + rows(loader.load([4])) == packed(in_split(TEXTS, "train"), 6)
+    later = loader.load([8])
+    loader.close()
+    for batches in (earlier, later):
+        with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+            next(batches)
+
+
+def test_what_goes_wrong_in_the_stream_is_told() -> None:
+    with pytest.raises(
+        RuntimeError, match=r'^reading training data failed: training.* has no "text", only \'body\'; nea'
+    ):
+        next(loader_of(FakeStream(TEXTS, key="body")).load([0]))
+    with pytest.raises(RuntimeError, match=r"^the data stream holds no document of this split for this rank$"):
+        next(loader_of(FakeStream([])).load([0]))
+
+
+def test_a_stream_has_no_positions() -> None:
+    config = TrainingConfig(dataset="huggingface", dataset_path="owner/name", dataset_subset="en")
+    data = open_data(config, ByteTokenizer(), "unused", log=Lines())
+    assert (data.has_positions, data.digest) == (False, "")
+    assert data.summary() == "huggingface: owner/name (en), split train, streamed in its own order"
+    with pytest.raises(ValueError, match=r'^training.dataset = "huggingface": a stream has no positions; legal where '):
+        data.order("train", seed=0, seq_len=8)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path / "home"))
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    for number in range(4):
+        write_jsonl(tmp_path / "data" / f"{number}.jsonl", TEXTS[10 * number : 10 * number + 5 * number + 1])
+    config = TrainingConfig(
+        dataset="huggingface",
+        dataset_path=str(tmp_path / "data"),
+        seq_len=8,
+        local_batch_size=2,
+        dataloader=DataloaderConfig(num_workers=num_workers),
+    )
+    data = open_data(config, ByteTokenizer(), tmp_path / "unused", log=Lines())
+    stretch = [8 * step for step in range(40)]
+    stays, resumes = (data.loader("train", slot_size=8, dp_rank=0, dp_size=2) for _ in range(2))
+    with closing(stays), closing(resumes):
+        list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
+        resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))
+        assert rows(resumes.load(stretch[25:])) == rows(stays.load(stretch[25:]))
+    assert multiprocessing.active_children() == []
