@@ -158,6 +158,7 @@ class Bar:
 
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
 _ACCOUNTS = {
+    "start": ("start",),
     "compute": ("compute", "reduce", "optimizer"),
     "data": ("data",),
     "checkpoint": ("checkpoint",),

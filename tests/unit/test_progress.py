@@ -139,7 +139,14 @@ def test_bar_of_unknown_length_counts(clock: Clock) -> None:
 
 def test_summary_accounts_for_every_second(clock: Clock) -> None:
     progress = Progress(clock)
-    for phase, seconds in (("compute", 60), ("reduce", 15), ("data", 5), ("checkpoint", 9), ("sample", 2)):
+    for phase, seconds in (
+        ("start", 4),
+        ("compute", 56),
+        ("reduce", 15),
+        ("data", 5),
+        ("checkpoint", 9),
+        ("sample", 2),
+    ):
         with progress.phase(phase):
             clock.now += seconds
     clock.now += 9
@@ -153,10 +160,10 @@ def test_summary_accounts_for_every_second(clock: Clock) -> None:
         saved="outputs/llama/checkpoint/step-200",
         next_command="./scripts/generate.py outputs/llama",
     )
-    times = "compute 75.0 s (75%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%), other 11.0 s (11%)"
+    times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"
     assert text.splitlines() == [
-        "finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,731 tokens per second of compute",
-        f"  time: {times}",
+        "finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,885 tokens per second of compute",
+        f"  time: {times}, other 11.0 s (11%)",
         "  loss: training 1.2346, validation 1.4000",
         "  checkpoint: outputs/llama/checkpoint/step-200",
         "  next: ./scripts/generate.py outputs/llama",
