@@ -158,6 +158,20 @@ def test_model_parts_are_joined_by_name(pool: Pool, tmp_path: Path) -> None:
         pool.run(2, load_stages, tmp_path, [range(2), range(1, 3)])
 
 
+def load_with_more_on_the_last_rank(folder: Path) -> str:
+    parts: list[nn.Module] = [Stages(range(4))]
+    parts += [nn.Linear(2, 2, bias=False)] if dist.get_rank() == 1 else []
+    with pytest.raises(ValueError) as error:
+        Checkpointer(CheckpointConfig(), folder, {"model": ModelState(parts)}, log=Lines()).load()
+    return str(error.value).split(": ")[-1]
+
+
+def test_what_does_not_fit_one_rank_is_refused_by_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_stages, tmp_path)
+    line = "model.weight is here and not there"
+    assert pool.run(2, load_with_more_on_the_last_rank, tmp_path) == [line] * 2
+
+
 def test_damage_is_told_once_and_all_ranks_use_the_one_before(pool: Pool, tmp_path: Path) -> None:
     there, _ = pool.run(2, save_after, tmp_path, 2, 0, {})[0]
     pool.run(2, save_after_load, tmp_path, 4)

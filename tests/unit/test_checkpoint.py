@@ -161,6 +161,10 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def change_manifest(path: Path) -> None:
+    path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 3'))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda p: truncate(data_file(p, 4)), r"__0_0\.distcp: [\d,]+ bytes, [\d,]+ were written"),
     "flipped bit": (
@@ -175,6 +179,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda p: data_file(p, 4).rename(p / "elsewhere"), r"__0_0\.distcp: missing"),
     "missing manifest": (lambda p: (p / "checkpoint/step-4/manifest.json").unlink(), r"manifest\.json: missing"),
     "flipped manifest": (lambda p: flip_a_bit(p / "checkpoint/step-4/manifest.json"), r"manifest\.json: "),
+    "changed manifest": (
+        lambda p: change_manifest(p / "checkpoint/step-4/manifest.json"),
+        r"manifest\.json: its checksum",
+    ),
     "empty folder": (
         lambda p: [f.rename(p / f.name) for f in (p / "checkpoint/step-4").iterdir()],
         r"manifest\.json: missing",
