@@ -229,7 +229,7 @@ def test_two_ranks_save_on_sigterm(start: Start):
 
 
 def test_ranks_that_do_not_save_in_time_are_ended(start: Start):
-    process = start("job.toml", "deaf", NPROC="2", LOG_RANK="all", STOP_GRACE="0")
+    process = start("job.toml", "deaf", NPROC="2", LOG_RANK="all", STOP_GRACE="0", MAX_RESTARTS="1")
     pids = ranks_of(process, 2)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
