@@ -111,7 +111,7 @@ class Profiler:
         import torch
 
         path = self._path(self._config.save_memory_snapshot_folder, name, "pickle")
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._dump_snapshot(str(path))
         self._log.info(f"memory snapshot: {path}")
 
     def _path(self, folder: str, name: str, ending: str) -> Path:
