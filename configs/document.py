@@ -68,7 +68,7 @@ def read(file: str) -> Document:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     try:
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{file}:{line}: not UTF-8: byte 0x{raw[error.start]:02x}; save the file as UTF-8") from None

@@ -107,7 +107,7 @@ class _Scanner:
         """Steps over the opening bracket or a comma; False once it has stepped over the closing one."""
         self._skip(_BLANK)
         if self.text[self.at] != closing:
-            self.at += self.text[self.at] in "[{,"
+            self.at += 1
             self._skip(_BLANK)
         if self.text[self.at] != closing:
             return True

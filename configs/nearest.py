@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 OTHER_NAMES = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "debug.seed": "training.seed",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "metrics.enable_color_printing": "metrics.disable_color_printing",
     "model.hf_assets_path": "model.tokenizer_path",
@@ -59,7 +60,7 @@ def unknown_key(wrong: str, legal: Sequence[str]) -> str:
     if section in legal:
         return f"no such key; {section} is a value, not a table"
     elsewhere = [key for key in legal if key.rpartition(".")[2] == name]
-    if wrong not in OTHER_NAMES and elsewhere:
+    if elsewhere and wrong not in OTHER_NAMES:
         elsewhere.sort(key=lambda key: -_likeness(section, key.rpartition(".")[0]))
         return f"no such key here; it is {' or '.join(elsewhere[:3])}"
     found = nearest_key(wrong, legal)

@@ -98,9 +98,8 @@ def _differences(config: Config, before: Document) -> Iterator[tuple[str, str, s
 
 def _matters(key: str, config: Config) -> bool:
     if key == "training.local_batch_size":
-        return (
-            config.training.global_batch_size == -1
-        )  # then it says how many sequences a step has; else only how they are cut
+        # -1: it says how many sequences a step has; otherwise only how they are cut.
+        return config.training.global_batch_size == -1
     return key.startswith(_IDENTITY) and key not in _MAY_CHANGE
 
 

@@ -35,6 +35,8 @@ def convert(key: Key, value: Any) -> Any:
     legal = key.legal()
     if isinstance(value, float) and not math.isfinite(value):
         legal = legal.replace("a number", "a finite number")
+    if type(value) is key.type and any(bound.text.startswith("!=") for bound in key.bounds):
+        legal += f" ({key.help})"  # why one number in the middle is refused is not obvious
     nearest = _nearest(key, value)
     raise ValueError(f"must be {legal}" + ("" if nearest is None else f"; did you mean {to_text(nearest)}?"))
 

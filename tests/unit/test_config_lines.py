@@ -81,6 +81,11 @@ def test_every_kind_of_statement() -> None:
     assert at["optimizer.groups[1].inline.second.third"] == written[-2]
 
 
+def test_what_is_named_again_has_its_first_line() -> None:
+    lines = key_lines("[a.b]\nx = 1\n[a]\ny.p = 1\ny.q = 1\n")
+    assert (lines["a"], lines["a.b"], lines["a.y"], lines["a.y.q"]) == (1, 1, 4, 5)
+
+
 @pytest.mark.parametrize(
     "text", ["", "\n\n", "# only a comment", "a = 1", "a = 1 # no newline", "\r\n[x]\r\na = 1\r\n"]
 )

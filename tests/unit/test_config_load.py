@@ -47,6 +47,7 @@ class Optimizer:
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], "kernel"] = "fused"
     betas: Annotated[tuple[float, ...], "decays", ">= 0", "< 1"] = (0.9, 0.95)
     frozen: Annotated[tuple[str, ...], "names"] = ()
+    level: Annotated[Literal[0, 1, 2], "how much"] = 0
     parts: Annotated[tuple[Literal["model", "loss"], ...], "what"] = ()
     groups: Annotated[tuple[Group, ...], "exceptions"] = ()
 
@@ -99,7 +100,7 @@ def test_every_type(load: Load) -> None:
     loaded = load(toml)
     groups = (Group("*norm*"), Group("out", 2.0))
     assert loaded["training"] == Training(steps=2000, dataset_path="a\tb", dataloader=Loader(3))
-    assert loaded["optimizer"] == Optimizer(1.0, "for-loop", (0.0, 0.5), ("a", "b"), ("loss",), groups)
+    assert loaded["optimizer"] == Optimizer(1.0, "for-loop", (0.0, 0.5), ("a", "b"), 0, ("loss",), groups)
     assert type(loaded["optimizer"].lr) is float
 
 
@@ -158,7 +159,7 @@ BAD = [
     ("[training]\nworkers = 1", "t.toml:2: training.workers: no such key; did you mean training.dataloader.num_workers?"),
     ("[checkpoint]\nenable_checkpoint = true", "t.toml:2: checkpoint.enable_checkpoint: no such key; did you mean checkpoint.enable?"),
     ("[checkpoint]\ninterval_type = 1", "t.toml:2: checkpoint.interval_type: no such key; checkpoint.interval counts steps"),
-    ("[debug]\nseed = 1", "t.toml:2: debug.seed: no such key here; it is training.seed"),
+    ("[debug]\nseed = 1", "t.toml:2: debug.seed: no such key; did you mean training.seed?"),
     ("[checkpoint]\nqqqqq = 1", "t.toml:2: checkpoint.qqqqq: no such key; [checkpoint] has enable, interval"),
     ("[[optimizer.groups]]\npatern = 'a'", "t.toml:2: optimizer.groups[0].patern: no such key; did you mean optimizer.groups[].pattern?"),
     ("[[optimizer.groups]]\nlr_factor = 1", "t.toml:1: optimizer.groups[0]: needs pattern: a string"),
@@ -179,7 +180,7 @@ BAD = [
     ("[training]\nsteps = -5", "t.toml:2: training.steps = -5: must be an integer >= 1"),
     ("[training]\nsteps = [1]", "t.toml:2: training.steps = [1]: must be an integer >= 1"),
     ("[training]\nsteps = 2024-01-01", "t.toml:2: training.steps = 2024-01-01: must be an integer >= 1"),
-    ("[training]\nglobal_batch_size = 0", "t.toml:2: training.global_batch_size = 0: must be an integer >= -1 and != 0"),
+    ("[training]\nglobal_batch_size = 0", "t.toml:2: training.global_batch_size = 0: must be an integer >= -1 and != 0 (sequences)"),
     ("[training]\ndataset_path = 5", 't.toml:2: training.dataset_path = 5: must be a string; did you mean "5"?'),
     ("[training]\ndataset_path = ['a']", 't.toml:2: training.dataset_path = ["a"]: must be a string'),
     ("[optimizer]\nlr = nan", "t.toml:2: optimizer.lr = nan: must be a finite number > 0"),
@@ -191,6 +192,8 @@ BAD = [
     ("[optimizer]\nbetas = [0.5, 2]", "t.toml:2: optimizer.betas = [0.5, 2]: must be a list of numbers >= 0 and < 1"),
     ("[optimizer]\nfrozen = 'a'", 't.toml:2: optimizer.frozen = "a": must be a list of strings; did you mean ["a"]?'),
     ("[optimizer]\nparts = ['modle']", 't.toml:2: optimizer.parts = ["modle"]: must be a list of "model" or "loss"'),
+    ("[optimizer]\nlevel = true", "t.toml:2: optimizer.level = true: must be 0, 1 or 2"),
+    ("[optimizer]\nlevel = 3", "t.toml:2: optimizer.level = 3: must be 0, 1 or 2"),
     ("[optimizer]\ngroups = 5", "t.toml:2: optimizer.groups = 5: must be a list of tables"),
     ("[optimizer]\ngroups = [5]", "t.toml:2: optimizer.groups[0] = 5: must be a table: [optimizer.groups[0]], then its keys"),
     (
@@ -229,6 +232,7 @@ def test_bad_files(load: Load, toml: str | bytes, message: str) -> None:
         (["--training.steps"], "--training.steps: no value, as in --training.steps=100; it takes an integer >= 1"),
         (["--training.steps", "--checkpoint.enable"], "--training.steps: no value, as in --training.steps=100; it takes an integer >= 1"),
         (["--training.steps", "1e3"], "--training.steps = 1000.0: must be an integer >= 1; did you mean 1000?"),
+        (["--training.steps", "5\n[x]\ny = 1"], '--training.steps = "5\\n[x]\\ny = 1": must be an integer >= 1'),
         (["--training.steps="], '--training.steps = "": must be an integer >= 1'),
         (["--training.steps", "5", "--training.steps=6"], "--training.steps: given twice, 5 and 6; keep one"),
         (["--checkpoint.enable", "True"], '--checkpoint.enable = "True": must be true or false; did you mean true?'),
@@ -255,6 +259,19 @@ def test_all_problems_at_once_in_the_order_of_the_file(load: Load) -> None:
         ["t.toml:5:", "training.steps"],
         ["--checkpoint.interval", "="],
     ]
+
+
+def test_an_override_into_what_is_no_table(load: Load) -> None:
+    with pytest.raises(ConfigError) as error:
+        load("training = 1", "--training.dataloader.num_workers=2", "--training.steps=2")
+    assert str(error.value) == "t.toml:1: training = 1: must be a table: [training], then its keys"
+
+
+def test_overrides_leave_the_document_as_it_was_read(load: Load) -> None:
+    load("[training]\nsteps = 5\n")
+    written = read("t.toml")
+    build(SECTIONS, written, overrides.parse(["t.toml", "--training.steps=6"])[1])
+    assert written == read("t.toml")
 
 
 def test_a_flood_of_problems_is_cut(load: Load) -> None:

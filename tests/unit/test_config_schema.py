@@ -15,7 +15,7 @@ from configs import load as loading
 from configs.errors import ConfigError
 from configs.keys import walk
 from configs.load import load, section_types
-from configs.nearest import GONE, OTHER_NAMES
+from configs.nearest import GONE, OTHER_NAMES, unknown_key
 from configs.schema import Config, JobConfig
 from configs.values import convert
 
@@ -49,6 +49,12 @@ def test_every_default_is_legal_and_every_key_explained(path: str) -> None:
 def test_names_used_elsewhere_point_at_real_keys() -> None:
     assert set(OTHER_NAMES.values()) - KEYS.keys() == set()
     assert not (OTHER_NAMES.keys() | GONE.keys()) & KEYS.keys()
+
+
+def test_a_key_that_two_sections_have_is_looked_for_in_its_own_first() -> None:
+    assert unknown_key("sample.sed", list(KEYS)) == "no such key; did you mean sample.seed?"
+    assert unknown_key("training.sed", list(KEYS)) == "no such key; did you mean training.seed?"
+    assert unknown_key("debug.seed", list(KEYS)) == "no such key; did you mean training.seed?"
 
 
 def test_load_fills_in_the_name_of_the_run(tmp_path: Path) -> None:
@@ -99,7 +105,7 @@ def build(config, *, vocab_size, max_seq_len): ...
 def test_a_fork_adds_a_model_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.__path__", [str(tmp_path), *models.__path__])
     written(tmp_path, FORK, "mine.py")
-    written(tmp_path, "x = 1\n", "unfinished.py")
+    written(tmp_path, "class Config: ...\ndef build(): ...\n", "unfinished.py")
     toml = written(tmp_path, '[model]\nname = "mine"\nwidth = 8\n')
     try:
         config = load([toml])
