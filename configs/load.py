@@ -114,7 +114,7 @@ class _Reader:
             return None
         keys = keys_of(section)
         before = len(self.problems)
-        for name in table.keys() - keys.keys():
+        for name in [name for name in table if name not in keys]:
             self._add(f"{path}.{name}", f": {self._unknown(f'{path}.{name}')}")
         missing = [key for key in keys.values() if key.default is dataclasses.MISSING and key.name not in table]
         for key in missing if len(self.problems) == before else ():
@@ -154,13 +154,11 @@ class _Reader:
             self._add(f"{name}.{key}", f": {self._unknown(f'{name}.{key}')}")
 
     def _unknown(self, path: str) -> str:
-        section, dot, _ = path.partition(".")
-        known = section in self.sections
-        if not dot:
+        if "." not in path:
             found = nearest_key(f".{path}", self.legal)
             return "overrides are --section.key" + (f"; did you mean --{found}?" if found else "")
         cause = unknown_key(path, self.legal)
-        return cause if known or ";" in cause else f"no such section; there are {', '.join(self.sections)}"
+        return f"no such section; there are {', '.join(self.sections)}" if cause == "no such key" else cause
 
     def _add(self, path: str, text: str) -> None:
         place = self.origin.place(path)

@@ -12,6 +12,7 @@ import pytest
 
 import models.llama
 from configs import load as loading
+from configs.check import check
 from configs.errors import ConfigError
 from configs.keys import walk
 from configs.load import load, section_types
@@ -149,3 +150,8 @@ def test_the_configs_we_ship_load(file: Path) -> None:
     config = load([str(file)])
     assert config == replace(config, origin=load([str(file)]).origin)
     assert config.job.name == file.stem
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_main_job_passes_every_check(world_size: int) -> None:
+    check(load([str(Path(loading.__file__).with_name("llama.toml"))]), world_size=world_size)
