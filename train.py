@@ -11,11 +11,12 @@ Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 the rest
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import asdict
+from math import isfinite, nan
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,13 @@ from configs.load import load
 from configs.saved import check_saved, save
 from configs.schema import Config
 from ft import Commit, SoloManager
-from parallelisms.clip import gradient_norm, local_gradients, scale_gradients
-from parallelisms.distributed import World, gather_texts, launched_rank, launched_world_size, process_group
+from parallelisms.clip import gradient_norm, scale_gradients
+from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import build_mesh, data_parallel_degree
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
-from training import nonfinite
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
@@ -41,16 +41,19 @@ from training.garbage import GarbageCollection
 from training.log import Log
 from training.loss import IGNORED, cross_entropy_sum
 from training.metrics import Meter
+from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiling import Profiler
 from training.progress import Progress, summary
-from training.sampling import generate
+from training.sampling import sample_text
 from training.schedule import learning_rate_factor
 from training.signals import SAVE, STOP, Signals
 from training.sinks import open_sinks
 from training.tokenizer import build_tokenizer
 from training.validation import ValidationLoss, validate
-from training.watchdog import Watchdog
+from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
+
+TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside the run's folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,11 +68,14 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
+    os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=config.run_folder / TRACES))
     log = Log(global_rank=launched_rank(), colour=not config.metrics.disable_color_printing)
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
             run = Run(config, world, signals, log, cleanup)
-        except ValueError as error:  # input that only the work itself could find wrong, such as a byte deep inside a file
+        except (
+            ValueError
+        ) as error:  # input that only the work itself could find wrong, such as a byte deep inside a file
             print(f"pharos: {error}", file=sys.stderr)
             return 2
         except (CheckpointFailed, OSError) as error:
@@ -81,20 +87,6 @@ def main(argv: Sequence[str]) -> int:
             log.error("%s", failure)
             return 1
     return 0
-
-
-class NonFinite(RuntimeError):
-    """A loss or a gradient is not a number. Nothing was applied."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that holds."""
-
-    commit: Commit
-    grad_norm: float
-    lr: float
-    wishes: int  # STOP | SAVE, of any rank
 
 
 class Run:
@@ -118,7 +110,9 @@ class Run:
         self.tokenizer = build_tokenizer(config.model.tokenizer_path)
         self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size
         dp_size = data_parallel_degree(config.parallelism, self.world.world_size)
-        self.slot_size = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_size
+        self.slot_size = (
+            training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_size
+        )
         cache = config.run_folder.parent / "data_cache"
         self.data = open_data(training, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size)
         self.log.info("data      %s", self.data.summary())
@@ -127,7 +121,9 @@ class Run:
 
     def open_loader(self, split: str, dp_size: int) -> BatchSource:
         pin_memory = self.device.type == "cuda"
-        loader = self.data.loader(split, slot_size=self.slot_size, dp_rank=self.world.global_rank, dp_size=dp_size, pin_memory=pin_memory)
+        loader = self.data.loader(
+            split, slot_size=self.slot_size, dp_rank=self.world.global_rank, dp_size=dp_size, pin_memory=pin_memory
+        )
         return self.cleanup.enter_context(closing(loader))
 
     def build(self) -> None:
@@ -137,7 +133,9 @@ class Run:
         with torch.device("meta"):
             model = architecture.build(config.model, vocab_size=self.vocab_size, max_seq_len=training.seq_len)
         self.flops_per_token = model.flops_per_token(training.seq_len)
-        precision = choose_precision(training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, self.world.device)
+        precision = choose_precision(
+            training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, self.world.device
+        )
         self.model = parallelize(
             model,
             build_mesh(config.parallelism, self.device.type, self.world.world_size),
@@ -152,7 +150,12 @@ class Run:
         self.manager = self.cleanup.enter_context(closing(SoloManager(self.slot_size)))
         self.manager.attach(self.model.parts)
         ranks, weights = self.world.world_size, sum(p.numel() for p in model.parameters())
-        self.log.info("model     %s, %s parameters, %d tokens a step", config.model.name, f"{weights:,}", self.slot_size * training.seq_len)
+        self.log.info(
+            "model     %s, %s parameters, %d tokens a step",
+            config.model.name,
+            f"{weights:,}",
+            self.slot_size * training.seq_len,
+        )
         self.log.info("devices   %d rank%s, %s", ranks, "s" * (ranks > 1), self.world.device.name)
         self.log.info("numbers   %s", precision)
 
@@ -176,10 +179,13 @@ class Run:
             "data": DataState(self.data),
             "loader": self.loader,
         }
-        self.checkpointer = self.cleanup.enter_context(closing(Checkpointer(config.checkpoint, folder, states, log=self.log)))
+        self.checkpointer = self.cleanup.enter_context(
+            closing(Checkpointer(config.checkpoint, folder, states, log=self.log))
+        )
         resumed = self.checkpointer.load()
         self.first_step, self.first_tokens = self.manager.step, self.meter.tokens
-        self.validation: ValidationLoss | None = None
+        self.mean_loss, self.wishes = nan, 0
+        self.look: ValidationLoss | None = None  # the last one
         if self.world.global_rank == 0:
             save(config, folder)
             self.meter.open(
@@ -199,147 +205,146 @@ class Run:
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
         if self.manager.step >= steps:
-            return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", self.manager.step, steps)
-        watchdog = self.cleanup.enter_context(closing(self.watch()))
-        garbage = self.cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
-        profiler = self.cleanup.enter_context(
-            Profiler(config.profiling, config.run_folder, global_rank=self.world.global_rank, log=self.log, cuda=self.device.type == "cuda")
-        )
+            text = "finished already: %d of %d steps; a larger training.steps goes on"
+            return self.log.info(text, self.manager.step, steps)
+        watchdog, profiler, garbage = self.look_after()
         while self.manager.step < steps:
-            done = self.train_step()
-            if done is None:
+            if not self.train_step():
                 continue  # it did not hold: the same step again
-            step = self.log.step = self.manager.step
-            tokens = round(done.commit.divisor)
-            self.meter.step(step, loss=done.commit.mean_loss, grad_norm=done.grad_norm, lr=done.lr, tokens=tokens)
+            step, wishes, self.wishes = self.manager.step, self.wishes, 0
             if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
                 self.validate()
-            if self.checkpointer.due(step) or done.wishes:
+            if self.checkpointer.due(step) or wishes:
                 self.save()
             watchdog.step_done()
             profiler.step(step)
             garbage.step(step)
-            if done.wishes & STOP:
+            if wishes & STOP and step < steps:
                 self.manager.leave()
-                return self.log.info("stopped at step %d of %d, saved; the same command goes on", step, steps)
-        self.finish(done.commit.mean_loss)
+                return self.sum_up("stopped at", next_command="the same command goes on")
+        return self.finish()
 
-    def train_step(self) -> Step | None:
-        """One step over the slots that this group was dealt. None: it does not hold, and nothing became visible."""
+    def train_step(self) -> bool:
+        """One step over the slots that this group was dealt. False: it does not hold, and nothing became visible."""
         deal = self.manager.begin_step()
         batches, losses = self.loader.load(deal.slots), list[tuple[Batch, Tensor]]()
         while (batch := self.next_batch(batches)) is not None:
             with self.progress.phase("compute"):
                 if not losses or losses[-1][0].slot != batch.slot:
                     seed_slot(self.config.training.seed, deal.step, batch.slot, self.world.global_rank)
-                inputs, labels = batch.inputs.to(self.device, non_blocking=True), batch.labels.to(self.device, non_blocking=True)
+                inputs = batch.inputs.to(self.device, non_blocking=True)
+                labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
         with self.progress.phase("reduce"):
-            tokens_per_slot, loss_sum, finite, wishes = self.sum_over_group(deal.slots, losses)
+            tokens_per_slot, loss_sum, finite = self.sum_over_group(deal.slots, losses)
             commit = self.manager.commit(self.manager.reduce(tokens_per_slot, loss_sum, finite))
-            parameters = self.parameters()
-            norm = gradient_norm(parameters) / commit.divisor if commit else torch.tensor(torch.nan)
-            grad_norm = norm.item()  # a sync: nobody may step on a gradient that is not finite
-        if not (finite and isfinite(grad_norm)):
-            raise NonFinite(self.explain(deal.step, losses))
+            grad_norm = gradient_norm(self.parameters()).item() if finite else nan  # a sync: it decides what comes next
+        if not isfinite(grad_norm):
+            ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in losses]
+            raise NonFinite(explain_nonfinite(self.world, deal.step + 1, ran, self.model.parts))
         if commit is None:
             self.optimizer.zero_grad()
-            return None
+            return False
         with self.progress.phase("optimizer"):
-            lr = self.config.optimizer.lr * learning_rate_factor(
-                self.config.lr_scheduler, step=deal.step, training_steps=self.config.training.steps
-            )
-            set_learning_rate(self.optimizer, lr)
-            max_norm = self.config.training.max_norm
-            clipped = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm > 0 else 1.0
-            scale_gradients(parameters, clipped / commit.divisor)  # the one division
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return Step(commit, grad_norm, lr, wishes)
+            self.update(deal.step, commit, grad_norm / commit.divisor)
+        return True
+
+    def update(self, step: int, commit: Commit, grad_norm: float) -> None:
+        """The optimizer's step that follows `step` committed ones. The gradients are sums; `grad_norm` is their mean's."""
+        config, training = self.config, self.config.training
+        lr = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step=step, training_steps=training.steps)
+        clipped = min(1.0, training.max_norm / (grad_norm + 1e-6)) if training.max_norm > 0 else 1.0
+        scale_gradients(self.parameters(), clipped / commit.divisor)  # the one division
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.log.step, self.mean_loss = self.manager.step, commit.mean_loss
+        tokens = round(commit.divisor)
+        self.meter.step(self.manager.step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         with self.progress.phase("data"):
             return next(batches, None)
 
-    def sum_over_group(self, slots: Sequence[int], losses: Sequence[tuple[Batch, Tensor]]) -> tuple[list[float], float, bool, int]:
-        """Valid tokens per slot, loss sum, whether every loss is finite, and any rank's wishes: one small all-reduce, one sync."""
+    def sum_over_group(
+        self, slots: Sequence[int], losses: Sequence[tuple[Batch, Tensor]]
+    ) -> tuple[list[float], float, bool]:
+        """Valid tokens per slot, loss sum, and whether every loss is finite. One small all-reduce, one sync, for all that the ranks
+        must agree on; any rank's wishes ride along."""
         wishes = self.signals.take()
         loss_sum = torch.stack([loss for _, loss in losses]).double().sum()
-        tokens = [sum((batch.labels != IGNORED).sum().item() for batch, _ in losses if batch.slot == slot) for slot in slots]
-        known = torch.tensor([bool(wishes & STOP), bool(wishes & SAVE), *tokens], dtype=torch.float64).to(self.device, non_blocking=True)
-        tail = torch.cat((loss_sum[None], (~loss_sum.isfinite())[None].double(), known))
-        total, broken, stop, save_now, *tokens_per_slot = sum_over_ranks(tail).tolist()
-        return tokens_per_slot, total, broken == 0, STOP * (stop > 0) | SAVE * (save_now > 0)
+        tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in losses if b.slot == slot) for slot in slots]
+        known = torch.tensor([bool(wishes & STOP), bool(wishes & SAVE), *tokens], dtype=torch.float64)
+        broken = (~loss_sum.isfinite()).double()
+        tail = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
+        total, bad, stop, save_now, *tokens_per_slot = sum_over_ranks(tail).tolist()
+        self.wishes |= STOP * (stop > 0) | SAVE * (save_now > 0)
+        return tokens_per_slot, total, bad == 0
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.model.parts for parameter in part.parameters()]
 
-    def explain(self, step: int, losses: Sequence[tuple[Batch, Tensor]]) -> str:
-        """Which rank, which parameter, which positions: every rank looks at its own and all hear it."""
-        named = [(name, parameter) for part in self.model.parts for name, parameter in part.named_parameters()]
-        gradients = dict(zip((name for name, p in named if p.grad is not None), local_gradients(p for _, p in named), strict=True))
-        ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in losses]
-        texts = gather_texts(self.world, "not finite", nonfinite.describe(self.world.global_rank, step + 1, ran, gradients))
-        return "; ".join(filter(None, texts)) or f"step {step + 1} not taken: the gradient's norm is not finite"
-
     def validate(self) -> None:
+        assert self.held_out is not None, "validation.enable opens it"
         with self.progress.phase("validation"):
             began = self.progress.total()
             slots = [look * self.slot_size for look in range(self.config.validation.steps)]
             token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).to(self.device)
-            self.validation = validate(self.held_out.load(slots), self.model.evaluate, token_bytes, self.device)
+            self.look = look = validate(self.held_out.load(slots), self.model.evaluate, token_bytes, self.device)
             seconds = self.progress.total() - began
-        look = self.validation
-        self.meter.validation(
-            self.manager.step, loss=look.nats_per_token, bits_per_byte=look.bits_per_byte, tokens=look.tokens, seconds=seconds
-        )
+        loss, bits = look.nats_per_token, look.bits_per_byte
+        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
 
     def save(self, *, last: bool = False) -> None:
         with self.progress.phase("checkpoint"):
             self.checkpointer.save(self.manager.step, last=last)
 
-    def finish(self, loss: float) -> None:
+    def finish(self) -> None:
         """The last checkpoint, a sample of text, and what the run came to."""
         self.save(last=True)
+        folder, seq_len = self.config.run_folder, self.config.training.seq_len
         with self.progress.phase("sample"):
-            self.print_sample()
-        folder, look = self.config.run_folder, self.validation
-        self.log.info(
-            "%s",
-            summary(
-                self.progress,
-                steps=self.manager.step,
-                first_step=self.first_step,
-                tokens=self.meter.tokens - self.first_tokens,
-                loss=loss,
-                validation_loss=look and look.nats_per_token,
-                saved=str(self.checkpointer.folder),
-                next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}",
-            ),
+            text = sample_text(
+                self.model.parts, self.tokenizer, self.config.sample, seq_len=seq_len, device=self.device
+            )
+        if text:
+            self.log.info("a sample of text:\n%s", text)
+        self.sum_up(
+            "finished", next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
         )
 
-    def print_sample(self) -> None:
-        """Every rank draws the same text, since a sharded model needs all of them; global rank 0 shows it."""
-        sample = self.config.sample
-        prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
-        length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
-        if length > 0 and len(self.model.parts) == 1:
-            drawn = list(generate(self.model.parts[0], prompt, sample, length=length))
-            self.log.info("a sample of %d tokens:\n%s", length, sample.prompt + self.tokenizer.decode(drawn))
+    def sum_up(self, verb: str, *, next_command: str) -> None:
+        text = summary(
+            self.progress,
+            steps=self.manager.step,
+            first_step=self.first_step,
+            tokens=self.meter.tokens - self.first_tokens,
+            loss=self.mean_loss,
+            validation_loss=self.look.nats_per_token if self.look else None,
+            saved=str(self.checkpointer.folder),
+            next_command=next_command,
+            verb=verb,
+        )
+        self.log.info("%s", text)
 
-    def watch(self) -> Watchdog:
-        comm = self.config.comm
+    def look_after(self) -> tuple[Watchdog, Profiler, GarbageCollection]:
+        """Those who watch the loop."""
+        config, world, cleanup = self.config, self.world, self.cleanup
         watchdog = Watchdog(
             self.progress,
-            self.world.store.clone(),
-            global_rank=self.world.global_rank,
-            world_size=self.world.world_size,
-            timeout_s=comm.train_timeout_seconds,
-            long_timeout_s=comm.init_timeout_seconds,
+            world.watch_store,
+            global_rank=world.global_rank,
+            world_size=world.world_size,
+            timeout_s=config.comm.train_timeout_seconds,
+            long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
+            record=lambda: dump_flight_recorder(config.run_folder / TRACES, world.global_rank),
         )
-        watchdog.start()
-        return watchdog
+        cleanup.enter_context(closing(watchdog)).start()
+        cuda = self.device.type == "cuda"
+        profiler = Profiler(config.profiling, config.run_folder, global_rank=world.global_rank, log=self.log, cuda=cuda)
+        garbage = GarbageCollection(config.training.gc_freq)
+        return watchdog, cleanup.enter_context(profiler), cleanup.enter_context(closing(garbage))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,12 @@ class SoloManager:
 
     def commit(self, sums: Sums) -> Commit | None:
         divisor = sum(sums.tokens_per_slot)
-        if not sums.finite or divisor == 0:
+        if not sums.finite:
             return None
+        if divisor == 0:
+            raise RuntimeError(
+                f"step {self._step + 1}: none of the sequences from {self._position} on has a target to learn"
+            )
         self._step += 1
         self._position += self._slot_size
         return Commit(divisor, contributors=(0,), mean_loss=sums.loss_sum / divisor, quorum_size=1)

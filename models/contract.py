@@ -2,22 +2,15 @@
 
 models/<name>.py holds
     Config                                        a frozen dataclass that extends ModelConfig: the [model] section
-    build(config, *, vocab_size, max_seq_len)     -> nn.Module, buildable under torch.device("meta")
-
-and the module that `build` returns keeps the pipeline-friendly contract
-    tok_embeddings, norm, output                  children that may be None: a stage without one passes its input through
-    layers                                        an nn.ModuleDict, so that names survive the deletion of other layers
-    forward(x)                                    tokens [B, T] int64, or the hidden state [B, T, C] of the stage before
-                                                  -> logits [B, T, V] in the compute dtype (the loss upcasts), or a hidden state
-    init_weights(seed)                            fills every parameter and buffer; the values depend on (seed, name, row block) alone
-    flops_per_token(seq_len) -> int               what one trained token costs, forward and backward
-and, to be sampled from, forward takes `cache=`, made by the model's new_cache(batch, length).
+    build(config, *, vocab_size, max_seq_len)     -> Model, buildable under torch.device("meta")
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
+
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -30,6 +23,32 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raises ValueError ("model.key = value: ...") when the sizes contradict each other."""
+
+
+class Model(nn.Module):
+    """A pipeline-friendly model: a stage keeps some of the children, sets the others to None, and forward does the right thing."""
+
+    tok_embeddings: nn.Module | None
+    layers: nn.ModuleDict  # a dict, so that names survive the deletion of other layers
+    norm: nn.Module | None
+    output: nn.Module | None
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        """Tokens [B, T] int64, or the hidden state [B, T, C] of the stage before -> logits [B, T, V] in the compute dtype (the loss
+        upcasts), or a hidden state. `cache`: of `new_cache`, to be extended by these tokens."""
+        raise NotImplementedError
+
+    def init_weights(self, seed: int) -> None:
+        """Fills every parameter and buffer; the values depend on (seed, name, row block) alone: models/init.py."""
+        raise NotImplementedError
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """What one trained token costs, forward and backward."""
+        raise NotImplementedError
+
+    def new_cache(self, batch: int, length: int) -> Any:
+        """Keys and values for `batch` sequences of up to `length` tokens, empty. Needed to draw text, not to train."""
+        raise NotImplementedError
 
 
 def nearest_divisors(total: int, wanted: int) -> str:

@@ -26,8 +26,8 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float =
     local, rows, columns = _local_part(parameter)
     for first, block in _row_blocks(parameter.shape, name, seed, rows, std=std, cut=cut):
         lower, upper = max(first, rows.start), min(first + len(block), rows.stop)
-        piece = block[lower - first : upper - first]
-        local[lower - rows.start : upper - rows.start].copy_(piece[(slice(None), *columns)])
+        held = (slice(lower - first, upper - first), *columns)
+        local[lower - rows.start : upper - rows.start].copy_(block[held])
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, slice, tuple[slice, ...]]:

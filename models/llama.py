@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models import ops
-from models.contract import ModelConfig, nearest_divisors
+from models.contract import Model, ModelConfig, nearest_divisors
 from models.init import normal_
 
 
@@ -64,16 +64,18 @@ def build(config: Config, *, vocab_size: int, max_seq_len: int) -> Llama:
     return Llama(config, vocab_size, max_seq_len)
 
 
-class Llama(nn.Module):
+class Llama(Model):
+    freqs_cis: Tensor
+
     def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(vocab_size, config.dim)
+        self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
-        self.output: nn.Linear | None = nn.Linear(config.dim, vocab_size, bias=False)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, vocab_size, bias=False)
         head_dim = config.dim // config.n_heads
         self.register_buffer("freqs_cis", torch.empty(max_seq_len, head_dim // 2, 2), persistent=True)  # [T, D/2, 2]
 
@@ -86,8 +88,8 @@ class Llama(nn.Module):
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """Empty key/value caches for `batch` sequences of up to `length` tokens, on the model's device."""
-        device = self.freqs_cis.device
-        return {name: block.attention.new_cache(batch, length, device) for name, block in self.layers.items()}
+        shape = (batch, length, self.config.n_kv_heads, self.config.dim // self.config.n_heads)  # [B, T, K, D]
+        return {name: LayerCache(shape, self.freqs_cis.device) for name in self.layers}
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -130,7 +132,6 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.head_dim = config.dim // config.n_heads
-        self.n_kv_heads = config.n_kv_heads
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
@@ -148,10 +149,6 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)  # [B, start + T, K, D]
         out = ops.causal_attention(q, k, v)  # [B, T, H, D]
         return self.wo(out.flatten(-2))  # [B, T, C]
-
-    def new_cache(self, batch: int, length: int, device: torch.device) -> LayerCache:
-        shape = (batch, length, self.n_kv_heads, self.head_dim)
-        return LayerCache(shape, device)
 
 
 class FeedForward(nn.Module):
@@ -219,4 +216,3 @@ def _stretch(freqs: Tensor, config: Config) -> Tensor:
     keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
     keep = keep.clamp(0, 1)
     return freqs * (keep + (1 - keep) / config.rope_scaling)
-

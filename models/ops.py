@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-_BLOCK_ELEMENTS = 1 << 17  # fp32 elements of a block of rows: 512 KiB, in the second-level cache of one or two cores
-_SCORE_ELEMENTS = 1 << 20  # attention scores of a block
-_QUERY_BLOCK = 128  # queries of a block; fewer skip more of the masked half, more take fewer calls
+_BLOCK_ELEMENTS = 1 << 18  # fp32 elements of a block of rows: 1 MiB, in the second-level caches of two cores
+_SCORE_BYTES = 1 << 20  # attention scores of a block
+_QUERY_BLOCK = 64  # queries of a block; fewer skip more of the masked half, more take fewer calls
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,7 +95,7 @@ def _in_blocks(x: Tensor) -> bool:
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    return cast(Tensor, function.apply(*args))
 
 
 def _wide_copy(x: Tensor) -> Tensor:
@@ -159,9 +159,9 @@ class _Heads:
         self.mask = q.new_full((_QUERY_BLOCK, _QUERY_BLOCK), -math.inf).triu_(1)
 
     def blocks(self) -> Iterator[tuple[slice, int, int]]:
-        """(some of B * K, first query, end of the queries), each block with about _SCORE_ELEMENTS scores."""
+        """(some of B * K, first query, end of the queries), each block with about _SCORE_BYTES of scores."""
         n_heads, group, n_tokens, _ = self.q.shape
-        step = max(1, _SCORE_ELEMENTS // max(1, group * _QUERY_BLOCK * n_tokens))
+        step = max(1, _SCORE_BYTES // max(1, group * _QUERY_BLOCK * n_tokens * self.q.element_size()))
         for first in range(0, n_heads, step):
             for start in range(0, n_tokens, _QUERY_BLOCK):
                 yield slice(first, first + step), start, min(start + _QUERY_BLOCK, n_tokens)
@@ -234,11 +234,11 @@ class _CrossEntropySum(Function):
             total += (log_sum - block.gather(-1, label)).where(valid, 0.0).sum()
             if grad is not None:
                 weights.scatter_add_(-1, label, weights.new_full(label.shape, -1.0))
-                grad[part] = weights.mul_(valid)
+                grad[part] = weights.mul_(valid.float())
         ctx.save_for_backward(grad)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * grad_total.to(grad.dtype), None, None
+        return grad if grad_total == 1 else grad * grad_total.to(grad.dtype), None, None

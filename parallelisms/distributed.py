@@ -22,7 +22,9 @@ class CommConfig:
     """[comm]: timeouts of the collectives."""
 
     init_timeout_seconds: Annotated[int, "longest start: rendezvous, first step, checkpoint, seconds", ">= 1"] = 300
-    train_timeout_seconds: Annotated[int, "longest later step, seconds; past it the hang is told and the run ends", ">= 1"] = 100
+    train_timeout_seconds: Annotated[
+        int, "longest later step, seconds; past it the hang is told and the run ends", ">= 1"
+    ] = 100
     trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000
 
     def check(self) -> None:
@@ -31,6 +33,9 @@ class CommConfig:
                 f"comm.train_timeout_seconds = {self.train_timeout_seconds}: must not exceed comm.init_timeout_seconds = "
                 f"{self.init_timeout_seconds}, which covers the slower first step; nearest: {self.init_timeout_seconds}"
             )
+
+
+BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class World:
     local_rank: int
     device: Device
     store: dist.Store
+    watch_store: dist.Store  # a connection of its own, for the thread that watches while the loop waits in `store`
 
 
 def launched_rank() -> int:
@@ -58,12 +64,12 @@ def launched_world_size() -> int:
 def process_group(config: CommConfig) -> Iterator[World]:
     """Joins the process group that the launcher's variables describe (alone, without any network, where there are none).
 
-    The group's own timeout is the long one: the watchdog tells a hang and ends it sooner (training/watchdog.py).
+    The group's own timeout is a backstop: the watchdog tells a hang and ends it sooner (training/watchdog.py).
     """
     global_rank, world_size = launched_rank(), launched_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = pick_device(local_rank)
-    timeout = timedelta(seconds=config.init_timeout_seconds)
+    timeout = timedelta(seconds=config.init_timeout_seconds + BACKSTOP_S)
     if world_size == 1:
         store: dist.Store = dist.HashStore()
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -71,7 +77,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
         dist.init_process_group(device.backend, timeout=timeout)
         store = dist.distributed_c10d._get_default_store()
     try:
-        yield World(global_rank, world_size, local_rank, device, store)
+        yield World(global_rank, world_size, local_rank, device, store, store.clone())  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
 

@@ -13,11 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from models.contract import Model
 from parallelisms.mesh import DP_SHARD
 
 
 def apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: str
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
 ) -> None:
     """Communication groups: the embedding, each block, [norm + output], and the root for what is left.
 
@@ -32,14 +38,19 @@ def apply_fsdp(
     for group in communication_groups(model):
         # the last group is needed again as soon as the backward starts
         is_last = model.output is not None and model.output in group
-        fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and (not is_last or reshard_after_forward == "always"))
+        fully_shard(
+            group,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard and (not is_last or reshard_after_forward == "always"),
+        )
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_only(module)
 
 
-def communication_groups(model: nn.Module) -> Iterable[list[nn.Module]]:
+def communication_groups(model: Model) -> Iterable[list[nn.Module]]:
     """The modules whose parameters travel together, in the order of the forward pass; the root takes what is in none."""
     if model.tok_embeddings is not None:
         yield [model.tok_embeddings]

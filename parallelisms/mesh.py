@@ -18,7 +18,9 @@ DP_SHARD = "dp_shard"
 class ParallelismConfig:
     """[parallelism]: how the ranks of one replica group share the work."""
 
-    data_parallel_shard_degree: Annotated[int, "ranks that shard the parameters (FSDP2); -1: all of them", ">= -1", "!= 0"] = -1
+    data_parallel_shard_degree: Annotated[
+        int, "ranks that shard the parameters (FSDP2); -1: all of them", ">= -1", "!= 0"
+    ] = -1
     fsdp_reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
         "free the gathered parameters between forward and backward; default: when there is more than one shard",

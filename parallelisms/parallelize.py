@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.contract import Model
 from parallelisms.precision import Precision
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
+LossFunction = Callable[
+    [Tensor, Tensor], Tensor
+]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,22 @@ class CompileConfig:
     def check(self) -> None:
         for component in self.components:
             if component not in ("model", "loss"):
-                raise ValueError(f'compile.components = {list(self.components)}: "{component}" is neither "model" nor "loss"')
+                raise ValueError(
+                    f'compile.components = {list(self.components)}: "{component}" is neither "model" nor "loss"'
+                )
 
 
 @dataclass(frozen=True)
 class Parallelized:
-    parts: list[nn.Module]  # the pieces of the model that this rank holds
-    forward_backward: Callable[[Tensor, Tensor], Tensor]  # inputs, labels [B, T] -> loss sum, detached; gradients are added
+    parts: list[Model]  # the pieces of the model that this rank holds
+    forward_backward: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # inputs, labels [B, T] -> loss sum, detached; gradients are added
     evaluate: Callable[[Tensor, Tensor], Tensor]  # the same without gradients
 
 
 def parallelize(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh,
     loss: LossFunction,
     *,

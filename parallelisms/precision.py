@@ -16,7 +16,9 @@ class Precision:
     reduce: torch.dtype  # gradients on the wire and in the accumulators
 
     def __str__(self) -> str:
-        master, compute, reduce = (str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute, self.reduce))
+        master, compute, reduce = (
+            str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute, self.reduce)
+        )
         return (
             f"master weights and optimizer {master}; forward and backward {compute}; norms, softmax and loss float32; "
             f"gradient sums {reduce}"

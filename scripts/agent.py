@@ -84,7 +84,7 @@ def say(text: str) -> None:
     print(f"pharos: {text}", file=sys.stderr, flush=True)
 
 
-class Stopped(Exception):  # noqa: N818 (an event, not an error)
+class Stopped(Exception):
     """Ranks that were asked to stop have failed: the agent must neither restart them nor wait for other nodes."""
 
     def __init__(self, result: RunResult) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
 
 import torch
-from torch import nn
 
 from configs.keys import keys_of
 from configs.load import load
 from configs.schema import Config
+from models.contract import Model
 from parallelisms.device import pick_device
 from parallelisms.precision import choose_precision
 from training import checkpoint_dcp
@@ -30,7 +30,9 @@ from training.tokenizer import Tokenizer, build_tokenizer
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := getattr(options, name)) is not None]
+    given = [
+        f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := getattr(options, name)) is not None
+    ]
     try:
         config = load([str(options.run / "config.toml"), *given])
         path = checkpoint_of(options.run / config.checkpoint.folder, options.step)
@@ -45,7 +47,9 @@ def main(argv: list[str]) -> int:
     print(sample.prompt, end="", flush=True)
     ids: list[int] = []
     said = ""
-    for token in generate(model, torch.from_numpy(prompt).long().to(model.freqs_cis.device), sample, length=sample.tokens):
+    for token in generate(
+        model, torch.from_numpy(prompt).long().to(next(model.parameters()).device), sample, length=sample.tokens
+    ):
         count += 1
         if token == tokenizer.eos_id:
             break
@@ -64,7 +68,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="generate.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("run", type=Path, help="the run's folder, such as outputs/llama")
     parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest that is whole")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations"
+    )
     for name, key in keys_of(SampleConfig).items():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=f"{key.help}; default: the run's own")
     return parser.parse_args(argv)
@@ -88,12 +94,14 @@ def checkpoint_of(folder: Path, step: int) -> Path:
     raise ValueError(f"{folder} holds no whole checkpoint")
 
 
-def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> nn.Module:
+def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
     architecture = importlib.import_module(f"models.{config.model.name}")
     with torch.device("meta"):
-        model = architecture.build(config.model, vocab_size=config.model.vocab_size or tokenizer.vocab_size, max_seq_len=length)
+        model = architecture.build(
+            config.model, vocab_size=config.model.vocab_size or tokenizer.vocab_size, max_seq_len=length
+        )
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
     checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ class ParameterGroup:
 class OptimizerConfig:
     """[optimizer]: the update rule."""
 
-    name: Annotated[Literal["AdamW", "Adam"], "AdamW decays weights apart from the gradient; Adam adds the decay to it"] = "AdamW"
+    name: Annotated[
+        Literal["AdamW", "Adam"], "AdamW decays weights apart from the gradient; Adam adds the decay to it"
+    ] = "AdamW"
     lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4
     beta1: Annotated[float, "decay of the gradient's running mean", ">= 0", "< 1"] = 0.9
     beta2: Annotated[float, "decay of the squared gradient's running mean", ">= 0", "< 1"] = 0.95
@@ -66,7 +68,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_factor"]
 
 
-def _parameter_groups(config: OptimizerConfig, named: list[tuple[str, nn.Parameter]]) -> list[dict]:
+def _parameter_groups(config: OptimizerConfig, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """One torch group per exception and one for the rest, empty ones left out."""
     settings = [*config.groups, ParameterGroup("*")]
     members: list[list[nn.Parameter]] = [[] for _ in settings]

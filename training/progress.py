@@ -176,6 +176,7 @@ def summary(
     validation_loss: float | None = None,
     saved: str = "",
     next_command: str = "",
+    verb: str = "finished",
 ) -> str:
     """The run's closing lines: what was done, what it cost, what came of it, what to type next.
 
@@ -188,7 +189,7 @@ def summary(
     shares = ", ".join(f"{name} {seconds:.1f} s ({_share(seconds, total)})" for name, seconds in counted.items())
     since = f" (resumed at {first_step})" if first_step else ""
     rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
-    lines = [f"finished step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
+    lines = [f"{verb} step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
     losses = [f"training {loss:.4f}"] if loss is not None else []
     losses += [f"validation {validation_loss:.4f}"] if validation_loss is not None else []
     if losses:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from models.contract import Model
+from training.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class SampleConfig:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: Tensor, config: SampleConfig, *, length: int) -> Iterator[int]:
+def generate(model: Model, prompt: Tensor, config: SampleConfig, *, length: int) -> Iterator[int]:
     """Yields `length` token ids that continue `prompt` [T] int64 (at least one token), the model's device and layout whatever they are.
 
     With a sharded model every rank must draw the whole of it; equal seeds give equal text. Never stops at EOS: that is the reader's
@@ -32,7 +35,9 @@ def generate(model: nn.Module, prompt: Tensor, config: SampleConfig, *, length: 
     cache = model.new_cache(1, prompt.numel() + length)
     tokens = prompt.unsqueeze(0)  # [1, T]
     for _ in range(length):
-        logits = model(tokens, cache=cache)[0, -1].float().cpu()  # [V]: the draw is on the host, the same on every device
+        logits = (
+            model(tokens, cache=cache)[0, -1].float().cpu()
+        )  # [V]: the draw is on the host, the same on every device
         drawn = draw(logits, config, generator)
         yield drawn
         tokens = torch.tensor([[drawn]], device=prompt.device)
@@ -46,3 +51,18 @@ def draw(logits: Tensor, config: SampleConfig, generator: torch.Generator) -> in
     if 0 < config.top_k < logits.numel():
         logits[logits < logits.topk(config.top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def sample_text(
+    parts: Sequence[Model], tokenizer: Tokenizer, config: SampleConfig, *, seq_len: int, device: torch.device
+) -> str:
+    """The prompt and what the model makes of it, within `seq_len` tokens; "" where nothing is asked for.
+
+    Every rank of a sharded model calls it, and all get the same text.
+    """
+    prompt = torch.from_numpy(tokenizer.encode(config.prompt, bos=True)).long().to(device)
+    length = min(config.tokens, seq_len - prompt.numel())
+    if length <= 0:
+        return ""
+    [model] = parts
+    return config.prompt + tokenizer.decode(generate(model, prompt, config, length=length))

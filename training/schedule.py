@@ -13,13 +13,17 @@ class LRSchedulerConfig:
 
     warmup_steps: Annotated[int, "steps of linear growth from 0 to optimizer.lr", ">= 0"] = 200
     total_steps: Annotated[int, "length of the schedule, steps; 0: training.steps", ">= 0"] = 0
-    decay_ratio: Annotated[float, "share of the schedule spent decaying at its end; -1: everything after the warm-up", ">= -1", "<= 1"] = -1.0
+    decay_ratio: Annotated[
+        float, "share of the schedule spent decaying at its end; -1: everything after the warm-up", ">= -1", "<= 1"
+    ] = -1.0
     decay_type: Annotated[Literal["linear", "sqrt", "cosine"], "the shape of the decay"] = "linear"
     min_lr_factor: Annotated[float, "the decay ends at this share of optimizer.lr", ">= 0", "<= 1"] = 0.0
 
     def check(self) -> None:
         if -1.0 < self.decay_ratio < 0.0:
-            raise ValueError(f"lr_scheduler.decay_ratio = {self.decay_ratio}: a share between 0 and 1, or -1; nearest: 0.0")
+            raise ValueError(
+                f"lr_scheduler.decay_ratio = {self.decay_ratio}: a share between 0 and 1, or -1; nearest: 0.0"
+            )
 
 
 def learning_rate_factor(config: LRSchedulerConfig, *, step: int, training_steps: int) -> float:
@@ -35,7 +39,9 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, training_steps
     if decayed <= 0:
         return 1.0
     left = max(0.0, 1 - decayed / (decay_steps + 1))
-    shape = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[config.decay_type]
+    shape = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[
+        config.decay_type
+    ]
     return config.min_lr_factor + (1 - config.min_lr_factor) * shape
 
 

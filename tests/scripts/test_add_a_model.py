@@ -12,7 +12,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PARTS = ("train.py", "configs", "ft", "models", "parallelisms", "scripts", "training", "requirements.lock", "pyproject.toml")
+PARTS = (
+    "train.py",
+    "configs",
+    "ft",
+    "models",
+    "parallelisms",
+    "scripts",
+    "training",
+    "requirements.lock",
+    "pyproject.toml",
+)
 
 
 def test_the_guide_leads_to_a_trained_model(tmp_path: Path):

@@ -60,7 +60,7 @@ def heads(b: int, t: int, s: int, h: int, k: int, d: int, dtype: torch.dtype) ->
 
 
 def assert_like(ours: Formula, naive: Formula, inputs: list[Tensor], *extra: Tensor) -> None:
-    """Values and gradients of the fp64 formula within rounding; inputs left alone; the same values without gradients."""
+    """Values and gradients of the fp64 formula within rounding; inputs left alone; the same without gradients."""
     dtype = inputs[0].dtype
     leaves = [x.clone().requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
@@ -89,7 +89,7 @@ def test_attention(b: int, t: int, h: int, k: int, d: int, dtype: torch.dtype) -
 @DTYPES
 def test_attention_in_many_small_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_QUERY_BLOCK", 16)
-    monkeypatch.setattr(ops, "_SCORE_ELEMENTS", 3 * 2 * 16 * 45)  # three key heads of six at once
+    monkeypatch.setattr(ops, "_SCORE_BYTES", 3 * 2 * 16 * 45 * dtype.itemsize)  # three key heads of six at once
     assert_like(ops.causal_attention, naive_attention, heads(2, 45, 45, 6, 3, 4, dtype))
 
 

@@ -23,7 +23,11 @@ def test_the_first_matching_pattern_counts_and_the_rest_is_left_alone():
     part = model()
     config = OptimizerConfig(weight_decay=0.2, groups=(*GROUPS, ParameterGroup("norm.*", weight_decay=9.0)))
     groups = build_optimizer(config, [part]).param_groups
-    assert [(len(g["params"]), g["weight_decay"], g["lr_factor"]) for g in groups] == [(1, 0.0, 1.0), (1, 0.2, 0.5), (1, 0.2, 1.0)]
+    assert [(len(g["params"]), g["weight_decay"], g["lr_factor"]) for g in groups] == [
+        (1, 0.0, 1.0),
+        (1, 0.2, 0.5),
+        (1, 0.2, 1.0),
+    ]
     assert groups[0]["params"][0] is part.norm.weight
 
 
@@ -42,14 +46,21 @@ def test_every_kernel_moves_the_weights_alike(name: str, implementation: str):
         nn.init.normal_(parameter)
         parameter.grad = torch.randn_like(parameter)
     before = [p.detach().clone() for p in part.parameters()]
-    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.01, weight_decay=0.0, implementation=implementation), [part])
+    optimizer = build_optimizer(
+        OptimizerConfig(name=name, lr=0.01, weight_decay=0.0, implementation=implementation), [part]
+    )
     optimizer.step()
     for old, new in zip(before, part.parameters(), strict=True):
-        torch.testing.assert_close(old - new, 0.01 * new.grad.sign(), rtol=1e-4, atol=1e-6)  # Adam's first step is lr * sign
+        torch.testing.assert_close(
+            old - new, 0.01 * new.grad.sign(), rtol=1e-4, atol=1e-6
+        )  # Adam's first step is lr * sign
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
     names = [name for name, _ in model().named_parameters()]
     check_patterns(OptimizerConfig(groups=GROUPS), names)
-    with pytest.raises(ValueError, match=r'optimizer.groups\[0\].pattern = "\*bias": matches no parameter; the names are layers.\*.weight'):
+    with pytest.raises(
+        ValueError,
+        match=r'optimizer.groups\[0\].pattern = "\*bias": matches no parameter; the names are layers.\*.weight',
+    ):
         check_patterns(OptimizerConfig(groups=(ParameterGroup("*bias"),)), names)

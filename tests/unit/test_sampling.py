@@ -9,7 +9,9 @@ from training.sampling import SampleConfig, draw, generate
 
 
 def small_model() -> llama.Llama:
-    model = llama.build(llama.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=24), vocab_size=11, max_seq_len=40)
+    model = llama.build(
+        llama.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=24), vocab_size=11, max_seq_len=40
+    )
     model.init_weights(0)
     return model
 

@@ -38,11 +38,16 @@ def test_step_and_data_move_on_commit_only(manager: Seam):
     assert manager.begin_step().slots == (first.slots[0] + 8,)
 
 
-@pytest.mark.parametrize(("tokens", "finite"), [(100.0, False), (0.0, True)])
-def test_a_step_that_cannot_hold_changes_nothing(manager: Seam, tokens: float, finite: bool):
+def test_a_step_that_cannot_hold_changes_nothing(manager: Seam):
     before, state = manager.begin_step(), manager.state_dict()
-    assert manager.commit(manager.reduce([tokens], float("nan"), finite)) is None
+    assert manager.commit(manager.reduce([100.0], float("nan"), False)) is None
     assert (manager.begin_step(), manager.state_dict()) == (before, state)
+
+
+def test_a_step_without_a_target_is_no_step(manager: Seam):
+    manager.begin_step()
+    with pytest.raises(RuntimeError, match="step 1: none of the sequences from 0 on has a target to learn"):
+        manager.commit(manager.reduce([0.0], 0.0, True))
 
 
 def test_the_cursor_survives_a_restart(manager: Seam):
