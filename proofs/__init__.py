@@ -1,0 +1,1 @@
+"""What we claim of Pharos, each a command that shows it."""
