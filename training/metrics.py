@@ -67,7 +67,7 @@ class Meter:
         flops_per_token: float = 0.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: see there."""
+        """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
         self._config, self._log, self._progress = config, log, progress
         self._sinks = Sinks()
@@ -262,17 +262,6 @@ class Memory:
         if self._total_gib:
             tags[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
         return tags
-
-
-def flops_per_token(
-    parameters: int, embedding_parameters: int, *, layers: int, heads: int, head_dim: int, seq_len: int
-) -> float:
-    """Floating-point operations of forward and backward per token of a decoder, as MFU counts them.
-
-    6 (N - N_embedding) + 12 L H D T: two operations per weight forward and four backward, and attention's two products
-    without a discount for the causal half (PaLM, arXiv 2204.02311, appendix B; torchtitan counts the same).
-    """
-    return 6.0 * (parameters - embedding_parameters) + 12.0 * layers * heads * head_dim * seq_len
 
 
 # Dense bf16 peaks in TFLOP/s from the vendors' data sheets; the first pattern found in the device's name counts.

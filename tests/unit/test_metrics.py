@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from training.log import Log
-from training.metrics import Meter, MetricsConfig, flops_per_token, known_peak_tflops
+from training.metrics import Meter, MetricsConfig, known_peak_tflops
 from training.progress import Progress
 from training.sinks import Sinks
 
@@ -251,12 +251,6 @@ def test_close_closes_every_sink() -> None:
 )
 def test_known_peaks(name: str, peak: float | None) -> None:
     assert known_peak_tflops(name) == peak
-
-
-def test_flops_per_token() -> None:
-    # Llama-3 8B at 8192 tokens: 6 * 7.5e9 for the weights, 12 * 32 * 32 * 128 * 8192 for attention.
-    flops = flops_per_token(8_030_261_248, 525_336_576, layers=32, heads=32, head_dim=128, seq_len=8192)
-    assert flops == 6 * 7_504_924_672 + 12 * 32 * 4096 * 8192
 
 
 @pytest.mark.parametrize("folder", ["", ".", "/tmp/tb", "../tb", "tb/../.."])
