@@ -58,10 +58,10 @@ TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside t
 
 def main(argv: Sequence[str]) -> int:
     """One rank of one start of a run; returns the exit code."""
-    if "--help" in argv or "-h" in argv:
-        print(help_text(next((word for word in argv if not word.startswith("-")), None)))
-        return 0
     try:
+        if "--help" in argv or "-h" in argv:
+            print(help_text(next((word for word in argv if not word.startswith("-")), None)))
+            return 0
         config = load(argv)
         check(config, world_size=launched_world_size())
         check_saved(config, config.run_folder)

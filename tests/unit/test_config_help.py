@@ -34,6 +34,10 @@ def test_every_key_has_its_line() -> None:
             assert " ".join(key.help.split()) in words
 
 
+def test_a_config_file_is_no_section() -> None:
+    assert help_text("configs/llama.toml") == help_text()
+
+
 def test_lines_fit() -> None:
     too_long = [line for line in help_text().split("\n") if len(line) > COLUMNS]
     assert too_long == []
