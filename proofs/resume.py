@@ -32,14 +32,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # run by path, from any folder
-
-import torch  # noqa: E402
-from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: E402
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: E402
-from torch.distributed.checkpoint.state_dict_loader import load  # noqa: E402
-
 START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
 # Two processes add the same gradients in another order, and AdamW magnifies a relative error where a gradient is near 0: there
 # the sign of rounding decides a whole step of the learning rate. So the bound on single weights is this share of the distance
@@ -104,7 +104,7 @@ class Runs:
         return float(times[2 * self.steps] - times[self.steps])
 
     def kill_after_checkpoint(self, name: str, precision: str, delay_s: float) -> bool:
-        """Starts the run and SIGKILLs it, `delay_s` after it went beyond checkpoint n; False: it had ended before."""
+        """Starts the run and SIGKILLs it, `delay_s` after it went beyond checkpoint n; False: it was all done by then."""
         before = self.last_step(name)
         with self.started(name, precision) as process:
             deadline = time.monotonic() + START_TIMEOUT_S
@@ -113,7 +113,7 @@ class Runs:
                     raise RuntimeError(f"{name}: no checkpoint; its last output:\n{self.output(name)}")
                 time.sleep(0.002)
             time.sleep(delay_s)
-        return process.returncode == -signal.SIGKILL
+        return process.returncode == -signal.SIGKILL and not self.checkpoint(name, 2 * self.steps).exists()
 
     def forget(self, name: str) -> None:
         """The run never was."""

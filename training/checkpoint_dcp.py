@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -133,25 +133,22 @@ class Snapshot(DefaultSavePlanner):
         self._pinned = pinned
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def prepare(self, states: Mapping[str, Any]) -> None:
+    def prepare(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Makes the buffers and touches their pages, which takes several times as long as the copies to come."""
-        for name, value in _flat(states).items():
-            if isinstance(value, torch.Tensor):
-                self._buffer(name, _local(value))
+        for name, value in _tensors(states):
+            self._buffer(name, _local(value))
 
     @torch.no_grad()
-    def take(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
+    def take(self, states: Mapping[str, Mapping[str, Any]]) -> States:
         """Copies now. Returns the states to give to `write` later, with this planner; until then take no other copy."""
-        states = cast(Mapping[str, Any], _without_live_values(states))
         elsewhere = False
-        for name, value in _flat(states).items():
-            if isinstance(value, torch.Tensor):
-                source = _local(value)
-                self._buffer(name, source).copy_(source, non_blocking=True)
-                elsewhere |= source.device.type != "cpu"
+        for name, value in _tensors(states):
+            source = _local(value)
+            self._buffer(name, source).copy_(source, non_blocking=True)
+            elsewhere |= source.device.type != "cpu"
         if elsewhere:
             torch.accelerator.synchronize()  # the optimizer changes the sources as soon as we return
-        return states
+        return {state: {key: _kept(value) for key, value in values.items()} for state, values in states.items()}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._buffers[index.fqn] if index.fqn in self._buffers else super().lookup_object(index)
@@ -293,13 +290,17 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def _without_live_values(value: Any) -> Any:
-    """The same nest with its containers and plain values copied; tensors stay what they are."""
-    if isinstance(value, Mapping):
-        return {key: _without_live_values(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        return value
-    return copy.deepcopy(value)
+def _tensors(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of which Snapshot has a buffer, under the names that DCP gives them. Deeper ones are cloned by `_kept`."""
+    for state, values in states.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{state}.{key}", value
+
+
+def _kept(value: Any) -> Any:
+    """The value as it is now: a tensor for its name and size, the rest copied."""
+    return value if isinstance(value, (torch.Tensor, int, float, str, bytes)) else copy.deepcopy(value)
 
 
 def _first_failure(failure: CheckpointException) -> str:

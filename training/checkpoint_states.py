@@ -62,7 +62,7 @@ class OptimizerState:
         entries: dict[str, Any] = {}
         for name, group, state in self._walk():
             entries.update({f"state.{name}.{key}": value for key, value in state.items()})
-            entries.update({f"param_groups.{name}.{key}": group[key] for key in sorted(group.keys() - self._NOT_STATE)})
+            entries.update({f"param_groups.{name}.{key}": v for key, v in group.items() if key not in self._NOT_STATE})
         return entries
 
     @torch.no_grad()
