@@ -122,6 +122,16 @@ CASES = [
         needs="tokenizers",
     ),
     Case("too little held out", 'run.toml: training.dataset_held_out = 0.01: the corpus is one document, none can be held out; give more, or set validation.enable = false', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}, nproc=1),
+    Case(
+        "another run of the same name",
+        "run.toml: training.seed: saved 7, now 0\noutputs/run holds a run with the saved settings: put them back, or start another run with --job.name NAME (from these weights: add --checkpoint.initial_load_path outputs/run/checkpoint/step-N)",
+        files={"outputs/run/config.toml": f"{GOOD}\n[training.dataloader]\n".replace("steps = 5", "seed = 7")},
+    ),
+    Case(
+        "saved settings cut off",
+        "outputs/run/config.toml:2: not TOML: Expected '=' after a key in a key/value pair: seq_len; the first start of this run wrote it: restore it, or remove it",
+        files={"outputs/run/config.toml": "[training]\nseq_len"},
+    ),
     Case("weights missing", '--checkpoint.initial_load_path = "nope": no such folder; there are no checkpoints in it', ("--checkpoint.initial_load_path=nope",)),
     Case("pattern without a parameter", '--optimizer.groups[0].pattern = "*.nrom.*": matches no parameter; the names are layers.*.attention.wk.weight, layers.*.attention.wo.weight, layers.*.attention.wq.weight, layers.*.attention.wv.weight, layers.*.attention_norm.weight, layers.*.feed_forward.w1.weight, layers.*.feed_forward.w2.weight, layers.*.feed_forward.w3.weight, layers.*.ffn_norm.weight, norm.weight, output.weight, tok_embeddings.weight', ('--optimizer.groups=[{pattern = "*.nrom.*"}]',)),
 ]  # fmt: skip
