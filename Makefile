@@ -1,10 +1,11 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock
+.PHONY: help check test compat size lock docs resume
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
 	@echo "make compat  every Python found here        make size    lines per package"
-	@echo "make lock    renew requirements*.lock"
+	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
+	@echo "make resume  killed and resumed, bit for bit"
 
 check:
 	@./scripts/run_checks.sh
@@ -20,3 +21,9 @@ size:
 
 lock:
 	@./scripts/lock.sh
+
+docs:
+	@.venv/bin/python -m configs.help
+
+resume:
+	@.venv/bin/python proofs/resume.py

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from configs.check import check
 from configs.help import help_text
 from configs.load import load
-from configs.saved import check_saved, save
+from configs.saved import check_saved, save, to_toml
 from configs.schema import Config
 from ft import Commit, SoloManager
 from parallelisms.clip import gradient_norm, scale_gradients
@@ -73,10 +73,8 @@ def main(argv: Sequence[str]) -> int:
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
             run = Run(config, world, signals, log, cleanup)
-        except (
-            ValueError
-        ) as error:  # input that only the work itself could find wrong, such as a byte deep inside a file
-            print(f"pharos: {error}", file=sys.stderr)
+        except ValueError as error:  # bad input that only the work itself could find, such as a byte deep inside a file
+            print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2
         except (CheckpointFailed, OSError) as error:
             log.error("%s", error)
@@ -98,6 +96,10 @@ class Run:
         self.device = world.device.torch_device
         self.progress = Progress()
         with self.progress.phase("start"):
+            if config.job.description:
+                log.info("about     %s", config.job.description)
+            if config.job.print_config:
+                log.info("%s", to_toml(config))
             if config.training.deterministic:
                 make_deterministic()
             self.read()

@@ -102,7 +102,7 @@ def _check_schedule(config: Config) -> None:
 def _check_validation(config: Config) -> None:
     if config.validation.enable and config.training.dataset_held_out == 0:
         raise ValueError(
-            "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.01"
+            "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
         )
 
 

@@ -27,7 +27,7 @@ class TrainingConfig:
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "what a .bin token file holds"] = "uint16"
     dataset_subset: Annotated[str, 'of a huggingface data set ("en" of allenai/c4); "": default'] = ""
     dataset_split: Annotated[str, "of a huggingface data set, to train on"] = "train"
-    dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.01
+    dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.03
     local_batch_size: Annotated[int, "sequences of one forward and backward of one rank", ">= 1"] = 8
     global_batch_size: Annotated[
         int,

@@ -105,7 +105,7 @@ CASES = [
         "--parallelism.data_parallel_shard_degree = 4: the degrees must multiply to the number of ranks, 2; nearest: 2, or -1 for all of them; or start 4 ranks (NPROC=4)",
         ("--parallelism.data_parallel_shard_degree=4",),
     ),
-    Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.01", ("--validation.enable", "--training.dataset_held_out=0")),
+    Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03", ("--validation.enable", "--training.dataset_held_out=0")),
     # files
     Case("data missing", '--training.dataset_path = "corpus/*": no file matches corpus/*; there is no folder corpus', FILES, nproc=1),
     Case("data empty", '--training.dataset_path = "corpus/*": the corpus is empty: no text in 1 file; give files that hold some', FILES, files={"corpus/a.txt": ""}),
@@ -121,7 +121,7 @@ CASES = [
         files={"tokenizer.json": json.dumps(TOKENIZER)},
         needs="tokenizers",
     ),
-    Case("too little held out", 'run.toml: training.dataset_held_out = 0.01: the corpus is one document, none can be held out; give more, or set validation.enable = false', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}, nproc=1),
+    Case("too little held out", 'run.toml: training.dataset_held_out = 0.03: the corpus is one document, none can be held out; give more, or set validation.enable = false', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}, nproc=1),
     Case(
         "another run of the same name",
         "run.toml: training.seed: saved 7, now 0\noutputs/run holds a run with the saved settings: put them back, or start another run with --job.name NAME (from these weights: add --checkpoint.initial_load_path outputs/run/checkpoint/step-N)",

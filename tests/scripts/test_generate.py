@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.scripts.test_train import Job, folder  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
 ROOT = Path(__file__).resolve().parents[2]
 TOML = """\
 [model]

@@ -96,7 +96,7 @@ def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
         (
             ["--validation.enable", "--training.dataset_held_out=0"],
             1,
-            "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.01",
+            "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03",
         ),
         (
             ["--model.vocab_size=100"],
@@ -160,7 +160,7 @@ def test_a_small_corpus_is_split_before_anything_starts(folder: Path) -> None:
     assert complaints(folder, *files) == []
     assert complaints(folder, *files, "--training.seq_len=400")[0].startswith("--training.seq_len = 400: ")
     assert complaints(folder, *files, "--validation.enable")[0].startswith(
-        "run.toml: training.dataset_held_out = 0.01: "
+        "run.toml: training.dataset_held_out = 0.03: "
     )
     assert sorted(file.name for file in folder.iterdir()) == ["a.txt", "run.toml"]
 
