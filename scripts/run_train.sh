@@ -17,7 +17,7 @@ usage() {
     "Every key of CONFIG, with default, unit and legal values:  .venv/bin/python train.py --help [section]  (or docs/config.md)" \
     "" \
     "Environment:" \
-    "  PYTHON             the Python to use, 3.$oldest to 3.$newest; else the first of python3.12, 3.13, 3.11, 3.14, 3.10, python3" \
+    "  PYTHON             the Python to use, 3.$oldest to 3.$newest; else the first of $pythons python3" \
     "  PHAROS_VENV        folder of the virtual environment, default .venv; nodes may share it" \
     "  TORCH_INDEX        index to take torch from; else a CPU build without an NVIDIA driver, the CUDA build with one" \
     "  PHAROS_NO_INSTALL  1: install nothing, use PYTHON as it is, say what it lacks" \

@@ -11,6 +11,7 @@
 
 root=$(cd -- "${BASH_SOURCE[0]%/*}/../.." >/dev/null && pwd)
 oldest=10 newest=14 # of Python 3
+pythons="python3.12 python3.13 python3.11 python3.14 python3.10"
 
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 beat_seconds=5
@@ -27,7 +28,7 @@ die() { # die CODE MESSAGE
 
 use_python() {
   if [ "${PHAROS_NO_INSTALL:-0}" = 1 ]; then
-    find_python
+    find_python python3 $pythons # the active environment's, which has the packages
     python=$found
     "$python" "$root/scripts/lib/missing.py" "$@" || exit 2
     return
@@ -54,9 +55,9 @@ if sys.version_info[0] == 3 and sys.implementation.name == "cpython":
     print(minor, below if os.path.exists(below) else sys.executable)' 2>/dev/null </dev/null
 }
 
-find_python() { # sets found (to run), base (to make environments with) and minor
+find_python() { # find_python NAME...: sets found (to run), base (to make environments with) and minor
   local candidate answer unfit=
-  for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.13 python3.11 python3.14 python3.10 python3; do
+  for candidate in ${PYTHON:+"$PYTHON"} "$@"; do
     if answer=$(probe "$candidate") && [ -n "$answer" ]; then
       minor=${answer%% *} base=${answer#* } found=$candidate
       if [ "$minor" -ge $oldest ] && [ "$minor" -le $newest ]; then return; fi
@@ -97,7 +98,7 @@ index_of() { # the index a stamp names
 # ---- installing, one at a time
 
 install() {
-  find_python
+  find_python $pythons python3
   "$base" -Ic 'import ensurepip, venv' 2>/dev/null </dev/null ||
     die 1 "$base cannot make virtual environments (it has no ensurepip): apt install python3.$minor-venv, or another Python with PYTHON=..."
   take_lock

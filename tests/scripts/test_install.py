@@ -311,6 +311,13 @@ def test_no_install_says_what_is_missing(machine: Machine):
     assert not machine.venv.exists() and not any("pip" in call for call in machine.calls())
 
 
+def test_no_install_says_what_is_too_old(machine: Machine):
+    machine.has("mine", PYTHON.replace("-I -S", ""))
+    pyproject = machine.repository / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace("torch>=2.11,<2.14", "torch>=2.99,<3"))
+    assert_one_line(machine.run(PHAROS_NO_INSTALL="1", PYTHON="mine"), 2, "lacks torch>=2.99,<3 (it has 2.1")
+
+
 def test_no_install_uses_the_python_as_it_is(machine: Machine):
     machine.has("mine", PYTHON.replace("-I -S", ""))
     code, _, err = machine.run(PHAROS_NO_INSTALL="1", PYTHON="mine")
