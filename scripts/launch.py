@@ -14,6 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,19 +204,21 @@ class LogFile:
         self._path = path
         self._file: TextIO | None = None
         self._early: list[str] = []
+        self._lock = threading.Lock()
 
     def write(self, text: str) -> None:
         """Without a terminal's control codes, and without progress bars, which start with a carriage return."""
         if text.startswith("\r"):
             return
-        self._early.append(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
-        if self._file is None:
-            if not self._path.parent.parent.is_dir():
-                return
-            self._path.parent.mkdir(exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
-        self._file.write("".join(self._early))
-        self._early.clear()
+        with self._lock:
+            self._early.append(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
+            if self._file is None:
+                if not self._path.parent.parent.is_dir():
+                    return
+                self._path.parent.mkdir(exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._file.write("".join(self._early))
+            self._early.clear()
 
 
 class Tee:
