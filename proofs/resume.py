@@ -226,7 +226,8 @@ def main(arguments: Sequence[str]) -> int:
         folder = chosen.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         steps = chosen.steps or (6 if chosen.quick else 40)
-        runs = Runs(folder, chosen.config, steps, chosen.settings)
+        config = str(shutil.copy(chosen.config, folder))  # an edit meanwhile must not make it another run
+        runs = Runs(folder, config, steps, chosen.settings)
         cases = prove(runs, random.Random(chosen.seed), quick=chosen.quick)
     rows = [("what", "history", "compared", "result")]
     rows += [(case.what, case.history, case.compared, case.problem or "equal") for case in cases]
