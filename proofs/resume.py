@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
-# Two processes add the same gradients in another order, and AdamW magnifies a relative error where a gradient is near 0: there
-# the sign of rounding decides a whole step of the learning rate. So the bound on single weights is this share of the distance
-# that the largest one has moved, and the bound on the loss, which sees their sum, is tight.
-WEIGHT_BOUND = 2e-2
+# Two processes add the same gradients in another order, and AdamW magnifies the difference where a gradient is near 0: there
+# the sign of a rounding error decides about a whole step. Hence a bound for single weights, as a share of the longest way that
+# one has gone, that is wider than the bound for losses, relative to them. Seen: 7e-6 and 9e-8 after 40 steps.
+WEIGHT_BOUND = 1e-3
 LOSS_BOUND = 1e-5
 
 TINY = """
@@ -62,6 +62,7 @@ class Case:
     history: str
     compared: str
     problem: str
+    verdict: str = "equal"  # where there is no problem
 
 
 class Runs:
@@ -209,7 +210,7 @@ def two_carry_on(runs: Runs) -> Case:
     problems += [f"weights {apart:.1e} of their way apart, allowed {WEIGHT_BOUND:.0e}"] if apart > WEIGHT_BOUND else []
     problems += [f"losses {loss:.1e} apart, allowed {LOSS_BOUND:.0e}"] if loss > LOSS_BOUND else []
     compared = f"cursor {cursor}, weights {apart:.0e} and losses {loss:.0e} apart"
-    return Case(what, history, compared, ", ".join(problems))
+    return Case(what, history, compared, ", ".join(problems), "within rounding")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -230,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
         runs = Runs(folder, config, steps, chosen.settings)
         cases = prove(runs, random.Random(chosen.seed), quick=chosen.quick)
     rows = [("what", "history", "compared", "result")]
-    rows += [(case.what, case.history, case.compared, case.problem or "equal") for case in cases]
+    rows += [(case.what, case.history, case.compared, case.problem or case.verdict) for case in cases]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,50 @@
+"""proofs/resume.py, the quick one: the claim is checked with every change, and the proof can tell when it does not hold."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from proofs.resume import Runs, checkpoint_digests, compare
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "proofs" / "resume.py"), "--quick", "--keep", str(tmp_path)]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed in step" in done.stdout and "12 steps" in done.stdout
+
+    runs = Runs(tmp_path, "", 6, [])
+    assert compare(runs, "bfloat16", "bfloat16-1") == compare(runs, "bfloat16", "bfloat16")
+    shutil.rmtree(runs.checkpoint("bfloat16", 12))
+    shutil.copytree(runs.checkpoint("bfloat16", 6), runs.checkpoint("bfloat16", 12))
+    log = tmp_path / "bfloat16" / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"step": 9, "loss": ', '"step": 9, "loss": 1'))
+    compared, differing = compare(runs, "bfloat16", "bfloat16-1")
+    assert (
+        compared.endswith("12 steps")
+        and differing.startswith("ledger.position, ledger.step, m")
+        and "more" in differing
+    )
+
+
+def test_digests_are_of_value_dtype_and_shape(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import save
+
+    def digests(name: str, value: object) -> dict[str, str]:
+        save({"state": {"a": value, "b": [1, 2.5]}}, checkpoint_id=tmp_path / name, no_dist=True)
+        return checkpoint_digests(tmp_path / name)
+
+    values = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([-0.0, 0, 0, 0]), 0.0]
+    found = [digests(str(index), value) for index, value in enumerate(values)]
+    assert len({entry["state.a"] for entry in found}) == len(values)
+    assert len({entry["state.b"] for entry in found}) == 1
+    assert digests("again", torch.zeros(4)) == found[0]
