@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from parallelisms.allocator import keep_freed_memory
+
 
 @dataclass(frozen=True)
 class Device:
@@ -44,11 +46,12 @@ class Device:
 
 
 def pick_device(local_rank: int) -> Device:
-    """CUDA device `local_rank` where there is one, else the CPU."""
+    """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return Device(device, "nccl")
+    keep_freed_memory()
     return Device(torch.device("cpu"), "gloo")
 
 
