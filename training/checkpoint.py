@@ -83,6 +83,11 @@ class CheckpointConfig:
             raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
         if self.create_seed_checkpoint and self.load_only:
             raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; nearest: false")
+        if self.create_seed_checkpoint and self.initial_load_path:
+            raise ValueError(
+                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '
+                'nearest: ""'
+            )
         if self.exclude_from_loading and not self.initial_load_path:
             shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
             raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
@@ -131,11 +136,11 @@ class Checkpointer:
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def save(self, step: int, *, last: bool = False) -> float:
-        """Saves the states as `step`, due or not; the seconds that held the caller up. `last`: the run is finished
-        with it.
+        """Saves the states as `step`, due or not; returns the seconds that held the caller up.
 
-        Does nothing when checkpoints are off or hold this step already. In an async mode all but the last is written
-        in the background; what fails there is raised by the next `save`, `wait` or `close`. Raises CheckpointFailed.
+        `last`: the run is finished with this step. Does nothing when checkpoints are off or hold this step already.
+        In an async mode all but the last is written in the background; what fails there is raised by the next `save`,
+        `wait` or `close`. Raises CheckpointFailed.
         """
         began = time.perf_counter()
         self.wait()
@@ -168,6 +173,9 @@ class Checkpointer:
         if not self._config.load_only:
             self._ranks.first(self._tidy)
         steps = self._ranks.first(lambda: files.list_steps(self.folder))
+        if self._config.create_seed_checkpoint:
+            self._refuse_seed_after(steps)
+            return None
         if steps or self._config.load_step >= 0:
             step: int | None = self._load_own(steps)
         else:
@@ -177,9 +185,7 @@ class Checkpointer:
         return step
 
     def exported_step(self) -> int | None:
-        """The newest step, other than the seed's 0, whose weights were saved alone. A finished run may have no more
-        than that.
-        """
+        """The newest step whose weights were saved alone (not the seed): of a finished run's end there may be no more."""
         self.wait()
         return self._ranks.first(lambda: files.newest(self.folder, kind="model") or None)
 
@@ -236,9 +242,7 @@ class Checkpointer:
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
 
     def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[_Report]) -> int:
-        """Rank 0: publishes what all have written; returns its bytes. Else takes it back, and CheckpointFailed says
-        why.
-        """
+        """Rank 0: publishes what all have written and returns its bytes, or takes it back and raises CheckpointFailed."""
         problems = sorted((report for report in reports if report.problem), key=lambda report: not report.own)
         records = tuple(record for report in reports for record in report.records)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, self._config_digest, records)
@@ -265,6 +269,14 @@ class Checkpointer:
             notes = [f"could not clear away what was left ({files.reason(error)})"]
         if notes:
             self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
+
+    def _refuse_seed_after(self, steps: Sequence[int]) -> None:
+        """A seed is the first state of a run, so there is nothing to load, and nothing that may be there already."""
+        if later := [step for step in steps if step > 0]:
+            raise ValueError(
+                f"checkpoint.create_seed_checkpoint = true: {self.folder} holds step {later[-1]} of a run that has begun; "
+                "give the seed a job.name of its own"
+            )
 
     def _load_own(self, steps: Sequence[int]) -> int:
         wanted = self._config.load_step

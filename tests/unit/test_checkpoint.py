@@ -607,6 +607,16 @@ def test_a_run_begins_with_its_seed(tmp_path: Path) -> None:
     assert same(job.everything(), Job(tmp_path, seed=3).everything())
 
 
+def test_a_seed_is_made_of_fresh_weights(tmp_path: Path) -> None:
+    for _ in range(2):  # the second takes the place of the first
+        job = Job(tmp_path, seed=3, create_seed_checkpoint=True)
+        assert job.checkpointer.load() is None
+        job.checkpointer.save_seed()
+    Job(tmp_path).step_and_save(2)
+    with pytest.raises(ValueError, match=r"create_seed_checkpoint = true: .* holds step 2 of a run that has begun"):
+        Job(tmp_path, create_seed_checkpoint=True).checkpointer.load()
+
+
 def test_load_step(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.step_and_save(2)
@@ -694,6 +704,7 @@ def test_a_beginning_that_is_damaged_or_none(tmp_path: Path) -> None:
         ({"create_seed_checkpoint": True, "enable": False}, "create_seed_checkpoint = true: needs checkpoint.enable"),
         ({"folder": "./"}, 'folder = "./": must be a folder of its own; nearest: "checkpoint"'),
         ({"create_seed_checkpoint": True, "load_only": True}, "load_only = true: no seed checkpoint would be written"),
+        ({"create_seed_checkpoint": True, "initial_load_path": "x"}, 'initial_load_path = "x": a seed holds freshly'),
         ({"exclude_from_loading": ("a", "b")}, 'exclude_from_loading = ["a", "b"]: needs checkpoint.initial_load_path'),
     ],
 )
