@@ -152,9 +152,9 @@ class Checkpointer:
         elif last or self._config.async_mode == "disabled":
             self._write(step, "full", self._live_states())
         else:
-            snapshot = self._prepared_snapshot()
+            snapshot, background = self._prepared()
             states = snapshot.take(self._live_states())
-            self._background = Background(lambda: self._write(step, "full", states, snapshot))
+            background.start(lambda: self._write(step, "full", states, snapshot))
         return time.perf_counter() - began
 
     def save_seed(self) -> None:
@@ -181,7 +181,7 @@ class Checkpointer:
         else:
             step = self._load_initial() if self._config.initial_load_path else None
         if self._writes and self._config.async_mode != "disabled":
-            self._prepared_snapshot()  # takes longer than a copy: now, rather than in the first step that saves
+            self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
         return step
 
     def exported_step(self) -> int | None:
@@ -192,12 +192,12 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when nothing is being written. Raises what a save in the background failed with, once."""
         if self._background is not None:
-            background, self._background = self._background, None
-            background.join()
+            self._background.join()
 
     def close(self) -> None:
-        """The same as `wait`."""
-        self.wait()
+        """Waits like `wait`, and raises like it; then nothing can be saved any more. May be called twice."""
+        if self._background is not None:
+            self._background.close()
 
     @property
     def _writes(self) -> bool:
@@ -206,13 +206,14 @@ class Checkpointer:
     def _live_states(self) -> dict[str, dict[str, Any]]:
         return {name: values for name, state in self._states.items() if (values := state.state_dict())}
 
-    def _prepared_snapshot(self) -> Snapshot:
+    def _prepared(self) -> tuple[Snapshot, Background]:
         from training.checkpoint_dcp import Snapshot
 
-        if self._snapshot is None:
+        if self._snapshot is None or self._background is None:
             self._snapshot = Snapshot(pinned=self._config.async_mode == "async_with_pinned_mem")
             self._snapshot.prepare(self._live_states())
-        return self._snapshot
+            self._background = Background()
+        return self._snapshot, self._background
 
     def _export(self, step: int) -> None:
         dtype = getattr(torch, self._config.export_dtype)

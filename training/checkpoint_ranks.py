@@ -5,8 +5,8 @@ Flow: checkpoint.py and checkpoint_restore.py ask; the gloo group here is the on
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,21 +56,30 @@ class Ranks:
 
 
 class Background:
-    """A thread that does one thing and whose failure is not lost. Not a daemon: the interpreter waits for its end."""
+    """A thread that does one piece of work at a time and keeps its failure. The interpreter waits for it at exit."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint-writer")
-        self._thread.start()
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self._thread.submit(int).result()  # it exists from now on: starting it would hold up the first who needs it
+        self._work: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Returns at once. The work before must have been joined."""
+        assert self._work is None
+        self._work = self._thread.submit(work)
 
     def join(self) -> None:
-        """Waits as long as it takes: a disk's time has no bound, and waiting for other ranks has one of its own."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        """Returns when there is no work; raises, once, what it failed with.
 
-    def _run(self, work: Callable[[], None]) -> None:
+        It waits as long as it takes: a disk's time has no bound, and waiting for other ranks has one of its own.
+        """
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.result()
+
+    def close(self) -> None:
+        """Joins, and ends the thread. May be called twice."""
         try:
-            work()
-        except BaseException as error:  # noqa: BLE001 (raised in `join`, by the thread that can act on it)
-            self._error = error
+            self.join()
+        finally:
+            self._thread.shutdown()

@@ -541,7 +541,7 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: P
 def test_buffers_are_made_before_training_and_used_again(tmp_path: Path) -> None:
     job = Job(tmp_path, async_mode="async")
     job.checkpointer.load()
-    snapshot = job.checkpointer._prepared_snapshot()
+    snapshot, _ = job.checkpointer._prepared()
     buffers = {name: buffer.data_ptr() for name, buffer in snapshot._buffers.items()}
     assert len(buffers) == 8 + 3 * 5  # weights and buffers of the model, three tensors a parameter of the optimizer
     job.step_and_save(2, 4)
