@@ -19,13 +19,13 @@ import torch
 from training import checkpoint_files as files
 from training.checkpoint_files import CheckpointFailed, Damaged, FileRecord, Manifest
 from training.checkpoint_ranks import Background, Ranks
-from training.checkpoint_restore import LogLike, initial, initial_folder, load_weights, restore, steps_phrase, survey
+from training.checkpoint_restore import LogLike, initial, initial_folder, restore, steps_phrase, survey
 from training.checkpoint_states import ModelState, OptimizerState, Stateful
 
 if TYPE_CHECKING:
     from training.checkpoint_dcp import Snapshot
 
-__all__ = ["CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState", "load_weights"]
+__all__ = ["CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
 
 
 @dataclass(frozen=True)

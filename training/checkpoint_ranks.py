@@ -24,13 +24,6 @@ class Ranks:
         self.world_size = dist.get_world_size() if several else 1
         self.group = dist.new_group(backend="gloo", timeout=timeout) if several else None
 
-    @classmethod
-    def alone(cls) -> Ranks:
-        """One process, even where a process group exists."""
-        ranks = cls.__new__(cls)
-        ranks.rank, ranks.world_size, ranks.group = 0, 1, None
-        return ranks
-
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
         values = [value] * self.world_size

@@ -1,7 +1,6 @@
 """From a checkpoint's folder into states, by name and size.
 
-Flow: checkpoint.py (which checkpoint) and those who only want the weights (`load_weights`) -> this ->
-checkpoint_dcp.py.
+Flow: checkpoint.py (which checkpoint) -> this (does it fit?) -> checkpoint_dcp.py (files to tensors).
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from torch import nn
-
 from training import checkpoint_files as files
-from training.checkpoint_files import CheckpointFailed, Damaged, Manifest
+from training.checkpoint_files import Damaged, Manifest
 from training.checkpoint_ranks import Ranks
-from training.checkpoint_states import ModelState, Stateful
+from training.checkpoint_states import Stateful
 
 
 class LogLike(Protocol):
@@ -25,33 +22,6 @@ class LogLike(Protocol):
     def info(self, message: str, *args: object) -> None: ...
 
     def warning(self, message: str, *args: object) -> None: ...
-
-
-def load_weights(folder: Path, parts: Sequence[nn.Module], *, log: LogLike, step: int = -1) -> int:
-    """Puts the weights of the newest whole checkpoint in `folder` (or of `step`) into `parts`; returns its step.
-
-    For one process that uses a model and does not train it; weights saved alone will do. Raises ValueError when there
-    is no checkpoint, CheckpointFailed when none is whole.
-    """
-    steps = files.list_steps(folder)
-    if not steps or (step >= 0 and step not in steps):
-        raise ValueError(
-            f"{folder}: no checkpoint{f' of step {step}' if step >= 0 else ''}; {steps_phrase(steps, step)}"
-        )
-    for candidate in [step] if step >= 0 else reversed(steps):
-        path = files.step_folder(folder, candidate)
-        try:
-            manifest = files.read_manifest(path)
-            files.verify(path, manifest)
-        except Damaged as damage:
-            problem = str(damage)
-        else:
-            model = {"model": ModelState(parts)}
-            problem = restore(model, path, manifest, ranks=Ranks.alone(), log=log, request=str(path))
-        if not problem:
-            return candidate
-        log.warning("checkpoint: step %d is damaged and not used: %s", candidate, problem)
-    raise CheckpointFailed(f"checkpoint: none in {folder} that could be used is whole")
 
 
 def restore(

@@ -28,15 +28,13 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors (DTensors where sharded); reading into them changes the model."""
-        return {name: value for part in self._parts for name, value in _model_state(part).items()}
+        return {_plain(name): value for part in self._parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what is there; names that are missing stay as they are."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
         for part in self._parts:
-            own = {name: state[name] for name in _model_state(part) if name in state}
-            set_model_state_dict(part, own, options=StateDictOptions(strict=False))
+            own = {name: state[plain] for name in part.state_dict() if (plain := _plain(name)) in state}
+            part.load_state_dict(own, strict=False)
 
 
 class OptimizerState:
@@ -106,12 +104,6 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
-
-
-def _model_state(part: nn.Module) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # a second's import, for those who save
-
-    return dict(get_model_state_dict(part))
 
 
 def _plain(name: str) -> str:

@@ -25,7 +25,6 @@ from training.checkpoint import (
     CheckpointFailed,
     ModelState,
     OptimizerState,
-    load_weights,
 )
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -115,12 +114,22 @@ def test_any_number_of_ranks_loads_it(
     assert len(list((tmp_path / "checkpoint/step-2").glob("*.distcp"))) == saved_by
 
 
-def test_a_plain_process_reads_the_weights(pool: Pool, tmp_path: Path) -> None:
-    there, _ = pool.run(2, save_after, tmp_path, 2, 0, {"last_save_model_only": True})[0]
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1, bias=False))
-    assert load_weights(tmp_path / "checkpoint", [model], log=Lines()) == 2
+def test_a_plain_process_begins_with_exported_weights(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_after, tmp_path, 2, 0, {})
+    there = pool.run(2, export_after_load, tmp_path)[0]
+    model = network()
+    config = CheckpointConfig(initial_load_path=str(tmp_path / "checkpoint/step-2"))
+    Checkpointer(config, tmp_path / "other", {"model": ModelState([model])}, log=Lines()).load()
     for name, value in model.state_dict().items():
         assert value.tolist() == there[name]
+
+
+def export_after_load(folder: Path) -> dict[str, Any]:
+    run = Run(folder, last_save_model_only=True)
+    run.checkpointer.load()
+    run.checkpointer.save(2, last=True)
+    assert run.checkpointer.exported_step() == 2
+    return run.everything()
 
 
 class Stages(nn.Module):

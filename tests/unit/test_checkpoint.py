@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from training.checkpoint import (
     CheckpointFailed,
     ModelState,
     OptimizerState,
-    load_weights,
 )
 from training.checkpoint_dcp import Snapshot
 from training.checkpoint_states import materialise
@@ -78,16 +77,29 @@ def test_an_optimizer_that_has_gradients_is_left_alone() -> None:
 
 
 def test_the_names_are_those_of_dcp(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
     job = Job(tmp_path)
     job.train(1)
     flattened = get_optimizer_state_dict(
         job.model, job.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
     )
-    ours = OptimizerState([job.model], job.optimizer).state_dict()
     kernels = ("fused", "foreach", "capturable", "differentiable")
-    assert ours.keys() == {name for name in flattened if not name.endswith(kernels)}
+    names = {name for name in flattened if not name.endswith(kernels)}
+    assert ModelState([job.model]).state_dict().keys() == get_model_state_dict(job.model).keys()
+    assert OptimizerState([job.model], job.optimizer).state_dict().keys() == names
+
+
+def test_names_do_not_tell_what_wraps_a_module(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, wrapped = Job(tmp_path), Job(tmp_path, seed=1)
+    wrapped.model[0] = cast(nn.Module, torch.compile(wrapped.model[0], backend="eager"))
+    wrapped.model[2] = checkpoint_wrapper(wrapped.model[2])
+    assert wrapped.everything().keys() == plain.everything().keys()
+    plain.step_and_save(2)
+    assert wrapped.checkpointer.load() == 2
+    assert same(wrapped.everything(), plain.everything())
 
 
 def test_a_parameter_without_gradient_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -572,8 +584,8 @@ def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:
     assert copy.checkpointer.exported_step() == 4
     assert copy.checkpointer.load() == 2  # what can be gone on from
 
-    weights = Job(tmp_path, seed=1)
-    assert load_weights(tmp_path / "checkpoint", [weights.model], log=Lines()) == 4
+    weights = Job(tmp_path / "other", seed=1, initial_load_path=str(tmp_path / "checkpoint/step-4"))
+    assert weights.checkpointer.load() is None
     expected = {name: value.bfloat16().float() for name, value in job.model.named_parameters()}
     assert same(dict(weights.model.named_parameters()), expected)
     assert weights.model.get_buffer("1.num_batches_tracked") == 4
@@ -711,21 +723,3 @@ def test_a_beginning_that_is_damaged_or_none(tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"checkpoint.{message}")):
         CheckpointConfig(**settings).check()
-
-
-def test_weights_for_a_reader(tmp_path: Path) -> None:
-    first = Job(tmp_path)
-    first.step_and_save(2)
-    weights = {name: value.clone() for name, value in first.model.state_dict().items()}
-    first.step_and_save(4)
-    flip_a_bit(data_file(tmp_path, 4))
-    log = Lines()
-    reader = Job(tmp_path, seed=1)
-    assert load_weights(tmp_path / "checkpoint", [reader.model], log=log) == 2
-    assert same(reader.model.state_dict(), weights) and len(log.warnings) == 1
-    with pytest.raises(CheckpointFailed):
-        load_weights(tmp_path / "checkpoint", [reader.model], log=log, step=4)
-    with pytest.raises(ValueError, match="no checkpoint of step 3; steps there: 2, 4; nearest: 2"):
-        load_weights(tmp_path / "checkpoint", [reader.model], log=log, step=3)
-    with pytest.raises(ValueError, match="no checkpoint; there are no checkpoints in it"):
-        load_weights(tmp_path / "nowhere", [reader.model], log=log)
