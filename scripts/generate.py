@@ -104,7 +104,8 @@ def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int,
         )
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
-    checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None)
+    if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):
+        raise RuntimeError(f"{path}: {problem}")
     precision = choose_precision("float32", dtype, "float32", device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.compute)
