@@ -141,10 +141,11 @@ class Bench:
             return seconds
 
     def copy(self) -> float:
-        began = time.perf_counter()
-        for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
-            buffer.copy_(tensor)
-        return time.perf_counter() - began
+        with self.clean():
+            began = time.perf_counter()
+            for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
+                buffer.copy_(tensor)
+            return time.perf_counter() - began
 
     @contextmanager
     def clean(self) -> Iterator[None]:

@@ -45,8 +45,7 @@ class OtherRankFailed(RuntimeError):
 def write(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Snapshot | None = None
 ) -> list[FileRecord]:
-    """Writes this rank's share of `states` into the folder `path`, on the disk when it returns; the records of its
-    files.
+    """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then.
 
     All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
     OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, not what they hold now.
@@ -67,8 +66,7 @@ def write(
 
 
 def read(states: States, path: Path, *, group: dist.ProcessGroup | None) -> str:
-    """Fills `states` from the checkpoint in place: tensors are copied into, each rank's own shard; other values
-    replaced.
+    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced.
 
     Every name must be in the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read
     its part (the same on all ranks of `group`); the states are then a mixture.

@@ -83,8 +83,7 @@ class OptimizerState:
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer that has never stepped the state that its first step would begin with; no weight changes by
-    a bit.
+    """Gives an optimizer that has never stepped the state its first step would begin with; changes no bit of a weight.
 
     It takes a step with zero gradients at rate 0 and sets the step counters back to 0: DCP's own way leaves them at
     1, which would bend the bias correction of all that follows.
@@ -107,9 +106,7 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _plain(name: str) -> str:
-    """The parameter's name without what torch.compile and activation checkpointing wrap around modules, as DCP has
-    it.
-    """
+    """The name without what torch.compile and activation checkpointing wrap around modules, as DCP has it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
