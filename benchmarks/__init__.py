@@ -1,0 +1,1 @@
+"""Measurements beside the peers: each file is one command that prints a table."""

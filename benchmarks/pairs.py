@@ -1,0 +1,107 @@
+"""Measuring two or more sides fairly: each in its own long-lived process, in turns, compared round by round.
+
+A machine's speed drifts by more than the differences of interest. Two sides that run within seconds of each other see the
+same machine, so the ratio inside a round is steady where the figures themselves are not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median over rounds of one side's figure by another's, and its range."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratio(figures: Sequence[float], other: Sequence[float]) -> Ratio:
+    """figures[i] / other[i] were measured in the same round i."""
+    ratios = [a / b for a, b in zip(figures, other, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+class Failed(RuntimeError):
+    """A side could not start or died; the message is the last line it wrote to stderr."""
+
+
+class Worker:
+    """A side's process. It reads one JSON request a line and answers with one JSON line; its first line says it is ready."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """`env` is added to this process' environment."""
+        self.name = name
+        # not a pipe: one that nobody reads fills up and blocks the side
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env={**os.environ, **env},
+        )
+
+    def ask(self, request: Any) -> Any:
+        """Sends `request`, waits for its answer. Raises Failed."""
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise Failed(self._last_words()) from None
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next line that is JSON (libraries print other things). Raises Failed."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise Failed(self._last_words())
+
+    def close(self) -> None:
+        """Ends the process and waits for it."""
+        self._process.kill()
+        self._process.communicate()
+        self._stderr.close()
+
+    def _last_words(self) -> str:
+        self._process.communicate()
+        self._stderr.seek(0)
+        said = [line for line in self._stderr if line.strip()]
+        return said[-1].strip() if said else f"exit code {self._process.returncode}"
+
+
+def in_turns(workers: Sequence[Worker], request: Any, *, rounds: int) -> dict[str, list[Any]]:
+    """Each worker's answers to `request`, by name, one a round. Every other round runs backwards: nobody is always first."""
+    answers: dict[str, list[Any]] = {worker.name: [] for worker in workers}
+    for index in range(rounds):
+        for worker in workers if index % 2 == 0 else reversed(workers):
+            answers[worker.name].append(worker.ask(request))
+    return answers
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; all but the first are flush right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

@@ -1,0 +1,165 @@
+"""One side of benchmarks/step.py: a Llama's training step (forward, loss, backward, clipping, AdamW), here or in a peer.
+
+It runs under the interpreter of its side, so a peer's side imports torch and that peer alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
+
+
+def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack) -> Step:
+    """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group."""
+    from models.llama import Config, build
+    from parallelisms.clip import gradient_norm, scale_gradients
+    from parallelisms.distributed import CommConfig, process_group
+    from parallelisms.mesh import ParallelismConfig, build_mesh
+    from parallelisms.parallelize import CompileConfig, parallelize
+    from parallelisms.precision import Precision
+    from training.loss import cross_entropy_sum
+    from training.optimizer import OptimizerConfig, build_optimizer
+
+    cleanup.enter_context(process_group(CommConfig()))
+    config = Config(
+        dim=sizes["dim"],
+        n_layers=sizes["layers"],
+        n_heads=sizes["heads"],
+        n_kv_heads=sizes["kv_heads"],
+        hidden_dim=sizes["hidden"],
+    )
+    with torch.device("meta"):
+        model = build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
+    compute = torch.bfloat16 if "bf16" in setting else torch.float32
+    parallel = parallelize(
+        model,
+        build_mesh(ParallelismConfig(), device.type, 1),
+        cross_entropy_sum,
+        precision=Precision(torch.float32, compute, torch.float32),
+        reshard_after_forward="default",
+        compile=CompileConfig(enable="compile" in setting),
+        device=device,
+        seed=0,
+    )
+    optimizer = build_optimizer(OptimizerConfig(lr=3e-4), parallel.parts)
+    parameters = list(parallel.parts[0].parameters())
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        parallel.forward_backward(inputs, labels)
+        tokens = labels.numel()
+        norm = gradient_norm(parameters).item() / tokens
+        scale_gradients(parameters, min(1.0, 1.0 / (norm + 1e-6)) / tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
+    """torchtitan 0.2's llama3, compiled block by block as its own trainer does."""
+    llama3 = "torchtitan.models.llama3.model"
+    model = import_module(f"{llama3}.model").Transformer(
+        import_module(f"{llama3}.args").TransformerModelArgs(
+            dim=sizes["dim"],
+            n_layers=sizes["layers"],
+            n_heads=sizes["heads"],
+            n_kv_heads=sizes["kv_heads"],
+            vocab_size=sizes["vocab"],
+            max_seq_len=sizes["seq"],
+            multiple_of=sizes["hidden"],  # rounds two thirds of 4 * dim up to the width asked for
+            ffn_dim_multiplier=None,
+        )
+    )
+    with torch.no_grad():
+        model.init_weights()
+    assert model.layers["0"].feed_forward.w1.out_features == sizes["hidden"], (
+        "these sizes cannot be had from torchtitan"
+    )
+    if "compile" in setting:
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(block, fullgraph=True))
+    return _peer_step(model, model, setting, device)
+
+
+def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
+    """LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
+    peer = import_module("transformers")
+    config = peer.LlamaConfig(
+        hidden_size=sizes["dim"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        vocab_size=sizes["vocab"],
+        intermediate_size=sizes["hidden"],
+        max_position_embeddings=sizes["seq"],
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    model = peer.LlamaForCausalLM(config)
+    forward = torch.compile(model) if "compile" in setting else model
+    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
+
+
+def _peer_step(
+    model: torch.nn.Module, logits_of: Callable[[Tensor], Tensor], setting: str, device: torch.device
+) -> Step:
+    model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
+            loss = torch.nn.functional.cross_entropy(logits_of(inputs).flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
+    """Answers {"steps": n} with the seconds and CPU seconds that n steps took, and the memory so far."""
+    if cpus := arguments["cpus"]:
+        os.sched_setaffinity(0, cpus)
+    torch.manual_seed(0)
+    sizes, device = arguments["sizes"], torch.device(arguments["device"])
+    side = {"pharos": pharos, "torchtitan": torchtitan, "transformers": transformers}[arguments["side"]]
+    step = side(sizes, arguments["setting"], device, cleanup)
+
+    def run(steps: int) -> dict[str, float]:
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1), device=device)
+            step(tokens[:, :-1], tokens[:, 1:])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(device) / 2**20}
+
+    print(json.dumps(run(1)), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line)["steps"])), flush=True)
+
+
+def _peak_bytes(device: torch.device) -> float:
+    """The process' peak resident size on a CPU; what the caching allocator had to hand out at most on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    with ExitStack() as cleanup:
+        main(json.loads(sys.argv[1]), cleanup)
