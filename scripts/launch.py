@@ -169,6 +169,9 @@ def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
     constructor; seen in libtorch_cuda.so of 2.11.0 and 2.13.0).
     """
     env.setdefault("OMP_NUM_THREADS", threads_per_rank(nproc))
+    # Threads that wait sleep rather than spin: a spinning one takes the core from the very thread it waits for as soon as anything
+    # else runs on the machine (2 cores, one of them busy: 2 to 10 times faster steps; see docs/benchmarks.md for an idle machine).
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The name that torch 2.11 to 2.13 read first; PYTORCH_CUDA_ALLOC_CONF is the old one (c10/core/AllocatorConfig.h).
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in env:
         env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

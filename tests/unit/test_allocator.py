@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("torch")
+
 TWENTY_ROUNDS = """
 import resource, sys, torch
 from parallelisms.allocator import keep_freed_memory
