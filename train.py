@@ -45,6 +45,7 @@ from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiling import Profiler
 from training.progress import Progress, summary
+from training.runlock import RunLock
 from training.sampling import sample_text
 from training.schedule import learning_rate_factor
 from training.signals import SAVE, STOP, Signals
@@ -164,6 +165,8 @@ class Run:
     def resume(self) -> None:
         """What is kept, and where it left off."""
         config, folder = self.config, self.config.run_folder
+        if self.world.global_rank == 0:
+            self.cleanup.enter_context(closing(RunLock(folder)))
         self.meter = Meter(
             config.metrics,
             log=self.log,
@@ -184,7 +187,9 @@ class Run:
         self.checkpointer = self.cleanup.enter_context(
             closing(Checkpointer(config.checkpoint, folder, states, log=self.log))
         )
-        resumed = self.checkpointer.load()
+        self.exported = self.checkpointer.exported_step() or 0  # a finished run may hold nothing else of its end
+        finished = self.exported >= config.training.steps
+        resumed = self.exported if finished else self.checkpointer.load()
         self.first_step, self.first_tokens = self.manager.step, self.meter.tokens
         self.mean_loss, self.wishes = nan, 0
         self.look: ValidationLoss | None = None  # the last one
@@ -206,9 +211,8 @@ class Run:
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
-        if self.manager.step >= steps:
-            text = "finished already: %d of %d steps; a larger training.steps goes on"
-            return self.log.info(text, self.manager.step, steps)
+        if (reached := max(self.manager.step, self.exported)) >= steps:
+            return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
         watchdog, profiler, garbage = self.look_after()
         while self.manager.step < steps:
             if not self.train_step():

@@ -1,0 +1,44 @@
+"""One start of a run at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.runlock import RunLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from training.runlock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_start_is_told_who_has_the_run(tmp_path: Path) -> None:
+    first = RunLock(tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"is being trained by process {os.getpid()} on .*--job.name NAME"):
+        RunLock(tmp_path / "run")
+    RunLock(tmp_path / "other").close()
+    first.close()
+    first.close()
+    RunLock(tmp_path / "run").close()
+
+
+def test_a_killed_start_holds_nothing(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout and child.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"process {child.pid} on"):
+        RunLock(tmp_path)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    RunLock(tmp_path).close()
