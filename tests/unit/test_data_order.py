@@ -15,7 +15,7 @@ from tests.unit.data_corpus import document, files_config, open_small, write_jso
 from training.config import TrainingConfig
 from training.data import cache as cache_module
 from training.data.cache import BUCKETS, Corpus
-from training.data.order import EPOCHS_KEPT, Order, in_split, shuffled
+from training.data.order import EPOCHS_KEPT, Order, in_split, shuffled, stride
 
 DOCUMENT_IDS = 37
 HELD_OUT = 0.2
@@ -43,13 +43,28 @@ def ids_of(corpus: Corpus, split: str) -> set[int]:
     return {i for number in in_split(corpus, split, HELD_OUT) for i in document(corpus, int(number))}
 
 
+def line_of(order: Order, epoch: int) -> list[np.ndarray]:
+    """An epoch's sequences as they lie in its line, not as they have their turn."""
+    count = order.sequences_per_epoch
+    rows = {turn * stride(count) % count: order.sequence(epoch * count + turn) for turn in range(count)}
+    assert sorted(rows) == list(range(count))  # each has its turn, once
+    return [rows[index] for index in range(count)]
+
+
+def test_a_batch_is_spread_over_the_epoch() -> None:
+    """Eight neighbours in the line are one document's pieces; eight in turn are at least a fifteenth of the epoch apart."""
+    for count in (1, 2, 3, 10, 97, 43_210, 10**9):
+        step = stride(count)
+        assert 1 <= step <= max(count, 1) and np.gcd(step, count) == 1
+    places = sorted(turn * stride(43_210) % 43_210 for turn in range(100, 108))
+    assert min(after - before for before, after in pairwise(places)) > 43_210 / 15
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("epoch", [0, 1, 3])
 @pytest.mark.parametrize("seq_len", [1, 16, 37, 200])
 def test_an_epoch_holds_each_token_once(corpus: Corpus, seq_len: int, epoch: int, split: str) -> None:
-    order = order_of(corpus, split=split, seq_len=seq_len)
-    first = epoch * order.sequences_per_epoch
-    rows = [order.sequence(first + index) for index in range(order.sequences_per_epoch)]
+    rows = line_of(order_of(corpus, split=split, seq_len=seq_len), epoch)
     assert all(row.shape == (seq_len + 1,) and row.dtype == np.int64 for row in rows)
     assert all(before[-1] == after[0] for before, after in pairwise(rows))
     inputs = [int(i) for row in rows for i in row[:-1]]
@@ -60,8 +75,7 @@ def test_an_epoch_holds_each_token_once(corpus: Corpus, seq_len: int, epoch: int
 
 
 def test_documents_stay_whole_and_in_their_own_order(corpus: Corpus) -> None:
-    order = order_of(corpus)
-    line = np.concatenate([order.sequence(index)[:-1] for index in range(order.sequences_per_epoch)])
+    line = np.concatenate([row[:-1] for row in line_of(order_of(corpus), 0)])
     breaks = np.flatnonzero(np.diff(line) != 1) + 1
     starts = {document(corpus, int(number))[0] for number in in_split(corpus, "train", HELD_OUT)}
     assert {int(i) for i in line[breaks]} <= starts
