@@ -44,7 +44,7 @@ from training.metrics import Meter
 from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiling import Profiler
-from training.progress import Progress, summary
+from training.progress import Progress, duration, summary
 from training.runlock import RunLock
 from training.sampling import sample_text
 from training.schedule import learning_rate_factor
@@ -54,6 +54,7 @@ from training.tokenizer import build_tokenizer
 from training.validation import ValidationLoss, validate
 from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
 
+FIRST_ESTIMATE = 3  # steps after which a start says how long it will take: on slow hardware one wants to know at once
 TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside the run's folder
 
 
@@ -222,6 +223,8 @@ class Run:
                 self.validate()
             if self.checkpointer.due(step) or wishes:
                 self.save()
+            if step == self.first_step + FIRST_ESTIMATE and (left_s := self.meter.eta_s(step)) is not None:
+                self.log.info("the other %d steps take about %s at this pace", steps - step, duration(left_s))
             watchdog.step_done()
             profiler.step(step)
             garbage.step(step)

@@ -200,12 +200,12 @@ class Meter:
         ]
         if "mfu(%)" in rates:
             fields.append(paint(f"mfu {rates['mfu(%)']:.1f}%", "magenta"))
-        eta_s = self._eta_s(step)
+        eta_s = self.eta_s(step)
         if eta_s is not None:
             fields.append(f"ETA {duration(eta_s)}")
         return "  ".join(fields)
 
-    def _eta_s(self, step: int) -> float | None:
+    def eta_s(self, step: int) -> float | None:
         """Seconds to the last step at the pace of this start, all told; its first step (compilation) left out."""
         done = step - (self._first_step or 0)
         if done <= 0 or step >= self._steps:

@@ -121,6 +121,7 @@ def checkpoints(folder: Path) -> set[str]:
 def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     first = Job(folder)
     assert first.end() == 0, first.output
+    assert "the other 3 steps take about " in first.output
     assert "a sample of text:\nab" in first.output and "finished step 6: 768 tokens" in first.output
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and list(rows(folder, "validation_loss")) == [3, 6]
     assert checkpoints(folder) == {"step-4", "step-6"}
