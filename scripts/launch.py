@@ -169,9 +169,8 @@ def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
     constructor; seen in libtorch_cuda.so of 2.11.0 and 2.13.0).
     """
     env.setdefault("OMP_NUM_THREADS", threads_per_rank(nproc))
-    # A waiting OpenMP thread spins this long (some 50 us), then sleeps. GNU's default is 30 times that: as soon as anything else runs
-    # on the machine, the spinning thread keeps the core from the very thread it waits for, and a step takes up to 30 times as long.
-    # Not to spin at all halves the speed of an idle machine (docs/benchmarks.md).
+    # A waiting OpenMP thread spins this often, then sleeps. GNU's default is 300,000: beside other programs the spinning thread keeps
+    # the core from the very thread it waits for. Never to spin halves the speed of an idle machine (docs/benchmarks.md).
     env.setdefault("GOMP_SPINCOUNT", "10000")
     # The name that torch 2.11 to 2.13 read first; PYTORCH_CUDA_ALLOC_CONF is the old one (c10/core/AllocatorConfig.h).
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in env:
