@@ -30,8 +30,8 @@ from ft import Commit, SoloManager
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
 from parallelisms.means import sum_over_ranks
-from parallelisms.mesh import build_mesh, data_parallel_degree
-from parallelisms.parallelize import parallelize
+from parallelisms.mesh import build_mesh, degrees
+from parallelisms.parallelize import Layout, parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState
@@ -39,7 +39,7 @@ from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.garbage import GarbageCollection
 from training.log import Log
-from training.loss import IGNORED, cross_entropy_sum
+from training.loss import IGNORED, chunk_tokens, cross_entropy_sum
 from training.metrics import Meter
 from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
@@ -113,20 +113,26 @@ class Run:
         config, training = self.config, self.config.training
         self.tokenizer = build_tokenizer(config.model.tokenizer_path)
         self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size
-        dp_size = data_parallel_degree(config.parallelism, self.world.world_size)
+        self.degrees = degrees(config.parallelism, self.world.world_size)
+        self.seat = self.degrees.seat(self.world.global_rank)
         self.slot_size = (
-            training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_size
+            training.global_batch_size
+            if training.global_batch_size > 0
+            else training.local_batch_size * self.degrees.data_parallel
         )
         cache = config.run_folder.parent / "data_cache"
         self.data = open_data(training, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size)
         self.log.info("data      %s", self.data.summary())
-        self.loader = self.open_loader("train", dp_size)
-        self.held_out = self.open_loader("validation", dp_size) if config.validation.enable else None
+        self.loader = self.open_loader("train")
+        self.held_out = self.open_loader("validation") if config.validation.enable else None
 
-    def open_loader(self, split: str, dp_size: int) -> BatchSource:
-        pin_memory = self.device.type == "cuda"
+    def open_loader(self, split: str) -> BatchSource:
         loader = self.data.loader(
-            split, slot_size=self.slot_size, dp_rank=self.world.global_rank, dp_size=dp_size, pin_memory=pin_memory
+            split,
+            slot_size=self.slot_size,
+            dp_rank=self.seat.dp_rank,
+            dp_size=self.degrees.data_parallel,
+            pin_memory=self.device.type == "cuda",
         )
         return self.cleanup.enter_context(closing(loader))
 
@@ -137,23 +143,32 @@ class Run:
         with torch.device("meta"):
             model = architecture.build(config.model, vocab_size=self.vocab_size, max_seq_len=training.seq_len)
         self.flops_per_token = model.flops_per_token(training.seq_len)
+        weights = sum(p.numel() for p in model.parameters())
         precision = choose_precision(
             training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, self.world.device
         )
+        layout = Layout(
+            config.parallelism,
+            config.activation_checkpoint,
+            config.compile,
+            precision,
+            cpu_offload=training.enable_cpu_offload,
+            loss_chunk_tokens=chunk_tokens(training, self.vocab_size),
+        )
         self.model = parallelize(
             model,
-            build_mesh(config.parallelism, self.device.type, self.world.world_size),
+            build_mesh(self.degrees, self.device.type),
             cross_entropy_sum,
-            precision=precision,
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-            compile=config.compile,
+            layout,
+            local_batch_size=training.local_batch_size,
+            seq_len=training.seq_len,
             device=self.device,
             seed=training.seed,
         )
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
         self.manager = self.cleanup.enter_context(closing(SoloManager(self.slot_size)))
         self.manager.attach(self.model.parts)
-        ranks, weights = self.world.world_size, sum(p.numel() for p in model.parameters())
+        ranks = self.world.world_size
         self.log.info(
             "model     %s, %s parameters, %d tokens a step",
             config.model.name,
@@ -161,6 +176,8 @@ class Run:
             self.slot_size * training.seq_len,
         )
         self.log.info("devices   %d rank%s, %s", ranks, "s" * (ranks > 1), self.world.device.name)
+        if ranks > 1:
+            self.log.info("layout    %s", self.degrees)
         self.log.info("numbers   %s", precision)
 
     def resume(self) -> None:
@@ -240,7 +257,7 @@ class Run:
         while (batch := self.next_batch(batches)) is not None:
             with self.progress.phase("compute"):
                 if not losses or losses[-1][0].slot != batch.slot:
-                    seed_slot(self.config.training.seed, deal.step, batch.slot, self.world.global_rank)
+                    seed_slot(self.config.training.seed, deal.step, batch.slot, self.seat)
                 inputs = batch.inputs.to(self.device, non_blocking=True)
                 labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
@@ -282,7 +299,8 @@ class Run:
         must agree on; any rank's wishes ride along."""
         wishes = self.signals.take()
         loss_sum = torch.stack([loss for _, loss in losses]).double().sum()
-        tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in losses if b.slot == slot) for slot in slots]
+        counted = losses if self.seat.counts else ()  # of the ranks that see the same sequences one counts them
+        tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
         known = torch.tensor([bool(wishes & STOP), bool(wishes & SAVE), *tokens], dtype=torch.float64)
         broken = (~loss_sum.isfinite()).double()
         tail = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
@@ -299,7 +317,9 @@ class Run:
             began = self.progress.total()
             slots = [look * self.slot_size for look in range(self.config.validation.steps)]
             token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).to(self.device)
-            self.look = look = validate(self.held_out.load(slots), self.model.evaluate, token_bytes, self.device)
+            self.look = look = validate(
+                self.held_out.load(slots), self.model.evaluate, token_bytes, self.device, counts=self.seat.counts
+            )
             seconds = self.progress.total() - began
         loss, bits = look.nats_per_token, look.bits_per_byte
         self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
@@ -312,12 +332,13 @@ class Run:
         """The last checkpoint, a sample of text, and what the run came to."""
         self.save(last=True)
         folder, seq_len = self.config.run_folder, self.config.training.seq_len
-        with self.progress.phase("sample"):
-            text = sample_text(
-                self.model.parts, self.tokenizer, self.config.sample, seq_len=seq_len, device=self.device
-            )
-        if text:
-            self.log.info("a sample of text:\n%s", text)
+        if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # else one token at a time cannot be shared
+            with self.progress.phase("sample"):
+                text = sample_text(
+                    self.model.parts, self.tokenizer, self.config.sample, seq_len=seq_len, device=self.device
+                )
+            if text:
+                self.log.info("a sample of text:\n%s", text)
         self.sum_up(
             "finished", next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
         )

@@ -26,8 +26,8 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     from models.llama import Config, build
     from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
-    from parallelisms.mesh import ParallelismConfig, build_mesh
-    from parallelisms.parallelize import CompileConfig, parallelize
+    from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+    from parallelisms.parallelize import CompileConfig, Layout, parallelize
     from parallelisms.precision import Precision
     from training.loss import cross_entropy_sum
     from training.optimizer import OptimizerConfig, build_optimizer
@@ -43,13 +43,14 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     with torch.device("meta"):
         model = build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
     compute = torch.bfloat16 if "bf16" in setting else torch.float32
+    config = ParallelismConfig()
     parallel = parallelize(
         model,
-        build_mesh(ParallelismConfig(), device.type, 1),
+        build_mesh(degrees(config, 1), device.type),
         cross_entropy_sum,
-        precision=Precision(torch.float32, compute, torch.float32),
-        reshard_after_forward="default",
-        compile=CompileConfig(enable="compile" in setting),
+        Layout(config, compile=CompileConfig(enable="compile" in setting), precision=Precision(compute=compute)),
+        local_batch_size=sizes["batch"],
+        seq_len=sizes["seq"],
         device=device,
         seed=0,
     )

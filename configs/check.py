@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from configs.errors import Problems
 from configs.load import section_types
-from parallelisms.mesh import data_parallel_degree
+from parallelisms.mesh import degrees
 from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
@@ -63,7 +63,7 @@ def _complaint(check: Callable[[], None]) -> str:
 
 def _check_batch(config: Config, world_size: int) -> None:
     """A step is whole microbatches on every rank."""
-    training, ranks = config.training, data_parallel_degree(config.parallelism, world_size)
+    training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
     if training.global_batch_size == -1 or training.global_batch_size % at_once == 0:
         return

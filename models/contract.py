@@ -3,10 +3,12 @@
 models/<name>.py holds
     Config                                        a frozen dataclass that extends ModelConfig: the [model] section
     build(config, *, vocab_size, max_seq_len)     -> Model, buildable under torch.device("meta")
+    TP_PLAN                                       how tensor parallelism cuts each module, as plain strings: parallelisms/tensor.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -24,6 +26,9 @@ class ModelConfig:
     def check(self) -> None:
         """Raises ValueError ("model.key = value: ...") when the sizes contradict each other."""
 
+    def check_tensor_parallel(self, degree: int) -> None:
+        """Raises ValueError ("parallelism.tensor_parallel_degree = ...") when the heads cannot be shared by `degree` ranks."""
+
 
 class Model(nn.Module):
     """A pipeline-friendly model: a stage keeps some of the children, sets the others to None, and forward does the right thing."""
@@ -31,11 +36,18 @@ class Model(nn.Module):
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict  # a dict, so that names survive the deletion of other layers
     norm: nn.Module | None
-    output: nn.Module | None
+    output: Head | None
 
-    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: Any = None, *, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Tokens [B, T] int64, or the hidden state [B, T, C] of the stage before -> logits [B, T, V] in the compute dtype (the loss
-        upcasts), or a hidden state. `cache`: of `new_cache`, to be extended by these tokens."""
+        upcasts), or a hidden state, or the sum of the losses against `labels` [B, T] if they are given and the head is here.
+
+        `cache`: of `new_cache`, to be extended by these tokens. `positions` [T] int64: where in the sequence these tokens stand;
+        None: one after the other, from the start or behind the cache. Each attention looks keys and values up by calling
+        `self.attend(q, k, v)`, ops.causal_attention unless context parallelism has put another function there.
+        """
         raise NotImplementedError
 
     def init_weights(self, seed: int) -> None:
@@ -49,6 +61,21 @@ class Model(nn.Module):
     def new_cache(self, batch: int, length: int) -> Any:
         """Keys and values for `batch` sequences of up to `length` tokens, empty. Needed to draw text, not to train."""
         raise NotImplementedError
+
+
+class Head(nn.Linear):
+    """The output projection [V, C]. Called with labels it gives the loss, so that the logits need not exist as a whole, and so that
+    whoever shards the weight has it gathered exactly while the loss is computed."""
+
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = (
+        None  # hidden [B, T, C], weight [V, C], labels [B, T] -> sum
+    )
+
+    def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:  # [B, T, C]
+        if labels is None:
+            return super().forward(h)  # [B, T, V]
+        assert self.loss is not None, "parallelize() sets it"
+        return self.loss(h, self.weight, labels)  # scalar
 
 
 def nearest_divisors(total: int, wanted: int) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models import ops
-from models.contract import Model, ModelConfig, nearest_divisors
+from models.contract import Head, Model, ModelConfig, nearest_divisors
 from models.init import normal_
 
 
@@ -75,16 +75,19 @@ class Llama(Model):
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, vocab_size, bias=False)
+        self.output = Head(config.dim, vocab_size, bias=False)
         head_dim = config.dim // config.n_heads
         self.register_buffer("freqs_cis", torch.empty(max_seq_len, head_dim // 2, 2), persistent=True)  # [T, D/2, 2]
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # tokens [B, T], or [B, T, C] in a later stage
+    def forward(
+        self, x: Tensor, cache: Cache | None = None, *, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:  # tokens [B, T], or [B, T, C] in a later stage
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]  # [T, D/2, 2]
         h = self.tok_embeddings(x) if self.tok_embeddings is not None else x  # [B, T, C]
         for name, block in self.layers.items():
-            h = block(h, self.freqs_cis, cache[name] if cache is not None else None)
+            h = block(h, freqs_cis, cache[name] if cache is not None else None)
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h  # [B, T, V]
+        return self.output(h, labels=labels) if self.output is not None else h  # [B, T, V], or the loss
 
     def new_cache(self, batch: int, length: int) -> Cache:
         """Empty key/value caches for `batch` sequences of up to `length` tokens, on the model's device."""
@@ -136,6 +139,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.attend = ops.causal_attention  # context parallelism puts its own here
 
     def forward(self, x: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
         # -1, not H or K: under tensor parallelism a rank has only some of the heads
@@ -147,7 +151,7 @@ class Attention(nn.Module):
         q, k = ops.rope(q, freqs), ops.rope(k, freqs)
         if cache is not None:
             k, v = cache.append(k, v)  # [B, start + T, K, D]
-        out = ops.causal_attention(q, k, v)  # [B, T, H, D]
+        out = self.attend(q, k, v)  # [B, T, H, D]
         return self.wo(out.flatten(-2))  # [B, T, C]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,17 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the parameters' device (no host sync)."""
-    grads = local_gradients(parameters)
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    square = torch.stack(norms).square().sum()
+    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the parameters' device (no host sync).
+
+    Every rank adds the squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over
+    all ranks counts everything once, whatever the axes, pipeline stages included.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(local_gradients(parameters), 2, dtype=torch.float32)
+    once = [norm for norm, p in zip(norms, parameters, strict=True) if _first_to_hold(p)]
+    square = torch.stack(once).square().sum() if once else torch.zeros((), device=_device(parameters))
     if dist.get_world_size() > 1:
-        dist.all_reduce(square)  # every rank holds other rows of every parameter
+        dist.all_reduce(square)
     return square.sqrt()
 
 
@@ -28,3 +33,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's shards of the gradients that exist."""
     return [g.to_local() if isinstance(g := p.grad, DTensor) else g for p in parameters if p.grad is not None]
+
+
+def _first_to_hold(parameter: nn.Parameter) -> bool:
+    """Whether no rank before this one holds the same piece: it is first on every axis that replicates the parameter."""
+    assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None
+    return all(here == 0 for here, kind in zip(place, parameter.placements, strict=True) if kind.is_replicate())
+
+
+def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")

@@ -1,5 +1,6 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over dp_shard, bf16 compute over fp32 shards.
+"""FSDP2, HSDP and DDP: the data-parallel axes of the mesh, and bf16 compute over fp32 parameters.
 
+One axis that shards: FSDP. Copies of shards: HSDP. Copies alone: DDP, as torch's `replicate`, which is FSDP without the sharding.
 It is applied with one rank too: it is then the mixed-precision wrapper (one cast of the weights per step), and every tensor of
 every run is a DTensor, so checkpoints and clipping know one case only.
 """
@@ -7,57 +8,88 @@ every run is a DTensor, so checkpoints and clipping know one case only.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from models.contract import Model
-from parallelisms.mesh import DP_SHARD
+from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel_mesh
+from parallelisms.precision import Precision
 
 
 def apply_fsdp(
-    model: Model,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: str,
+    part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, precision: Precision, cpu_offload: bool
 ) -> None:
-    """Communication groups: the embedding, each block, [norm + output], and the root for what is left.
+    """Communication groups: the embedding, every fsdp_blocks_per_group blocks, [norm + output], and the root for what is left.
 
     Gradients come out as the plain sum over ranks: no division here, whoever commits the step divides once, by the global count of
     valid tokens.
     """
-    mesh = mesh[DP_SHARD]
-    several = mesh.size() > 1
+    axes = data_parallel_mesh(mesh)
+    assert axes.mesh_dim_names is not None
     # inputs stay as they are: the embedding's output has the compute dtype already, and freqs_cis must keep fp32
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    reshard = {"default": several, "always": True, "never": False}[reshard_after_forward]
-    for group in communication_groups(model):
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
+    )
+    options: dict[str, Any] = {
+        "mesh": axes,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
+    copies_alone = axes.mesh_dim_names == (DP_REPLICATE,)
+    reshard = reshards(config, shards=axes.size(axes.ndim - 1), stages=mesh[PP].size())
+
+    def wrap(modules: list[nn.Module] | nn.Module, *, reshard: bool) -> None:
+        if copies_alone:
+            replicate(modules, **options)
+        else:
+            fully_shard(modules, reshard_after_forward=reshard, **options)
+
+    groups = list(communication_groups(part, config.fsdp_blocks_per_group))
+    for group in groups:
         # the last group is needed again as soon as the backward starts
-        is_last = model.output is not None and model.output in group
-        fully_shard(
-            group,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard and (not is_last or reshard_after_forward == "always"),
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for module in model.modules():
+        is_last = part.output is not None and part.output in group
+        wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
+    wrap(part, reshard=reshard)
+    prefetch(groups, forward=config.fsdp_forward_prefetch, backward=config.fsdp_backward_prefetch)
+    for module in part.modules():
         if isinstance(module, FSDPModule):
             _sum_only(module)
 
 
-def communication_groups(model: Model) -> Iterable[list[nn.Module]]:
+def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
+    """Whether gathered parameters are freed between forward and backward."""
+    return {"default": shards > 1 and stages == 1, "always": True, "never": False}[config.fsdp_reshard_after_forward]
+
+
+def communication_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
     """The modules whose parameters travel together, in the order of the forward pass; the root takes what is in none."""
-    if model.tok_embeddings is not None:
-        yield [model.tok_embeddings]
-    for block in model.layers.values():
-        yield [block]
-    if head := [m for m in (model.norm, model.output) if m is not None]:
+    if part.tok_embeddings is not None:
+        yield [part.tok_embeddings]
+    blocks = list(part.layers.values())
+    for first in range(0, len(blocks), blocks_per_group):
+        yield blocks[first : first + blocks_per_group]
+    if head := [m for m in (part.norm, part.output) if m is not None]:
         yield head
+
+
+def prefetch(groups: Iterable[list[nn.Module]], *, forward: int, backward: int) -> None:
+    """Gathers that many groups ahead of the one that computes; `groups` in forward order. With 0 torch issues them: in the forward as
+    the CPU runs ahead of the device, in the backward one ahead."""
+    leaders = [group[0] for group in groups]
+    for index, leader in enumerate(leaders):
+        assert isinstance(leader, FSDPModule)
+        if forward:
+            leader.set_modules_to_forward_prefetch(_wrapped(leaders[index + 1 : index + 1 + forward]))
+        if backward:
+            leader.set_modules_to_backward_prefetch(_wrapped(leaders[max(0, index - backward) : index][::-1]))
+
+
+def _wrapped(modules: list[nn.Module]) -> list[FSDPModule]:
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def _sum_only(module: FSDPModule) -> None:

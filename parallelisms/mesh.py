@@ -1,43 +1,193 @@
 """Where the ranks stand: the axes of the device mesh, outermost first.
 
-Pharos' axis names, outer to inner, are pp, dp_replicate, dp_shard, cp, tp; an axis exists once a technique uses it.
-Fault tolerance adds no axis here: replica groups are data parallel to each other outside of the mesh (ft/).
+    pp            stages of the pipeline
+    dp_replicate  copies of the sharded model (HSDP, DDP)
+    dp_shard      shards of the parameters (FSDP2)
+    cp            parts of every sequence
+    tp            parts of every matrix
+
+FSDP shards over dp_shard and cp together: context-parallel ranks see other tokens of the same sequences, so to the parameters they
+are data parallel. Fault tolerance adds no axis here: replica groups are data parallel to each other outside of the mesh (ft/).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import prod
 from typing import Annotated, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-DP_SHARD = "dp_shard"
+PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+SHARDS = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP cuts
 
 
 @dataclass(frozen=True)
 class ParallelismConfig:
     """[parallelism]: how the ranks of one replica group share the work."""
 
+    data_parallel_replicate_degree: Annotated[
+        int, "copies of the sharded model: HSDP, or DDP where nothing is sharded", ">= 1"
+    ] = 1
     data_parallel_shard_degree: Annotated[
-        int, "ranks that shard the parameters (FSDP2); -1: all of them", ">= -1", "!= 0"
+        int, "ranks that shard the parameters (FSDP2); -1: what the other degrees leave", ">= -1", "!= 0"
     ] = -1
     fsdp_reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
-        "free the gathered parameters between forward and backward; default: when there is more than one shard",
+        "free the gathered parameters between forward and backward; default: when there is more than one shard and no "
+        "pipeline, which would gather them for every microbatch",
     ] = "default"
+    fsdp_blocks_per_group: Annotated[int, "transformer blocks whose parameters travel together", ">= 1"] = 1
+    fsdp_forward_prefetch: Annotated[
+        int, "groups gathered ahead in the forward; 0: torch's own order, one ahead while the device computes", ">= 0"
+    ] = 0
+    fsdp_backward_prefetch: Annotated[
+        int, "groups gathered ahead in the backward; 0: torch's own order, one ahead", ">= 0"
+    ] = 0
+    tensor_parallel_degree: Annotated[int, "ranks that share every matrix and the sequence between them", ">= 1"] = 1
+    disable_loss_parallel: Annotated[
+        bool, "gather the logits before the loss; false: each rank keeps its part of the vocabulary"
+    ] = False
+    enable_async_tensor_parallel: Annotated[
+        bool, "overlap the collectives of tensor parallelism with its products; needs compile.enable and NVLink"
+    ] = False
+    context_parallel_degree: Annotated[int, "ranks that share every sequence", ">= 1"] = 1
+    context_parallel_load_balancer: Annotated[
+        Literal["headtail", "none"],
+        "headtail: each rank takes a piece from the head and one from the tail, so that causal work is even; none: one piece",
+    ] = "headtail"
+    context_parallel_rotate_method: Annotated[
+        Literal["allgather", "ring"],
+        "allgather: keys and values of the whole sequence at once, on every device; ring: torch's ring attention, CUDA only",
+    ] = "allgather"
+    pipeline_parallel_degree: Annotated[int, "ranks that hold the layers one after the other", ">= 1"] = 1
+    pipeline_parallel_schedule: Annotated[
+        Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+        "order of the microbatches' forwards and backwards",
+    ] = "1F1B"
+    pipeline_parallel_schedule_csv: Annotated[
+        str, 'a file with one line of actions per rank, in place of pipeline_parallel_schedule; "": none'
+    ] = ""
+    pipeline_parallel_microbatch_size: Annotated[int, "sequences of one microbatch", ">= 1"] = 1
+    pipeline_parallel_layers_per_stage: Annotated[
+        int, "transformer blocks of a stage; 0: one stage per rank, two where the schedule needs several", ">= 0"
+    ] = 0
+    pipeline_parallel_first_stage_less_layers: Annotated[
+        int, "blocks that the embedding counts for in the split", ">= 0"
+    ] = 1
+    pipeline_parallel_last_stage_less_layers: Annotated[
+        int, "blocks that norm and output count for in the split", ">= 0"
+    ] = 1
+    module_fqns_per_model_part: Annotated[
+        tuple[str, ...],
+        'the split by names, one text per stage, such as "tok_embeddings layers.0 layers.1"; []: by layer count',
+    ] = ()
 
 
-def data_parallel_degree(config: ParallelismConfig, world_size: int) -> int:
-    """How many ranks see different data. Raises ValueError when the degrees do not fill `world_size`."""
-    degree = config.data_parallel_shard_degree
-    if degree in (-1, world_size):
-        return world_size
-    raise ValueError(
-        f"parallelism.data_parallel_shard_degree = {degree}: the degrees must multiply to the number of ranks, {world_size}; "
-        f"nearest: {world_size}, or -1 for all of them; or start {degree} ranks (NPROC={degree})"
-    )
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks each axis has."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of AXES."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def seat(self, global_rank: int) -> Seat:
+        place = []
+        for size in reversed(self.sizes):
+            global_rank, here = divmod(global_rank, size)
+            place.append(here)
+        pp_rank, dp_replicate_rank, dp_shard_rank, cp_rank, tp_rank = reversed(place)
+        return Seat(pp_rank, dp_replicate_rank * self.dp_shard + dp_shard_rank, cp_rank, tp_rank)
+
+    def __str__(self) -> str:
+        """The axes that have several ranks: "dp_shard 2 x tp 2"."""
+        return (
+            " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "one rank"
+        )
 
 
-def build_mesh(config: ParallelismConfig, device_type: str, world_size: int) -> DeviceMesh:
-    """A mesh over all ranks of the default process group."""
-    return init_device_mesh(device_type, (data_parallel_degree(config, world_size),), mesh_dim_names=(DP_SHARD,))
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in the mesh."""
+
+    pp_rank: int
+    dp_rank: int  # which sequences it sees
+    cp_rank: int
+    tp_rank: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one that counts what its sequences hold: several may see the same."""
+        return self.pp_rank == self.cp_rank == self.tp_rank == 0
+
+
+def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
+    """The degrees that `config` asks of `world_size` ranks. Raises ValueError when they do not multiply to it."""
+    named = {
+        "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
+        "context_parallel_degree": config.context_parallel_degree,
+        "tensor_parallel_degree": config.tensor_parallel_degree,
+    }
+    others, shards = prod(named.values()), config.data_parallel_shard_degree
+    several = [f"parallelism.{name} = {degree}" for name, degree in named.items() if degree > 1]
+    if world_size % others:
+        cause, rest = several[0], several[1:]
+        beside = f" (with {' and '.join(rest)})" if rest else ""
+        raise ValueError(
+            f"{cause}: the degrees{beside} multiply to {others}, which must divide the number of ranks, {world_size}; "
+            f"{_nearest_degree(cause, others, world_size)}start a multiple of {others} ranks (NPROC={others})"
+        )
+    left = world_size // others
+    if shards not in (-1, left):
+        beside = f" (the other degrees take {others})" if others > 1 else ""
+        raise ValueError(
+            f"parallelism.data_parallel_shard_degree = {shards}: the degrees must multiply to the number of ranks, "
+            f"{world_size}{beside}; nearest: {left}, or -1 for all that are left; or start {shards * others} ranks "
+            f"(NPROC={shards * others})"
+        )
+    pp, dp_replicate, cp, tp = named.values()
+    return Degrees(pp, dp_replicate, left, cp, tp)
+
+
+def _nearest_degree(cause: str, others: int, world_size: int) -> str:
+    """ "nearest: 2 or 4; or ", the degrees of the axis in `cause` that fit; "" when none does."""
+    degree = int(cause.rpartition(" ")[2])
+    rest = others // degree
+    if world_size % rest:
+        return ""
+    fits = [d for d in range(1, world_size // rest + 1) if (world_size // rest) % d == 0]
+    near = [d for d in fits if d < degree][-1:] + [d for d in fits if d > degree][:1]
+    return f"nearest: {' or '.join(map(str, near))}; or "
+
+
+def build_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+    """The mesh over all ranks of the default process group; axes of one rank are there too."""
+    return init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes over which gradients are summed: (dp_replicate, dp_shard_cp) for HSDP; [dp_replicate] alone where nothing is
+    sharded (DDP); [dp_shard_cp] otherwise."""
+    shards = mesh[DP_SHARD, CP]._flatten(SHARDS)
+    copies = mesh[DP_REPLICATE]
+    if copies.size() == 1:
+        return shards
+    return copies if shards.size() == 1 else mesh[DP_REPLICATE, SHARDS]

@@ -1,4 +1,5 @@
-"""The order in which a model becomes a parallel program: compile each block, shard, take memory, draw the initial values.
+"""THE ORDER in which a model becomes a parallel program: split into stages, cut the matrices, cut the sequence, checkpoint
+activations, compile each block, shard, take memory, draw the initial values.
 
 `parallelize` always returns the same thing, so the training loop never asks how the model is laid out.
 """
@@ -6,14 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.contract import Model
+from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
+from parallelisms.mesh import CP, PP, TP, ParallelismConfig
 from parallelisms.precision import Precision
 
 LossFunction = Callable[
@@ -37,53 +40,113 @@ class CompileConfig:
                 )
 
 
-@dataclass(frozen=True)
-class Parallelized:
+class Parallelized(Protocol):
+    """What the training loop sees of a model, whatever its layout."""
+
     parts: list[Model]  # the pieces of the model that this rank holds
-    forward_backward: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # inputs, labels [B, T] -> loss sum, detached; gradients are added
-    evaluate: Callable[[Tensor, Tensor], Tensor]  # the same without gradients
+
+    def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Tokens and labels [B, T] of this rank's sequences -> this rank's share of their loss sum: the shares of all ranks add up to
+        it. Gradients are added to what is there."""
+        ...
+
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The same without gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model runs. Whatever is in here, it computes the same."""
+
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    precision: Precision = field(default_factory=Precision)
+    cpu_offload: bool = False  # parameters and optimizer state in host memory
+    loss_chunk_tokens: int = 0  # tokens whose logits exist at once; 0: all
 
 
 def parallelize(
     model: Model,
     mesh: DeviceMesh,
     loss: LossFunction,
+    layout: Layout,
     *,
-    precision: Precision,
-    reshard_after_forward: Literal["default", "always", "never"],
-    compile: CompileConfig,
+    local_batch_size: int,
+    seq_len: int,
     device: torch.device,
     seed: int,
 ) -> Parallelized:
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
-    if compile.enable and "model" in compile.components:
-        for block in model.layers.values():
-            block.compile(backend=compile.backend, fullgraph=True)  # in place: names stay as they are
-    if compile.enable and "loss" in compile.components:
-        loss = torch.compile(loss, backend=compile.backend)
-    # Here and not above: it takes half as long to import as torch, and checking the settings needs none of it.
+    # Here and not above: they take half as long to import as torch, and checking the settings needs none of it.
+    from parallelisms.context import apply_context_parallel, whole_sequences
     from parallelisms.fsdp import apply_fsdp
+    from parallelisms.loss import head_loss
+    from parallelisms.pipeline import Pipeline, split
+    from parallelisms.tensor import apply_tensor_parallel
 
-    model.to(precision.master)
-    apply_fsdp(
-        model,
-        mesh,
-        param_dtype=precision.compute,
-        reduce_dtype=precision.reduce,
-        reshard_after_forward=reshard_after_forward,
-    )
-    model.to_empty(device=device)
-    model.init_weights(seed)
+    config, compile = layout.parallelism, layout.compile
+    parts = split(model, mesh[PP], config) if mesh[PP].size() > 1 else [model]
+    cut: Callable[[Tensor], Tensor] = whole_sequences
+    for part in parts:
+        if part.output is not None:
+            part.output.loss = head_loss(loss, chunk_tokens=layout.loss_chunk_tokens, compile=compile)
+        if mesh[TP].size() > 1:
+            apply_tensor_parallel(part, mesh[TP], loss_parallel=not config.disable_loss_parallel)
+        if mesh[CP].size() > 1:
+            cut = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
+        apply_activation_checkpoint(part, layout.activation_checkpoint)
+        if compile.enable and "model" in compile.components:
+            for block in part.layers.values():
+                block.compile(backend=compile.backend, fullgraph=True)  # in place: names stay as they are
+        _set_master_dtype(part, layout.precision.master)
+        apply_fsdp(part, mesh, config, precision=layout.precision, cpu_offload=layout.cpu_offload)
+        part.to_empty(device=torch.device("cpu") if layout.cpu_offload else device)
+        part.init_weights(seed)
+        for buffer in part.buffers():  # offloading is for parameters alone
+            buffer.data = buffer.data.to(device)
+    counts = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks see the same loss
+    if mesh[PP].size() > 1:
+        return Pipeline(
+            parts,
+            mesh[PP],
+            config,
+            cut,
+            counts=counts,
+            local_batch_size=local_batch_size,
+            hidden_tokens=seq_len // (mesh[CP].size() * mesh[TP].size()),
+            dtype=layout.precision.compute,
+            device=device,
+        )
+    return Whole(parts, cut, counts=counts)
 
-    def forward_backward(inputs: Tensor, labels: Tensor) -> Tensor:
-        loss_sum = loss(model(inputs), labels)
+
+class Whole:
+    """A model without a pipeline: every rank holds all layers."""
+
+    def __init__(self, parts: list[Model], cut: Callable[[Tensor], Tensor], *, counts: bool) -> None:
+        """`cut` takes tokens [B, T] to this rank's part of them, along the sequence."""
+        self.parts, self._cut, self._counts = parts, cut, counts
+
+    def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        loss_sum = self._loss_sum(inputs, labels)
         loss_sum.backward()
-        return loss_sum.detach()
+        return self._share(loss_sum.detach())
 
     @torch.no_grad()
-    def evaluate(inputs: Tensor, labels: Tensor) -> Tensor:
-        return loss(model(inputs), labels)
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return self._share(self._loss_sum(inputs, labels))
 
-    return Parallelized([model], forward_backward, evaluate)
+    def _loss_sum(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        [model] = self.parts
+        return model(self._cut(inputs), labels=self._cut(labels))
+
+    def _share(self, loss_sum: Tensor) -> Tensor:
+        return loss_sum if self._counts else torch.zeros_like(loss_sum)
+
+
+def _set_master_dtype(part: Model, dtype: torch.dtype) -> None:
+    """Parameters only: buffers, such as the rotary table, keep their own dtype."""
+    for parameter in part.parameters():
+        parameter.data = parameter.data.to(dtype)

@@ -11,9 +11,9 @@ from parallelisms.device import Device
 
 @dataclass(frozen=True)
 class Precision:
-    master: torch.dtype  # the parameters that the optimizer updates, and its state
-    compute: torch.dtype  # weights and activations in forward and backward
-    reduce: torch.dtype  # gradients on the wire and in the accumulators
+    master: torch.dtype = torch.float32  # the parameters that the optimizer updates, and its state
+    compute: torch.dtype = torch.float32  # weights and activations in forward and backward
+    reduce: torch.dtype = torch.float32  # gradients on the wire and in the accumulators
 
     def __str__(self) -> str:
         master, compute, reduce = (

@@ -43,6 +43,10 @@ class TrainingConfig:
     dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute; auto: what is fast"] = "auto"
     mixed_precision_reduce: Annotated[Literal["float32"], "gradients on their way between ranks"] = "float32"
+    loss_chunk_tokens: Annotated[
+        int, "tokens whose logits exist at once; 0: all; -1: all, but chunks where the vocabulary is large", ">= -1"
+    ] = -1
+    enable_cpu_offload: Annotated[bool, "keep parameters and optimizer state in host memory (CUDA)"] = False
     gc_freq: Annotated[int, "steps between garbage collections; 0: as Python likes", ">= 0"] = 50
     dataloader: Annotated[DataloaderConfig, "how batches are made ready"] = field(default_factory=DataloaderConfig)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from models import ops
+from training.config import TrainingConfig
 
+LARGE_VOCABULARY = 16_384  # from here on the logits are the largest activation
+LARGE_LOGITS = 1 << 27  # elements of a chunk: 1,046 tokens of Llama 3's vocabulary, 256 MiB in bf16
 IGNORED = -100  # a label that says: no target here
 
 
@@ -15,3 +18,10 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     The upcast to fp32 is in here and not in the model, so that a compiler can fuse it with the softmax, both ways.
     """
     return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
+
+
+def chunk_tokens(config: TrainingConfig, vocab_size: int) -> int:
+    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them."""
+    if config.loss_chunk_tokens >= 0:
+        return config.loss_chunk_tokens
+    return LARGE_LOGITS // vocab_size if vocab_size >= LARGE_VOCABULARY else 0

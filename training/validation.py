@@ -34,16 +34,22 @@ class ValidationLoss:
 
 
 def validate(
-    batches: Iterable[Any], evaluate: Callable[[Tensor, Tensor], Tensor], token_bytes: Tensor, device: torch.device
+    batches: Iterable[Any],
+    evaluate: Callable[[Tensor, Tensor], Tensor],
+    token_bytes: Tensor,
+    device: torch.device,
+    *,
+    counts: bool,
 ) -> ValidationLoss:
-    """Every rank passes its own batches, the same number each; the result is over all of them.
+    """Every rank passes its own batches, the same number each; the result is over all of them. Of the ranks that see the same
+    sequences one `counts` them.
 
     `token_bytes` [V] int64 on `device`: how many bytes of text each token id stands for (0 for BOS, EOS, PAD).
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, valid tokens, bytes
     for batch in batches:
         inputs, labels = batch.inputs.to(device), batch.labels.to(device)
-        valid = labels[labels != IGNORED]
+        valid = labels[labels != IGNORED] if counts else labels.new_empty(0)
         nats = evaluate(inputs, labels)
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
     nats, tokens, byte_count = sum_over_ranks(sums).tolist()  # the one sync of a look

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from models import llama
 from parallelisms.clip import gradient_norm, scale_gradients
-from parallelisms.mesh import DP_SHARD
-from parallelisms.parallelize import CompileConfig, parallelize
+from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.parallelize import Layout, parallelize
 from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
@@ -28,14 +27,14 @@ def gradients(dtype: torch.dtype, reshard: str, microbatches: int) -> dict[str, 
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(DP_SHARD,))
+    parallelism = ParallelismConfig(fsdp_reshard_after_forward=reshard)
     parallel = parallelize(
         model,
-        mesh,
+        build_mesh(degrees(parallelism, world), "cpu"),
         cross_entropy_sum,
-        precision=Precision(torch.float32, dtype, torch.float32),
-        reshard_after_forward=reshard,
-        compile=CompileConfig(),
+        Layout(parallelism, precision=Precision(compute=dtype)),
+        local_batch_size=BATCH,
+        seq_len=T,
         device=torch.device("cpu"),
         seed=0,
     )
