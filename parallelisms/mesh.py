@@ -190,4 +190,4 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     copies = mesh[DP_REPLICATE]
     if copies.size() == 1:
         return shards
-    return copies if shards.size() == 1 else mesh[DP_REPLICATE, SHARDS]
+    return copies if shards.size() == 1 else DeviceMesh._concatenate([copies, shards])
