@@ -22,12 +22,11 @@ SIZES = llama.Config(
 )  # rows that two and three ranks cannot share evenly
 
 
-def gradients(dtype: torch.dtype, reshard: str, microbatches: int) -> dict[str, Any]:
+def gradients(dtype: torch.dtype, parallelism: ParallelismConfig, microbatches: int) -> dict[str, Any]:
     """One step's summed gradients, gathered, with this rank's share of a batch whose sequences have unequal numbers of targets."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
-    parallelism = ParallelismConfig(fsdp_reshard_after_forward=reshard)
     parallel = parallelize(
         model,
         build_mesh(degrees(parallelism, world), "cpu"),
@@ -57,16 +56,25 @@ def gradients(dtype: torch.dtype, reshard: str, microbatches: int) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> dict[str, Any]:
-    return pool.run(1, gradients, torch.float32, "default", 1)[0]
+    return pool.run(1, gradients, torch.float32, ParallelismConfig(), 1)[0]
 
 
-@pytest.mark.parametrize(
-    ("world", "reshard", "microbatches"), [(1, "always", 2), (2, "default", 1), (2, "never", 2), (3, "always", 1)]
-)
-def test_sharded_gradients_are_those_of_one_process(
-    pool: Pool, alone: dict, world: int, reshard: str, microbatches: int
-):
-    for result in pool.run(world, gradients, torch.float32, reshard, microbatches):
+LAYOUTS = {
+    "one rank": (1, ParallelismConfig(fsdp_reshard_after_forward="always"), 2),
+    "fsdp": (2, ParallelismConfig(), 1),
+    "fsdp, kept gathered": (2, ParallelismConfig(fsdp_reshard_after_forward="never"), 2),
+    "fsdp, uneven": (3, ParallelismConfig(fsdp_reshard_after_forward="always"), 1),
+    "fsdp, two blocks a group": (2, ParallelismConfig(fsdp_blocks_per_group=2), 1),
+    "fsdp, prefetched": (2, ParallelismConfig(fsdp_forward_prefetch=2, fsdp_backward_prefetch=2), 2),
+    "hsdp": (4, ParallelismConfig(data_parallel_replicate_degree=2), 1),
+    "ddp": (2, ParallelismConfig(data_parallel_replicate_degree=2), 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_process(pool: Pool, alone: dict, layout: str):
+    world, parallelism, microbatches = LAYOUTS[layout]
+    for result in pool.run(world, gradients, torch.float32, parallelism, microbatches):
         for name, value in alone["initial"].items():
             assert torch.equal(result["initial"][name], value), name  # bit for bit: no layout changes what is drawn
         for name, value in alone["gradients"].items():
@@ -77,7 +85,7 @@ def test_sharded_gradients_are_those_of_one_process(
 
 
 def test_bf16_gradients_are_near(pool: Pool, alone: dict):
-    for result in pool.run(2, gradients, torch.bfloat16, "default", 1):
+    for result in pool.run(2, gradients, torch.bfloat16, ParallelismConfig(), 1):
         whole = torch.cat([g.flatten() for g in result["gradients"].values()])
         reference = torch.cat([g.flatten() for g in alone["gradients"].values()])
         assert (whole - reference).norm() / reference.norm() < 0.03

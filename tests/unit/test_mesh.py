@@ -1,0 +1,90 @@
+"""The degrees of the axes: what fills a number of ranks, where each rank sits, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallelisms.mesh import AXES, Degrees, ParallelismConfig, Seat, degrees
+
+
+def config(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, pp: int = 1) -> ParallelismConfig:
+    return ParallelismConfig(
+        data_parallel_replicate_degree=dp_replicate,
+        data_parallel_shard_degree=dp_shard,
+        context_parallel_degree=cp,
+        tensor_parallel_degree=tp,
+        pipeline_parallel_degree=pp,
+    )
+
+
+def test_shards_take_what_the_others_leave():
+    assert degrees(config(), 6) == Degrees(pp=1, dp_replicate=1, dp_shard=6, cp=1, tp=1)
+    assert degrees(config(dp_replicate=2, cp=2, tp=2, pp=2), 32) == Degrees(2, 2, 2, 2, 2)
+    assert degrees(config(dp_shard=3, tp=2), 6).data_parallel == 3
+
+
+def test_seats_are_the_coordinates_of_a_mesh_in_the_order_of_the_axes():
+    axes = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
+    assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert axes.seat(0) == Seat(pp_rank=0, dp_rank=0, cp_rank=0, tp_rank=0)
+    assert axes.seat(1) == Seat(0, 0, 0, 1)
+    assert axes.seat(2) == Seat(0, 0, 1, 0)
+    assert axes.seat(4) == Seat(0, 1, 0, 0)
+    assert axes.seat(12) == Seat(0, 3, 0, 0)  # the second copy's first shard sees other sequences too
+    assert axes.seat(24) == Seat(1, 0, 0, 0)
+    assert axes.seat(axes.world_size - 1) == Seat(1, 5, 1, 1)
+    assert len({axes.seat(rank) for rank in range(axes.world_size)}) == axes.world_size
+
+
+def test_the_sequences_of_a_data_parallel_rank_are_counted_once():
+    axes = Degrees(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
+    counting = [axes.seat(rank).dp_rank for rank in range(axes.world_size) if axes.seat(rank).counts]
+    assert sorted(counting) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "message"),
+    [
+        (
+            config(dp_shard=3),
+            4,
+            (
+                "parallelism.data_parallel_shard_degree = 3: the degrees must multiply to the number of ranks, 4; "
+                "nearest: 4, or -1 for all that are left; or start 3 ranks (NPROC=3)"
+            ),
+        ),
+        (
+            config(dp_shard=3, tp=2),
+            4,
+            (
+                "parallelism.data_parallel_shard_degree = 3: the degrees must multiply to the number of ranks, 4 "
+                "(the other degrees take 2); nearest: 2, or -1 for all that are left; or start 6 ranks (NPROC=6)"
+            ),
+        ),
+        (
+            config(tp=3),
+            4,
+            (
+                "parallelism.tensor_parallel_degree = 3: the degrees multiply to 3, which must divide the number of ranks, "
+                "4; nearest: 2 or 4; or start a multiple of 3 ranks (NPROC=3)"
+            ),
+        ),
+        (
+            config(pp=2, tp=4),
+            4,
+            (
+                "parallelism.pipeline_parallel_degree = 2: the degrees (with parallelism.tensor_parallel_degree = 4) "
+                "multiply to 8, which must divide the number of ranks, 4; nearest: 1; or start a multiple of 8 ranks (NPROC=8)"
+            ),
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_are_told_with_those_that_do(asked: ParallelismConfig, world_size: int, message: str):
+    with pytest.raises(ValueError) as told:
+        degrees(asked, world_size)
+    assert str(told.value) == message
+
+
+def test_names_the_axes_that_have_several_ranks():
+    assert str(Degrees(1, 1, 2, 1, 4)) == "dp_shard 2 x tp 4"
+    assert str(Degrees(1, 1, 1, 1, 1)) == "one rank"
