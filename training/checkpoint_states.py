@@ -28,12 +28,12 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors (DTensors where sharded); reading into them changes the model."""
-        return {_plain(name): value for part in self._parts for name, value in part.state_dict().items()}
+        return {plain_name(name): value for part in self._parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what is there; names that are missing stay as they are."""
         for part in self._parts:
-            own = {name: state[plain] for name in part.state_dict() if (plain := _plain(name)) in state}
+            own = {name: state[plain] for name in part.state_dict() if (plain := plain_name(name)) in state}
             part.load_state_dict(own, strict=False)
 
 
@@ -74,7 +74,7 @@ class OptimizerState:
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """For every parameter that is optimized: its name, its group, its state."""
-        names = {parameter: _plain(name) for part in self._parts for name, parameter in part.named_parameters()}
+        names = {parameter: plain_name(name) for part in self._parts for name, parameter in part.named_parameters()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -105,7 +105,7 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name without what torch.compile and activation checkpointing wrap around modules, as DCP has it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
