@@ -14,6 +14,7 @@ next test finds a pool that works. This file is also the worker's program.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import pickle
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +51,7 @@ class Pool:
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Calls `function(*args)` on `world_size` ranks in a fresh process group; returns their results, by rank.
 
-        `function` must be at module level of a test file; arguments and results are pickled. Raises WorkerError.
+        `function` must be at module level of a file; arguments and results are pickled. Raises WorkerError.
         """
         assert 1 <= world_size <= self._most, f"a pool of {self._most} cannot run {world_size} ranks"
         self._start(world_size)
@@ -196,10 +198,19 @@ def _run(task: _Task) -> bytes:
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:
-    """The test file's function, by path: the name under which pytest imported the file means nothing here."""
-    module_name = "pool_" + str(Path(file)).replace(os.sep, "_").removesuffix(".py")
+    """The function, from its file: under the file's own name if that is in the repository, so that what it returns can be pickled."""
+    path = Path(file)
+    if path.is_relative_to(_ROOT):
+        module = importlib.import_module(".".join(path.relative_to(_ROOT).with_suffix("").parts))
+    else:
+        module = _load(path, "pool_" + str(path).replace(os.sep, "_").removesuffix(".py"))
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _load(path: Path, module_name: str) -> ModuleType:
     if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
+        spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
         try:
@@ -207,8 +218,7 @@ def _function(file: str, name: str) -> Callable[..., Any]:
         except BaseException:
             del sys.modules[module_name]
             raise
-    function: Callable[..., Any] = getattr(sys.modules[module_name], name)
-    return function
+    return sys.modules[module_name]
 
 
 def _die_with_parent() -> None:
