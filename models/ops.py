@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.attention.bias import causal_lower_right
 
 _BLOCK_ELEMENTS = 1 << 18  # fp32 elements of a block of rows: 1 MiB, in the second-level caches of two cores
 _SCORE_BYTES = 1 << 20  # attention scores of a block
 _QUERY_BLOCK = 128  # queries of a block; fewer skip more of the masked half, more take fewer calls
-_BLOCKS_UP_TO = 1024  # tokens; with more, torch's own attention on a CPU is as fast
+_BLOCKS_UP_TO = 1024  # tokens; with more, torch's own attention on a CPU is as fast where it needs no mask
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,20 +58,29 @@ def rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v -> [B, T, H, D] with q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K.
 
-    The T queries are the last T of the S positions (S > T when keys come from a cache); each sees itself and what is
-    before it. Query head h reads key head h // (H / K). Memory is linear in T when S = T.
+    The T queries are the last T of the S positions (S > T when keys come from a cache, or when other ranks hold the
+    queries before); each sees itself and what is before it. Query head h reads key head h // (H / K). Memory is linear
+    in T and S, except where a kernel must be given a mask [T, S]: S > T compiled for a CPU, or in fp32 on CUDA.
     """
     t, s = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D], [B, K, S, D]
     grouped = q.shape[1] != k.shape[1]
-    if t == s <= _BLOCKS_UP_TO and _in_blocks(q):
+    if t > 1 and (t < s or s <= _BLOCKS_UP_TO) and _in_blocks(q):
         out = _apply(_CausalAttention, q, k, v)
     elif t == s:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
-        mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t) if t > 1 else None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_last_rows(t, s, q.device), enable_gqa=grouped)
     return out.transpose(1, 2)  # [B, T, H, D]
+
+
+def _last_rows(t: int, s: int, device: torch.device) -> Tensor | None:
+    """The last t rows of the causal mask [s, s]: on CUDA as a mark that flash attention understands; None: all is seen."""
+    if t == 1:
+        return None
+    if device.type == "cuda":
+        return cast(Tensor, causal_lower_right(t, s))
+    return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -119,13 +129,8 @@ class _CausalAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = _Heads(q, k, v)
-        out = torch.empty_like(heads.q)  # [B * K, G, T, D]
-        for part, start, end in heads.blocks():
-            weights = heads.probabilities(heads.rows(heads.q, part, start, end), part, start, end)
-            out[part, :, start:end] = heads.unrows(weights @ heads.v[part, :end])
         ctx.save_for_backward(q, k, v)
-        return out.view(q.shape)
+        return torch.ops.pharos.causal_attention(q, k, v)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,51 +140,66 @@ class _CausalAttention(Function):
         grad_q = torch.empty_like(heads.q)  # [B * K, G, T, D]
         grad_k = torch.zeros_like(
             heads.k, dtype=torch.float32
-        )  # [B * K, T, D], fp32 since each block of queries adds to it
+        )  # [B * K, S, D], fp32 since each block of queries adds to it
         grad_v = torch.zeros_like(grad_k)
-        for part, start, end in heads.blocks():
-            queries = heads.rows(heads.q, part, start, end)  # [P, G * t, D]
-            grads = heads.rows(grad_out, part, start, end)  # [P, G * t, D]
-            weights = heads.probabilities(queries, part, start, end)  # [P, G * t, end]
-            grad_v[part, :end] += weights.transpose(1, 2) @ grads
-            grad_weights = grads @ heads.v[part, :end].transpose(1, 2)
+        for part, rows, seen in heads.blocks():
+            queries = heads.q[part, :, rows].flatten(1, 2)  # [P, G * t, D]
+            grads = grad_out[part, :, rows].flatten(1, 2)  # [P, G * t, D]
+            weights = heads.probabilities(queries, part, seen)  # [P, G * t, seen]
+            grad_v[part, :seen] += weights.transpose(1, 2) @ grads
+            grad_weights = grads @ heads.v[part, :seen].transpose(1, 2)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
-            grad_k[part, :end] += _scaled_bmm(grad_scores.transpose(1, 2), queries, heads.scale)
-            grad_q[part, :, start:end] = heads.unrows(_scaled_bmm(grad_scores, heads.k[part, :end], heads.scale))
+            grad_k[part, :seen] += _scaled_bmm(grad_scores.transpose(1, 2), queries, heads.scale)
+            grad_q[part, :, rows] = heads.unrows(_scaled_bmm(grad_scores, heads.k[part, :seen], heads.scale))
         return grad_q.view(q.shape), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+
+
+def _attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, H, T, D], k and v [B, K, S, D] -> [B, H, T, D]."""
+    heads = _Heads(q, k, v)
+    out = torch.empty_like(heads.q)  # [B * K, G, T, D]
+    for part, rows, seen in heads.blocks():
+        weights = heads.probabilities(heads.q[part, :, rows].flatten(1, 2), part, seen)
+        out[part, :, rows] = heads.unrows(weights @ heads.v[part, :seen])
+    return out.view(q.shape)
+
+
+# An operation of its own, so that activation checkpointing sees one result to keep and not the products inside.
+_LIBRARY = torch.library.Library("pharos", "DEF")
+_LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+_LIBRARY.impl("causal_attention", _attention_forward, "CPU")
 
 
 class _Heads:
     """q, k, v of one attention call with B and K as one batch dim, and the walk over their blocks."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        batch, n_kv_heads, n_tokens, width = k.shape
-        self.q = q.reshape(batch * n_kv_heads, -1, n_tokens, width)  # [B * K, G, T, D]
-        self.k, self.v = k.reshape(-1, n_tokens, width), v.reshape(-1, n_tokens, width)  # [B * K, T, D]
+        batch, n_kv_heads, n_keys, width = k.shape
+        self.q = q.reshape(batch * n_kv_heads, -1, q.shape[2], width)  # [B * K, G, T, D]
+        self.k, self.v = k.reshape(-1, n_keys, width), v.reshape(-1, n_keys, width)  # [B * K, S, D]
         self.scale = width**-0.5
         self.mask = q.new_full((_QUERY_BLOCK, _QUERY_BLOCK), -math.inf).triu_(1)
 
-    def blocks(self) -> Iterator[tuple[slice, int, int]]:
-        """(some of B * K, first query, end of the queries), each block with about _SCORE_BYTES of scores."""
-        n_heads, group, n_tokens, _ = self.q.shape
-        step = max(1, _SCORE_BYTES // max(1, group * _QUERY_BLOCK * n_tokens * self.q.element_size()))
+    def blocks(self) -> Iterator[tuple[slice, slice, int]]:
+        """(some of B * K, some queries, how many keys the last of them sees), each block with about _SCORE_BYTES of scores."""
+        n_heads, group, n_queries, _ = self.q.shape
+        n_keys = self.k.shape[1]
+        step = max(1, _SCORE_BYTES // max(1, group * _QUERY_BLOCK * n_keys * self.q.element_size()))
         for first in range(0, n_heads, step):
-            for start in range(0, n_tokens, _QUERY_BLOCK):
-                yield slice(first, first + step), start, min(start + _QUERY_BLOCK, n_tokens)
-
-    def rows(self, x: Tensor, part: slice, start: int, end: int) -> Tensor:
-        """x [B * K, G, T, D] -> [P, G * t, D]: the block's queries of all heads of a group as rows."""
-        return x[part, :, start:end].flatten(1, 2)
+            for start in range(0, n_queries, _QUERY_BLOCK):
+                end = min(start + _QUERY_BLOCK, n_queries)
+                yield slice(first, first + step), slice(start, end), n_keys - n_queries + end
 
     def unrows(self, x: Tensor) -> Tensor:
-        """x [P, G * t, D] -> [P, G, t, D]."""
+        """x [P, G * t, ...] -> [P, G, t, ...]: the block's queries of all heads of a group are the rows of one product."""
         return x.view(x.shape[0], self.q.shape[1], -1, x.shape[-1])
 
-    def probabilities(self, queries: Tensor, part: slice, start: int, end: int) -> Tensor:
-        """queries [P, G * t, D] -> softmax of their scores on the keys before `end`, [P, G * t, end]."""
-        scores = _scaled_bmm(queries, self.k[part, :end].transpose(1, 2), self.scale)
-        size = end - start
-        self.unrows(scores)[..., start:].add_(self.mask[:size, :size])
+    def probabilities(self, queries: Tensor, part: slice, seen: int) -> Tensor:
+        """queries [P, G * t, D] -> softmax of their scores on the first `seen` keys, [P, G * t, seen]; the last t are causal."""
+        scores = _scaled_bmm(queries, self.k[part, :seen].transpose(1, 2), self.scale)
+        by_head = self.unrows(scores)  # [P, G, t, seen]
+        size = by_head.shape[2]
+        by_head[..., seen - size :].add_(self.mask[:size, :size])
         return torch.softmax(scores, -1)
 
 

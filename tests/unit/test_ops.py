@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import ops
 
@@ -109,9 +110,32 @@ def test_attention_does_not_look_ahead() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("t", [1, 3])
-def test_attention_of_the_last_tokens_on_a_cache(t: int, dtype: torch.dtype) -> None:
-    assert_like(ops.causal_attention, naive_attention, heads(2, t, 37, 4, 2, 8, dtype))
+@pytest.mark.parametrize("t, s", [(1, 37), (3, 37), (150, 290), (128, 1030)])
+def test_attention_of_the_last_tokens(t: int, s: int, dtype: torch.dtype) -> None:
+    assert_like(ops.causal_attention, naive_attention, heads(2, t, s, 4, 2, 8, dtype))
+
+
+def test_attention_of_the_last_tokens_takes_no_memory_for_a_mask() -> None:
+    t, s, sizes = 1024, 2048, list[int]()
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = op(*args, **(kwargs or {}))
+            sizes.append(out.numel() if isinstance(out, Tensor) else 0)
+            return out
+
+    q, k, v = heads(1, t, s, 1, 1, 8, torch.float32)
+    with Sizes():
+        ops.causal_attention(q, k, v)  # one operation to those who watch from outside
+        ops._attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # and what is in it
+    assert 0 < max(sizes) < t * s / 4
+
+
+def test_rows_of_the_causal_mask_that_kernels_are_given() -> None:
+    assert ops._last_rows(1, 9, torch.device("cpu")) is None
+    lower_right = ops._last_rows(3, 5, torch.device("cuda"))  # needs no device to be made
+    assert lower_right is not None
+    assert torch.equal(lower_right._materialize(), ops._last_rows(3, 5, torch.device("cpu")))  # type: ignore[attr-defined]
 
 
 @DTYPES
