@@ -15,14 +15,13 @@ a block's part of B * K and of T.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.attention.bias import causal_lower_right
 
 _BLOCK_ELEMENTS = 1 << 18  # fp32 elements of a block of rows: 1 MiB, in the second-level caches of two cores
 _SCORE_BYTES = 1 << 20  # attention scores of a block
@@ -79,6 +78,8 @@ def _last_rows(t: int, s: int, device: torch.device) -> Tensor | None:
     if t == 1:
         return None
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, which takes as long as torch
+
         return cast(Tensor, causal_lower_right(t, s))
     return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
@@ -98,6 +99,29 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
     if _in_blocks(logits):
         return _apply(_CrossEntropySum, logits, labels, ignore_index)
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignore_index)
+
+
+def cross_entropy_sum_of_part(
+    logits: Tensor, labels: Tensor, ignore_index: int, *, first: int, gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """cross_entropy_sum of a vocabulary that is cut over ranks, the same on each, with the gradient of this rank's logits.
+
+    logits [..., V of this rank] of the tokens `first`, `first` + 1, ...; `gather` stacks the values of all ranks along a new
+    dim 0. A label that no rank holds makes the loss infinite.
+    """
+    logits, labels = logits.flatten(0, -2).float(), labels.flatten()  # [N, V], [N]
+    valid, column = labels != ignore_index, labels - first
+    here = (column >= 0) & (column < logits.shape[-1])
+    log_sum = logits.logsumexp(-1)  # [N], of this part
+    target = logits.gather(-1, column.where(here, 0).unsqueeze(-1)).squeeze(-1)  # [N]
+    with torch.no_grad():
+        log_sums, targets = gather(torch.stack((log_sum, target.where(here, -math.inf)))).unbind(1)  # [ranks, N] each
+        total_log_sum = log_sums.logsumexp(0)
+        loss = (total_log_sum - targets.amax(0)).where(valid, 0.0).sum()
+        share = (log_sum - total_log_sum).exp()  # of this part in the softmax's sum
+    # The loss's slope in these logits: d log(sum of all) is a part's share of d log(sum of the part). Its value is taken off again.
+    slope = (share * log_sum - target.where(here, 0.0)).where(valid, 0.0).sum()
+    return loss + (slope - slope.detach())
 
 
 def _in_blocks(x: Tensor) -> bool:
@@ -130,7 +154,7 @@ class _CausalAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        return torch.ops.pharos.causal_attention(q, k, v)
+        return cast(Tensor, CPU_ATTENTION(q, k, v))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,6 +192,7 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("pharos", "DEF")
 _LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
 _LIBRARY.impl("causal_attention", _attention_forward, "CPU")
+CPU_ATTENTION = torch.ops.pharos.causal_attention.default
 
 
 class _Heads:

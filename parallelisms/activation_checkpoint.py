@@ -1,10 +1,20 @@
-"""Activation checkpointing: which activations are computed again in the backward instead of being kept."""
+"""Activation checkpointing: which activations are computed again in the backward instead of being kept.
+
+parallelize() applies it before compiling and sharding. A block's forward is replaced, not wrapped in a module: names stay as they
+are, and FSDP's hooks, which stand around the block, gather its weights once for the backward and what it computes again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from functools import partial
+from itertools import count
+from typing import Annotated, Any, Literal
 
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from models import ops
 from models.contract import Model
 
 
@@ -24,7 +34,62 @@ class ActivationCheckpointConfig:
         float, "share of the activations that may be kept; needs compile.enable", ">= 0", "<= 1"
     ] = 0.5
 
+    def check(self) -> None:
+        option = self.selective_ac_option
+        if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+            raise ValueError(
+                f'activation_checkpoint.selective_ac_option = "{option}": must be "op" or the text of a number >= 1; nearest: "1"'
+            )
+
 
 def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig) -> None:
-    if config.mode != "none":
-        raise NotImplementedError
+    """Every gradient stays what it was. Blocks are counted by their names, so stages of a pipeline choose as the whole model does."""
+    if config.mode == "none":
+        return
+    if config.mode == "memory_budget":
+        import torch._functorch.config as compiler
+
+        compiler.activation_memory_budget = config.memory_budget
+        return
+    by_operation = config.mode == "selective" and config.selective_ac_option == "op"
+    every = int(config.selective_ac_option) if config.mode == "selective" and not by_operation else 1
+    options: dict[str, Any] = {"context_fn": _keep_expensive_results} if by_operation else {}
+    for name, block in part.layers.items():
+        if (int(name) + 1) % every == 0:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def _keep_expensive_results() -> tuple[Any, Any]:
+    """The contexts of one block's forward and of its repetition: half of the matrix products, all of attention and the collectives
+    that make tensors smaller are kept, the rest is computed again.
+
+    Half of the products: keeping all would cost about as much memory as no checkpointing. A gather's result is not kept:
+    it is the largest tensor around.
+    """
+    kept, products = _kept(), _products()
+    numbers = {False: count(), True: count()}  # of the products; some versions of torch ask in the repetition again
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = next(numbers[context.is_recompute]) % 2 == 1 if operation in products else operation in kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _products() -> set[Any]:
+    """Matrix products of activations with weights."""
+    return {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
+
+
+def _kept() -> set[Any]:
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._efficient_attention_forward.default,  # what causal_lower_right becomes
+        ops.CPU_ATTENTION,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        aten.max.default,  # float8 takes its scales from it
+    }
