@@ -10,9 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from models.contract import Model
 
 BLOCK_ROWS = 128
 
@@ -23,11 +27,29 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float =
 
     `name` is the fully qualified name in the whole model. The draw is fp32; the result is cast to the parameter's dtype.
     """
+    if parameter.is_meta:
+        return  # nothing to fill: `draw` has given memory to another one
     local, rows, columns = _local_part(parameter)
     for first, block in _row_blocks(parameter.shape, name, seed, rows, std=std, cut=cut):
         lower, upper = max(first, rows.start), min(first + len(block), rows.stop)
         held = (slice(lower - first, upper - first), *columns)
         local[lower - rows.start : upper - rows.start].copy_(block[held])
+
+
+def draw(model: Model, tensor: Tensor, seed: int) -> Tensor:
+    """The values that `init_weights` gives to one parameter or buffer of a model on the meta device: it alone takes memory.
+
+    `model` is afterwards as it was before.
+    """
+    real = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, real)  # in place: under whatever names the model holds `tensor`, it has memory now
+    try:
+        model.init_weights(seed)
+    finally:
+        torch.utils.swap_tensors(tensor, real)
+    return real.detach()
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, slice, tuple[slice, ...]]:

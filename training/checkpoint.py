@@ -24,6 +24,7 @@ from training.checkpoint_states import ModelState, OptimizerState, Stateful
 
 if TYPE_CHECKING:
     from training.checkpoint_dcp import Snapshot
+    from training.checkpoint_streamed import Streamed
 
 __all__ = ["CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
 
@@ -157,10 +158,13 @@ class Checkpointer:
             background.start(lambda: self._write(step, "full", states, snapshot))
         return time.perf_counter() - began
 
-    def save_seed(self) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed."""
+    def save_seed(self, streamed: Streamed | None = None) -> None:
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed.
+
+        `streamed`: what gives the values of a model on the meta device, one tensor at a time.
+        """
         self.wait()
-        self._write(0, "model", {"model": self._states["model"].state_dict()})
+        self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save.
@@ -221,14 +225,16 @@ class Checkpointer:
         cast = {name: value.to(dtype) if torch.is_floating_point(value) else value for name, value in weights.items()}
         self._write(step, "model", {"model": cast})
 
-    def _write(self, step: int, kind: str, states: Mapping[str, Any], snapshot: Snapshot | None = None) -> None:
+    def _write(
+        self, step: int, kind: str, states: Mapping[str, Any], planner: Snapshot | Streamed | None = None
+    ) -> None:
         """One save from begin to end. In the background too: its process group is used by nobody else meanwhile."""
         from training import checkpoint_dcp as dcp
 
         began = time.perf_counter()
         try:
             partial = self._ranks.first(lambda: files.begin(self.folder, step))
-            report = _Report(dcp.write(states, partial, group=self._ranks.group, planner=snapshot))
+            report = _Report(dcp.write(states, partial, group=self._ranks.group, planner=planner))
         except OSError as error:
             report = _Report(problem=files.reason(error), own=True)
         except dcp.OtherRankFailed as error:

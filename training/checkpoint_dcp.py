@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from training.checkpoint_files import Digest, FileRecord
+from training.checkpoint_streamed import OneAtATime, Streamed
 
 States = dict[str, dict[str, Any]]
 
@@ -43,16 +44,21 @@ class OtherRankFailed(RuntimeError):
 
 
 def write(
-    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Snapshot | None = None
+    states: Mapping[str, Any],
+    path: Path,
+    *,
+    group: dist.ProcessGroup | None,
+    planner: Snapshot | Streamed | None = None,
 ) -> list[FileRecord]:
     """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then.
 
     All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
-    OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, not what they hold now.
+    OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, or what it makes of them, not
+    what they hold now.
     """
     _quiet()
     file_system = _DigestingFileSystem()
-    writer = FileSystemWriter(path)
+    writer = OneAtATime(path) if isinstance(planner, Streamed) else FileSystemWriter(path)
     writer.fs = file_system
     try:
         with _without_crc32(), file_system:

@@ -1,0 +1,131 @@
+"""The first checkpoint of a run, without the machines of the run: python scripts/make_seed_checkpoint.py CONFIG [--section.key value ...]
+
+Writes the freshly initialised weights as step 0 of CONFIG's run, what `checkpoint.create_seed_checkpoint` writes, but by one process
+on a CPU that holds one tensor at a time: a model of any size takes the memory of its largest tensor. Every layout begins with it: the
+run itself when it is started, another one by `--checkpoint.initial_load_path RUN/checkpoint/step-0`. Initial values depend on no
+layout, so no run needs a seed to be compared with another; it is for looking at, for handing on, and for other programs.
+
+Exit code: 0 written; 2 bad input, or there is a checkpoint already; 1 the rest: no room on the disk, or interrupted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
+
+import torch
+
+from configs.check import check
+from configs.load import load
+from configs.saved import check_saved, save
+from configs.schema import Config, model_module
+from models.contract import Model
+from models.init import draw
+from parallelisms.mesh import least_world_size
+from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
+from training.checkpoint_files import list_steps, step_folder
+from training.checkpoint_streamed import CHUNK_BYTES, Streamed
+from training.log import Log
+from training.progress import duration
+from training.runlock import RunLock
+from training.tokenizer import build_tokenizer
+
+TELL_EVERY_S = 10.0
+
+
+def main(argv: list[str]) -> int:
+    if not argv or "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0 if argv else 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half written is removed
+    try:
+        config = load([*argv, "--checkpoint.create_seed_checkpoint=true"])
+        check(config, world_size=least_world_size(config.parallelism))
+        check_saved(config, config.run_folder)
+        make_seed(config, Log(colour=not config.metrics.disable_color_printing))
+    except ValueError as error:
+        print(f"make_seed_checkpoint: {error}", file=sys.stderr)
+        return 2
+    except (CheckpointFailed, OSError) as error:
+        print(f"make_seed_checkpoint: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Writes it. Raises ValueError where a run has begun, OSError or CheckpointFailed where it could not be written."""
+    model = meta_model(config)
+    tensors = model.state_dict(keep_vars=True)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    progress = Progress(total, log)
+    streamed = Streamed(
+        lambda name: draw(model, tensors[name.removeprefix("model.")], config.training.seed),
+        written=progress.add,
+        chunk_bytes=chunk_bytes,
+    )
+    with ExitStack() as cleanup:
+        cleanup.enter_context(closing(RunLock(config.run_folder)))
+        states = {"model": ModelState([model])}
+        checkpointer = cleanup.enter_context(
+            closing(Checkpointer(config.checkpoint, config.run_folder, states, log=log))
+        )
+        checkpointer.load()  # refuses a run that has begun, and clears away what a kill left
+        if list_steps(checkpointer.folder):
+            path = step_folder(checkpointer.folder, 0)
+            raise ValueError(f"job.name: {path} is there already; remove it, or give the seed a job.name of its own")
+        check_room(checkpointer.folder, total)
+        save(config, config.run_folder)
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        log.info("seed      %s, %s parameters in %d tensors", config.model.name, f"{weights:,}", len(tensors))
+        checkpointer.save_seed(streamed)
+
+
+def meta_model(config: Config) -> Model:
+    """The whole model without memory, in the dtype of the master weights; buffers keep their own."""
+    vocab_size = config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size
+    with torch.device("meta"):
+        model: Model = model_module(config.model.name).build(
+            config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
+    return model
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raises OSError when the disk will not hold it: better now than hours later."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(there).free
+    if free_bytes < needed_bytes:
+        raise OSError(f"{folder}: {needed_bytes / 1e9:,.1f} GB are needed and {free_bytes / 1e9:,.1f} GB are free")
+
+
+class Progress:
+    """How much is written, and how long the rest will take."""
+
+    def __init__(self, total_bytes: int, log: Log) -> None:
+        self._total, self._log = total_bytes, log
+        self._done, self._began = 0, time.monotonic()
+        self._told = self._began
+
+    def add(self, count_bytes: int) -> None:
+        self._done += count_bytes
+        now = time.monotonic()
+        if now - self._told < TELL_EVERY_S:
+            return
+        self._told = now
+        pace = self._done / (now - self._began)
+        left = duration((self._total - self._done) / pace)
+        self._log.info(
+            "seed      %.1f of %.1f GB, %.0f MB/s, about %s left", self._done / 1e9, self._total / 1e9, pace / 1e6, left
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
