@@ -33,6 +33,7 @@ class ModelConfig:
 class Model(nn.Module):
     """A pipeline-friendly model: a stage keeps some of the children, sets the others to None, and forward does the right thing."""
 
+    dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict  # a dict, so that names survive the deletion of other layers
     norm: nn.Module | None

@@ -70,6 +70,7 @@ class Llama(Model):
     def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
+        self.dim = config.dim
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
