@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -64,7 +65,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     t, s = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D], [B, K, S, D]
     grouped = q.shape[1] != k.shape[1]
-    if t > 1 and (t < s or s <= _BLOCKS_UP_TO) and _in_blocks(q):
+    if (t == s <= _BLOCKS_UP_TO or 1 < t < s) and _in_blocks(q):
         out = _apply(_CausalAttention, q, k, v)
     elif t == s:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -126,7 +127,20 @@ def cross_entropy_sum_of_part(
 
 def _in_blocks(x: Tensor) -> bool:
     """Whether to walk in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in _PLAIN
+
+
+_PLAIN: set[type] = {Tensor, nn.Parameter}
+
+
+@contextmanager
+def walking(kind: type[Tensor]) -> Iterator[None]:
+    """In here tensors of this type walk in blocks too: those without memory, which stand for a CPU's (train.py --explain)."""
+    _PLAIN.add(kind)
+    try:
+        yield
+    finally:
+        _PLAIN.remove(kind)
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
@@ -192,6 +206,7 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("pharos", "DEF")
 _LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
 _LIBRARY.impl("causal_attention", _attention_forward, "CPU")
+_LIBRARY.impl("causal_attention", lambda q, k, v: torch.empty_like(q), "Meta")  # tensors without memory
 CPU_ATTENTION = torch.ops.pharos.causal_attention.default
 
 
