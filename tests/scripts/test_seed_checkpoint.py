@@ -1,0 +1,195 @@
+"""scripts/make_seed_checkpoint.py: the seed that train.py would write, in the memory of one tensor."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.load import load
+from models import llama
+from proofs.resume import checkpoint_digests
+from scripts import make_seed_checkpoint as script
+from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
+from training.checkpoint_files import list_steps, read_manifest, verify
+from training.log import Log
+
+pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.chdir(folder)
+
+
+def seed(*overrides: str) -> int:
+    """The script in this process; the exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return script.main(["tiny.toml", *overrides])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(*command: str) -> str:
+    """Another process of this Python: its output, if it ends well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def step_0(job: str) -> Path:
+    return Path("outputs", job, "checkpoint", "step-0")
+
+
+def metadata(path: Path) -> Any:
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+def test_it_is_the_seed_of_train_py_byte_for_byte_and_train_py_goes_on_from_it():
+    settings = ("--training.dtype=bfloat16", "--training.steps=2", "--validation.enable=false")
+    train = (str(ROOT / "train.py"), "tiny.toml", *settings)
+    run(*train, "--job.name=theirs", "--checkpoint.create_seed_checkpoint=true")
+    assert seed(*settings, "--job.name=ours") == 0
+    theirs, ours = step_0("theirs"), step_0("ours")
+    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
+    assert (ours / "__0_0.distcp").read_bytes() == (theirs / "__0_0.distcp").read_bytes()
+    for part in ("state_dict_metadata", "storage_data", "planner_data", "version"):
+        assert getattr(metadata(ours), part) == getattr(metadata(theirs), part), part
+    manifests = [read_manifest(path) for path in (ours, theirs)]
+    for part in ("step", "kind", "states", "world_size", "torch", "config_digest"):
+        assert getattr(manifests[0], part) == getattr(manifests[1], part), part
+    verify(ours, manifests[0])
+    said = run(*train, "--job.name=ours")
+    assert "model loaded from outputs/ours/checkpoint/step-0" in said and "finished" in said
+
+
+def test_large_tensors_are_cut_into_rows_of_the_same_bits():
+    config = load(["tiny.toml", "--checkpoint.create_seed_checkpoint=true", "--job.name=cut", "--model.vocab_size=300"])
+    assert seed("--job.name=whole", "--model.vocab_size=300") == 0
+    script.make_seed(config, Log(), chunk_bytes=1000)  # a row has 64 bytes
+    verify(step_0("cut"), read_manifest(step_0("cut")))
+    chunks = metadata(step_0("cut")).state_dict_metadata["model.output.weight"].chunks
+    assert [(*chunk.offsets, *chunk.sizes) for chunk in chunks] == [(row, 0, 15, 16) for row in range(0, 300, 15)]
+    assert checkpoint_digests(step_0("cut")) == checkpoint_digests(step_0("whole"))
+    assert all(
+        entry.length < 1000 + 1500 for entry in metadata(step_0("cut")).storage_data.values()
+    )  # torch.save's frame
+
+
+# Each layer has 14.5 MiB, the largest tensor 4 MiB.
+MEASURE = """
+import sys
+from scripts.make_seed_checkpoint import main
+assert main(["tiny.toml", "--job.name=" + sys.argv[1], "--model.n_layers=" + sys.argv[1], "--model.dim=512",
+             "--model.hidden_dim=2048", "--model.n_heads=8", "--model.n_kv_heads=2"]) == 0
+print([int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")].pop())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
+def test_memory_is_that_of_a_tensor_not_of_the_model():
+    peaks = [int(run("-c", MEASURE, layers).splitlines()[-1]) << 10 for layers in ("1", "16")]
+    size_bytes = read_manifest(step_0("16")).size_bytes
+    shutil.rmtree("outputs")
+    assert size_bytes > 220 << 20
+    assert peaks[1] - peaks[0] < 24 << 20  # of the 220 MiB; one tensor has 4
+
+
+def test_every_tensor_is_drawn_once_and_no_two_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    live: list[Callable[[], bool]] = []
+    drawn = []
+
+    def draw(model: llama.Llama, tensor: torch.Tensor, at: int) -> torch.Tensor:
+        assert not any(alive() for alive in live)
+        values = original(model, tensor, at)
+        storage = torch.multiprocessing.reductions.StorageWeakRef(values.untyped_storage())
+        live.append(lambda: not storage.expired())
+        drawn.append(tuple(values.shape))
+        return values
+
+    original = script.draw
+    monkeypatch.setattr(script, "draw", draw)
+    assert seed() == 0
+    assert len(drawn) == len(metadata(step_0("tiny")).state_dict_metadata) == 13
+
+
+def test_it_refuses_to_write_over_anything_and_says_what_is_in_the_way(capsys: pytest.CaptureFixture[str]):
+    assert seed() == 0
+    before = (step_0("tiny") / "__0_0.distcp").read_bytes()
+    assert seed() == 2
+    line = f"make_seed_checkpoint: job.name: {step_0('tiny')} is there already; remove it, or give the seed a job.name of its own"
+    assert capsys.readouterr().err.splitlines() == [line]
+    assert (step_0("tiny") / "__0_0.distcp").read_bytes() == before
+    step_0("tiny").rename(step_0("tiny").with_name("step-4"))
+    assert seed() == 2
+    assert "holds step 4 of a run that has begun" in capsys.readouterr().err
+
+
+def test_bad_settings_and_layouts_of_many_ranks(capsys: pytest.CaptureFixture[str]):
+    assert seed("--model.n_heads=3") == 2
+    assert "model.n_heads = 3" in capsys.readouterr().err
+    assert seed("--checkpoint.enable=false") == 2
+    assert "checkpoint.create_seed_checkpoint = true: needs checkpoint.enable = true" in capsys.readouterr().err
+    assert not Path("outputs").exists()
+    assert seed("--parallelism.data_parallel_replicate_degree=2") == 0
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
+    assert seed() == 1
+    message = capsys.readouterr().err
+    assert message.startswith("make_seed_checkpoint: outputs/tiny/checkpoint: ") and "GB are free" in message
+    assert not Path("outputs/tiny/checkpoint").exists()
+
+
+def draw_that_kills(at: int, number: signal.Signals) -> Callable[..., torch.Tensor]:
+    """The script's `draw`; this process gets the signal when it is called the `at`-th time."""
+    original, calls = script.draw, []
+
+    def draw(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == at:
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+
+    return draw
+
+
+KILL = """
+import signal
+from tests.scripts.test_seed_checkpoint import draw_that_kills, script
+script.draw = draw_that_kills(5, signal.SIGKILL)
+script.main(["tiny.toml"])
+"""
+
+
+def test_a_kill_leaves_nothing_that_is_taken_for_a_checkpoint():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", KILL], env=environment, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    there = Path("outputs/tiny/checkpoint")
+    assert [path.name for path in there.iterdir()] == ["step-0.partial"] and list_steps(there) == []
+    assert seed() == 0
+    assert [path.name for path in there.iterdir()] == ["step-0"]
+    verify(step_0("tiny"), read_manifest(step_0("tiny")))
+
+
+def test_a_signal_to_stop_frees_what_was_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script, "draw", draw_that_kills(5, signal.SIGTERM))
+    assert seed() == 1
+    assert "step 0 not saved" in capsys.readouterr().err
+    assert list(Path("outputs/tiny/checkpoint").iterdir()) == []
