@@ -83,9 +83,8 @@ def test_large_tensors_are_cut_into_rows_of_the_same_bits():
     chunks = metadata(step_0("cut")).state_dict_metadata["model.output.weight"].chunks
     assert [(*chunk.offsets, *chunk.sizes) for chunk in chunks] == [(row, 0, 15, 16) for row in range(0, 300, 15)]
     assert checkpoint_digests(step_0("cut")) == checkpoint_digests(step_0("whole"))
-    assert all(
-        entry.length < 1000 + 1500 for entry in metadata(step_0("cut")).storage_data.values()
-    )  # torch.save's frame
+    frame = 3000  # at most, of torch.save around each chunk; the largest tensor has 19,200 bytes
+    assert all(entry.length <= 1000 + frame for entry in metadata(step_0("cut")).storage_data.values())
 
 
 # Each layer has 14.5 MiB, the largest tensor 4 MiB.
