@@ -3,13 +3,14 @@
 models/<name>.py holds
     Config                                        a frozen dataclass that extends ModelConfig: the [model] section
     build(config, *, vocab_size, max_seq_len)     -> Model, buildable under torch.device("meta")
-    TP_PLAN                                       how tensor parallelism cuts each module, as plain strings: parallelisms/tensor.py
+    TP_PLAN                                       how tensor parallelism cuts each module, as plain strings; Model.tp_plan
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class ModelConfig:
         """Raises ValueError ("model.key = value: ...") when the sizes contradict each other."""
 
     def check_tensor_parallel(self, degree: int) -> None:
-        """Raises ValueError ("parallelism.tensor_parallel_degree = ...") when the heads cannot be shared by `degree` ranks."""
+        """Raises ValueError ("parallelism.tensor_parallel_degree = ...") when `degree` ranks cannot share heads and features evenly."""
 
 
 class Model(nn.Module):
@@ -38,6 +39,7 @@ class Model(nn.Module):
     layers: nn.ModuleDict  # a dict, so that names survive the deletion of other layers
     norm: nn.Module | None
     output: Head | None
+    tp_plan: Mapping[str, str] = MappingProxyType({})  # module name, * for any part -> kind: parallelisms/tensor.py
 
     def forward(
         self, x: Tensor, cache: Any = None, *, labels: Tensor | None = None, positions: Tensor | None = None

@@ -22,6 +22,23 @@ from models import ops
 from models.contract import Head, Model, ModelConfig, nearest_divisors
 from models.init import normal_
 
+TP_PLAN = {  # module -> how tensor parallelism cuts it; the kinds are explained in parallelisms/tensor.py
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "column",
+    "layers.*.attention.wk": "column",
+    "layers.*.attention.wv": "column",
+    "layers.*.attention.wo": "row",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "column",
+    "layers.*.feed_forward.w3": "column",
+    "layers.*.feed_forward.w2": "row",
+    "norm": "sequence",
+    "output": "head",
+}
+
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
@@ -58,6 +75,16 @@ class Config(ModelConfig):
                 "Llama 3.1 uses 4.0 and 1.0"
             )
 
+    def check_tensor_parallel(self, degree: int) -> None:
+        """Each rank takes whole groups of heads and as many features as any other."""
+        shared = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
+        uneven = [f"model.{name} = {count}" for name, count in shared.items() if count % degree]
+        if uneven:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree = {degree}: must divide {' and '.join(uneven)}; "
+                f"nearest: {nearest_divisors(math.gcd(*shared.values()), degree)}"
+            )
+
 
 def build(config: Config, *, vocab_size: int, max_seq_len: int) -> Llama:
     """The whole model, uninitialised: build it under torch.device("meta"), shard, `to_empty`, then `init_weights`."""
@@ -65,6 +92,7 @@ def build(config: Config, *, vocab_size: int, max_seq_len: int) -> Llama:
 
 
 class Llama(Model):
+    tp_plan = TP_PLAN
     freqs_cis: Tensor
 
     def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:

@@ -7,13 +7,15 @@ every run is a DTensor, so checkpoints and clipping know one case only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from models.contract import Model
 from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel_mesh
@@ -40,13 +42,15 @@ def apply_fsdp(
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     copies_alone = axes.mesh_dim_names == (DP_REPLICATE,)
-    reshard = reshards(config, shards=axes.size(axes.ndim - 1), stages=mesh[PP].size())
+    shards = axes.size(axes.ndim - 1)
+    reshard = reshards(config, shards=shards, stages=mesh[PP].size())
 
     def wrap(modules: list[nn.Module] | nn.Module, *, reshard: bool) -> None:
         if copies_alone:
             replicate(modules, **options)
         else:
-            fully_shard(modules, reshard_after_forward=reshard, **options)
+            placement = partial(_placement, shards=shards)
+            fully_shard(modules, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
 
     groups = list(communication_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
@@ -63,6 +67,27 @@ def apply_fsdp(
 def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
     """Whether gathered parameters are freed between forward and backward."""
     return {"default": shards > 1 and stages == 1, "always": True, "never": False}[config.fsdp_reshard_after_forward]
+
+
+def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
+    """Which dim FSDP cuts of a parameter whose rows tensor parallelism has cut: the rows again where that leaves equal pieces, else
+    the columns, which must then be even; None: neither is possible.
+
+    torch's layout of a dim that is cut twice is only right for equal pieces: of 61 rows on 2 x 2 ranks, say, it takes the wrong ones
+    when it gathers or saves them.
+    """
+    if shards == 1 or shape[0] % (tp * shards) == 0:
+        return 0
+    return 1 if len(shape) > 1 and shape[1] % shards == 0 else None
+
+
+def _placement(parameter: nn.Parameter, *, shards: int) -> Shard | None:
+    """None: torch's own choice, the rows."""
+    if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+        return None
+    dim = shard_dim(parameter.shape, tp=parameter.device_mesh.size(), shards=shards)
+    assert dim is not None, "parallelisms/tensor.py has refused it"
+    return Shard(dim)
 
 
 def communication_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:

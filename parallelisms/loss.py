@@ -1,26 +1,141 @@
-"""The loss at the head: from the hidden state, so that the logits need not exist as a whole."""
+"""The loss at the head: from the hidden state, so that the logits need not exist as a whole.
+
+`head_loss` is called once by parallelize; what it returns hangs at models.contract.Head. Two things compose:
+
+    in chunks                  the logits of `chunk_tokens` tokens exist at once. A chunk's loss and its gradients of hidden state
+                               and weight are made together, in the forward; the backward only scales them (Wijmans et al. 2024,
+                               arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989). Works for any loss that is a sum over tokens.
+    by parts of a vocabulary   under tensor parallelism each rank keeps the logits of its own rows of the weight, and the ranks
+                               exchange two numbers per token. Only for a loss that offers `of_part`; the logits of any other one
+                               are gathered first, and it runs on every rank.
+
+Letters: B batch, T tokens, C width, V vocabulary, N tokens of the whole batch, n tokens of a chunk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, Shard
 
 if TYPE_CHECKING:
     from parallelisms.parallelize import CompileConfig, LossFunction
 
 
+class LossByParts(Protocol):
+    """A loss function that can also work on this rank's part of the vocabulary."""
+
+    def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
+        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients.
+        """
+        ...
+
+
 def head_loss(
-    loss: LossFunction, *, chunk_tokens: int, compile: CompileConfig
+    loss: LossFunction, *, chunk_tokens: int, loss_parallel: bool, compile: CompileConfig
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """What models.contract.Head calls: hidden [B, T, C], weight [V, C], labels [B, T] -> loss sum, fp32 scalar."""
-    if compile.enable and "loss" in compile.components:
-        loss = torch.compile(loss, backend=compile.backend)
+    """What models.contract.Head calls: hidden [B, T, C], weight [V, C], labels [B, T] -> loss sum, fp32 scalar.
+
+    `chunk_tokens`: tokens whose logits exist at once; 0: all. A chunk reaches `loss` as one sequence, [1, n, V]. Under tensor
+    parallelism the weight is a DTensor of [Shard(0)] and the hidden state has all tokens on every rank; the gradient of the
+    hidden state is then this rank's term of a sum over the ranks.
+    """
+    wanted = compile.enable and "loss" in compile.components
+    whole = torch.compile(loss, backend=compile.backend) if wanted else loss
+    by_parts: Callable[..., Tensor] | None = None
+    if loss_parallel and hasattr(loss, "of_part"):  # a LossByParts
+        by_parts = torch.compile(loss.of_part, backend=compile.backend) if wanted else loss.of_part
 
     def from_hidden(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return loss(F.linear(h, weight), labels)
+        of_logits = whole
+        if isinstance(weight, DTensor):
+            rows = _Rows(weight)
+            of_logits = rows.by_parts(by_parts) if by_parts else rows.gathered(whole)
+            weight = weight.to_local()  # [local V, C]
+        if not 0 < chunk_tokens < labels.numel():
+            return of_logits(F.linear(h, weight), labels)
+        h, labels = h.flatten(0, 1), labels.flatten()  # [N, C], [N]
+        if torch.is_grad_enabled():
+            return cast(Tensor, _InChunks.apply(h, weight, labels, of_logits, chunk_tokens))
+        pairs = zip(h.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+        return torch.stack([of_logits(F.linear(x, weight)[None], y[None]) for x, y in pairs]).sum()
 
     return from_hidden
+
+
+class _InChunks(Function):
+    """Chunk by chunk: logits, loss, gradient of the logits, and from it those of the chunk's hidden state and of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, of_logits: LossFunction, chunk_tokens: int
+    ) -> Tensor:  # [N, C], [V, C], [N]
+        total = torch.zeros((), dtype=torch.float32, device=h.device)
+        grad_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        # fp32, since each chunk adds to it
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(h), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = F.linear(h[part], weight).requires_grad_()  # [n, V]
+            with torch.enable_grad():
+                loss = of_logits(logits[None], labels[part][None])
+            (grad,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            if grad_h is not None:
+                torch.mm(grad, weight, out=grad_h[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), h[part])
+        ctx.save_for_backward(grad_h, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # Not in place: a pipeline whose backward is split in two comes here twice
+        grad_h, grad_weight = (None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
+        return grad_h, grad_weight, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total is fp32 and the others may be narrower."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class _Rows:
+    """This rank's rows of the head's weight, and what a loss of their logits takes."""
+
+    def __init__(self, weight: DTensor) -> None:
+        assert weight.placements == (Shard(0),), "FSDP has gathered it, and parallelisms/tensor.py has cut its rows"
+        self.mesh, self.vocab_size = weight.device_mesh, weight.shape[0]
+
+    def by_parts(self, of_part: Callable[..., Tensor]) -> LossFunction:
+        """On the local logits: [B, T, local V]."""
+        most = -(-self.vocab_size // self.mesh.size())  # rows of every rank but the last ones
+        first = self.mesh.get_local_rank() * most
+        return lambda logits, labels: of_part(logits, labels, first=first, gather=self._stack)
+
+    def gathered(self, whole: LossFunction) -> LossFunction:
+        """On all logits, the same on every rank; backward each rank keeps the gradient of its own."""
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            shape = torch.Size((*logits.shape[:-1], self.vocab_size))
+            stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))  # told, since parts may be uneven
+            parts = DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+            return whole(parts.full_tensor(), labels)
+
+        return loss
+
+    def _stack(self, values: Tensor) -> Tensor:
+        stacked = values.new_empty((self.mesh.size(), *values.shape))
+        dist.all_gather_into_tensor(stacked.flatten(0, 1), values.contiguous(), group=self.mesh.get_group())
+        return stacked

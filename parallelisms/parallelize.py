@@ -91,9 +91,12 @@ def parallelize(
     cut: Callable[[Tensor], Tensor] = whole_sequences
     for part in parts:
         if part.output is not None:
-            part.output.loss = head_loss(loss, chunk_tokens=layout.loss_chunk_tokens, compile=compile)
+            by_parts = not config.disable_loss_parallel
+            part.output.loss = head_loss(
+                loss, chunk_tokens=layout.loss_chunk_tokens, loss_parallel=by_parts, compile=compile
+            )
         if mesh[TP].size() > 1:
-            apply_tensor_parallel(part, mesh[TP], loss_parallel=not config.disable_loss_parallel)
+            apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
         if mesh[CP].size() > 1:
             cut = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
         apply_activation_checkpoint(part, layout.activation_checkpoint)

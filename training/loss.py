@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from models import ops
@@ -12,12 +14,21 @@ LARGE_LOGITS = 1 << 27  # elements of a chunk: 1,046 tokens of Llama 3's vocabul
 IGNORED = -100  # a label that says: no target here
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+class CrossEntropySum:
     """Sum of -log p(label) over the valid labels, fp32. logits [B, T, V] in the compute dtype, labels [B, T] int64.
 
     The upcast to fp32 is in here and not in the model, so that a compiler can fuse it with the softmax, both ways.
     """
-    return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
+
+    def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """With a part of the vocabulary on each rank: parallelisms.loss.LossByParts."""
+        return ops.cross_entropy_sum_of_part(logits, labels, ignore_index=IGNORED, first=first, gather=gather)
+
+
+cross_entropy_sum = CrossEntropySum()
 
 
 def chunk_tokens(config: TrainingConfig, vocab_size: int) -> int:
