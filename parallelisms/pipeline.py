@@ -1,20 +1,50 @@
-"""Pipeline parallelism: the layers one rank after the other, microbatches on their way through them."""
+"""Pipeline parallelism: the layers one rank after the other, microbatches on their way through them.
+
+`split` makes the stages of this rank; once they are parallelized in every other way (parallelisms/parallelize.py), `Pipeline` runs
+the schedule's table (parallelisms/pipeline_schedule.py) over them by torch.distributed.pipelining. The loss is computed by the head,
+in the last stage, so only hidden states [B, T, C] and their gradients travel, in the compute dtype.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _PipelineScheduleRuntime,
+)
 
 from models.contract import Model
 from parallelisms.mesh import ParallelismConfig
+from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
+from parallelisms.pipeline_schedule import Table, cell_text, forward_table, table
 
 
 def split(model: Model, mesh: DeviceMesh, config: ParallelismConfig) -> list[Model]:
-    """This rank's stages, in the order of the layers."""
-    raise NotImplementedError
+    """This rank's stages, in the order of the layers. Names stay those of the whole model."""
+    stages = stage_modules(config, list(model.layers))
+    mine = placement(config, len(stages))[mesh.get_local_rank()]
+    return [_part(model, stages[stage]) for stage in mine]
+
+
+def _part(model: Model, names: list[str]) -> Model:
+    """A copy of `model` (on the meta device: it costs no memory) with these modules alone."""
+    part = copy.deepcopy(model)
+    for name in list(part.layers):
+        if f"layers.{name}" not in names:
+            del part.layers[name]
+    for name in ("tok_embeddings", "norm", "output"):
+        if name not in names:
+            setattr(part, name, None)
+    return part
 
 
 class Pipeline:
@@ -35,10 +65,102 @@ class Pipeline:
     ) -> None:
         """`hidden_tokens`: of the hidden state [B, T, C] that travels between stages, whose dtype is `dtype`."""
         self.parts = parts
-        raise NotImplementedError
+        self._mesh, self._cut, self._counts, self._device = mesh, cut, counts, device
+        self._local_batch_size, self._microbatch_size = local_batch_size, config.pipeline_parallel_microbatch_size
+        self._hidden = torch.empty(
+            self._microbatch_size, hidden_tokens, parts[0].dim, dtype=dtype, device="meta", requires_grad=True
+        )
+        self._stages_by_rank = placement(config, len(parts) * mesh.size())
+        self._n_stages = sum(map(len, self._stages_by_rank))
+        n_microbatches = local_batch_size // self._microbatch_size
+        self._table = table(schedule_of(config), mesh.size(), self._n_stages, n_microbatches)
+        self._training: _PipelineScheduleRuntime | None = None
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
+        inputs, labels = self._cut(inputs), self._cut(labels)
+        assert inputs.shape[0] == self._local_batch_size, "the table was made for this many microbatches"
+        if self._training is None:
+            self._training = self._runtime(inputs, self._table)
+        losses: list[Tensor] = []
+        self._training.step(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
+        return self._share(losses)
 
+    @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
+        """For any number of microbatches. What the training keeps between steps is not touched: this has stages of its own, for one
+        call, over the same modules."""
+        inputs, labels = self._cut(inputs), self._cut(labels)
+        n_microbatches, rest = divmod(inputs.shape[0], self._microbatch_size)
+        assert rest == 0, "whole microbatches"
+        runtime = self._runtime(inputs, forward_table(self._stages_by_rank, n_microbatches), backward=False)
+        losses: list[Tensor] = []
+        runtime.eval(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
+        return self._share(losses)
+
+    def _share(self, losses: list[Tensor]) -> Tensor:
+        """`losses`: one per microbatch where the last stage is, else none."""
+        if not (losses and self._counts):
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
+        """What runs the table on this rank, for batches that look like `tokens` [B, T]."""
+        microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
+        mine = self._stages_by_rank[self._mesh.get_local_rank()]
+        stages = [self._stage(part, stage, microbatch) for part, stage in zip(self.parts, mine, strict=True)]
+        n_microbatches = tokens.shape[0] // self._microbatch_size
+        runtime = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=_loss_of_the_head, scale_grads=False)
+        order: dict[int, list[Any]] = {
+            rank: [_Action.from_str(cell_text(cell)) for cell in row] for rank, row in enumerate(rows)
+        }
+        if backward:
+            runtime._prepare_schedule_with_comms(order)
+        else:  # torch would ask for the backwards
+            owner = {stage: rank for rank, stages in enumerate(self._stages_by_rank) for stage in stages}
+            runtime.stage_index_to_group_rank = owner
+            for own in stages:
+                own.stage_index_to_group_rank = owner
+            order = {rank: _add_unshard_reshard(row) for rank, row in order.items()}
+            runtime.pipeline_order_with_comms = _add_send_recv(order, owner.__getitem__, self._n_stages)
+        return runtime
+
+    def _stage(self, part: Model, index: int, tokens: Tensor) -> _Stage:
+        """With its shapes given, no forward is run to find them out."""
+        loss = torch.empty((), device="meta", requires_grad=True)
+        last = index == self._n_stages - 1
+        return _Stage(
+            part,
+            index,
+            self._n_stages,
+            self._device,
+            input_args=tokens if index == 0 else self._hidden,
+            output_args=loss if last else self._hidden,
+            group=self._mesh.get_group(),
+        )
+
+
+class _Stage(PipelineStage):
+    """torch's stage, less what Pharos does otherwise."""
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Labels are for the last stage, whichever others this rank has."""
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else None, save_forward_output)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """torch detaches outputs in place, which no view may be: a norm without anything behind it returns one."""
+        out = super().forward_maybe_with_nosync(*args, **kwargs)
+        return out.clone() if out._is_view() else out
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred, so nothing is to be cleaned up; torch would drop the gradients of earlier calls."""
+
+
+def _loss_of_the_head(loss_sum: Tensor, labels: Tensor) -> Tensor:
+    """The head has seen the labels already."""
+    return loss_sum

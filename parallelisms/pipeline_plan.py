@@ -1,0 +1,259 @@
+"""Which modules make a stage, on which rank it lives, and what is asked of both before anything is started.
+
+configs/check.py calls `check_pipeline` before a process exists; parallelisms/pipeline.py builds what is planned here. A model is
+given by the names of its layers, since all else has one name in every model (models/contract.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from math import ceil
+
+from parallelisms.mesh import ParallelismConfig
+from parallelisms.pipeline_schedule import (
+    ONE_STAGE,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    check_complete,
+    read_csv,
+    stages_by_rank,
+    timeline,
+)
+
+_BY_NAMES = "parallelism.module_fqns_per_model_part"
+_BY_COUNT = "parallelism.pipeline_parallel_layers_per_stage"
+_CSV = "parallelism.pipeline_parallel_schedule_csv"
+
+
+def schedule_of(config: ParallelismConfig) -> str:
+    """The name of a schedule, or the path of a CSV file."""
+    return config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule
+
+
+def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list[str]]:
+    """The modules of each stage by name, in the order of the model.
+
+    By layer count, the embedding counts as so many blocks, norm and output as so many; every stage gets the same number or, the
+    first ones, one more.
+    """
+    if config.module_fqns_per_model_part:
+        return [text.split() for text in config.module_fqns_per_model_part]
+    blocks = [f"layers.{name}" for name in layers]
+    sizes = _shares(config, len(layers), stage_count(config, len(layers)))
+    sizes[0] -= config.pipeline_parallel_first_stage_less_layers
+    sizes[-1] -= config.pipeline_parallel_last_stage_less_layers
+    assert min(sizes) >= 0 and sum(sizes) == len(blocks), "check_pipeline() has seen to it"
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    stages = [blocks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    stages[0] = ["tok_embeddings", *stages[0]]
+    stages[-1] = [*stages[-1], "norm", "output"]
+    return stages
+
+
+def stage_count(config: ParallelismConfig, n_layers: int) -> int:
+    """How many stages the settings ask for; legal or not."""
+    if config.module_fqns_per_model_part:
+        return len(config.module_fqns_per_model_part)
+    if config.pipeline_parallel_layers_per_stage:
+        return ceil(_weight(config, n_layers) / config.pipeline_parallel_layers_per_stage)
+    if config.pipeline_parallel_schedule_csv:
+        return _stages_of_csv(config)
+    return config.pipeline_parallel_degree * (1 if config.pipeline_parallel_schedule in ONE_STAGE else 2)
+
+
+def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
+    """Each rank's stages, in the order of the layers: round after round; down and up again for a V; or as the CSV file says,
+    whatever `n_stages` is."""
+    pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
+    if config.pipeline_parallel_schedule_csv:
+        return stages_by_rank(read_csv(schedule))
+    if schedule in V_SHAPED:
+        return [[rank, n_stages - 1 - rank] for rank in range(pp)]
+    return [list(range(rank, n_stages, pp)) for rank in range(pp)]
+
+
+def check_pipeline(
+    config: ParallelismConfig, *, layers: Sequence[str], local_batch_size: int, compiled_blocks: bool
+) -> None:
+    """Raises ValueError ("section.key = value: ...") for a pipeline that could not run; `layers` by name, in order."""
+    if config.pipeline_parallel_degree == 1:
+        return
+    _check_microbatches(config, local_batch_size)
+    if config.pipeline_parallel_schedule_csv:
+        _check_csv(config, local_batch_size // config.pipeline_parallel_microbatch_size)
+    _check_stage_count(config, len(layers))
+    if config.module_fqns_per_model_part:
+        _check_names(config, ["tok_embeddings", *(f"layers.{name}" for name in layers), "norm", "output"])
+    else:
+        _check_weights(config, len(layers))
+    _check_split_backward(config, compiled_blocks=compiled_blocks)
+
+
+def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> None:
+    """Whole microbatches, in a number that the schedule can take."""
+    size, pp = config.pipeline_parallel_microbatch_size, config.pipeline_parallel_degree
+    key = f"parallelism.pipeline_parallel_microbatch_size = {size}"
+    legal_count, rule = _microbatch_rule(config)
+    sizes = [
+        s for s in range(1, local_batch_size + 1) if local_batch_size % s == 0 and legal_count(local_batch_size // s)
+    ]
+    if size in sizes:
+        return
+    if sizes:
+        advice = f"nearest: {_nearest(size, sizes)}"
+    else:
+        batch = next(b for b in range(local_batch_size, local_batch_size + 4 * pp) if legal_count(b))
+        advice = f"nearest: 1 with training.local_batch_size = {batch}"
+    if local_batch_size % size:
+        raise ValueError(f"{key}: must divide training.local_batch_size = {local_batch_size}; {advice}")
+    raise ValueError(
+        f"{key}: makes {local_batch_size // size} microbatches of training.local_batch_size = {local_batch_size}, but "
+        f"{schedule_of(config)} on {pp} ranks takes {rule}; {advice}"
+    )
+
+
+def _microbatch_rule(config: ParallelismConfig) -> tuple[Callable[[int], bool], str]:
+    """Which numbers of microbatches the schedule takes, and in words."""
+    pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
+    if schedule == "1F1B":
+        return lambda n: n >= pp, f"{pp} or more"
+    if schedule == "DualPipeV":
+        return lambda n: n >= 2 * pp, f"{2 * pp} or more"
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        # they go round in n // pp equal rounds
+        return lambda n: n % max(1, n // pp) == 0, f"equal rounds of at least {pp}, such as {2 * pp} or {3 * pp}"
+    return lambda n: True, "any number"
+
+
+def _check_csv(config: ParallelismConfig, n_microbatches: int) -> None:
+    """Readable, complete, free of deadlock."""
+    path = config.pipeline_parallel_schedule_csv
+    try:
+        rows = read_csv(path)
+        check_complete(rows, pp=config.pipeline_parallel_degree, n_microbatches=n_microbatches)
+        timeline(rows)
+    except ValueError as error:
+        raise ValueError(f'{_CSV} = "{path}": {error}') from error
+
+
+def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
+    """As many stages as the schedule takes on these ranks, and no more than the model has blocks."""
+    pp, schedule, n_stages = config.pipeline_parallel_degree, schedule_of(config), stage_count(config, n_layers)
+    legal, rule = _stage_rule(config)
+    by_names = config.module_fqns_per_model_part
+    if by_names:
+        if not legal(n_stages):
+            counts = [n for n in range(1, n_stages + 2 * pp + 1) if legal(n)]
+            raise ValueError(
+                f"{_BY_NAMES} = {list(by_names)}: these are {n_stages} stages, but {schedule} takes {rule}; "
+                f"nearest: {_nearest(n_stages, counts)} texts"
+            )
+    elif n_stages > n_layers or not legal(n_stages):
+        per_stage = config.pipeline_parallel_layers_per_stage
+        why = f"{schedule} takes {rule}" if not legal(n_stages) else f"there are {n_layers} blocks"
+        if not per_stage:
+            of_a_rank = ceil(n_stages / pp)
+            raise ValueError(
+                f"parallelism.pipeline_parallel_degree = {pp}: {schedule} makes {n_stages} stages of the model, but {why}; "
+                f"nearest: {max(1, n_layers // of_a_rank)}"
+            )
+        weight = _weight(config, n_layers)
+        sizes = [size for size in range(1, weight + 1) if legal(count := ceil(weight / size)) and count <= n_layers]
+        raise ValueError(
+            f"{_BY_COUNT} = {per_stage}: makes {n_stages} stages of {_weight(config, n_layers)} blocks (embedding, norm and "
+            f"output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but "
+            f"{why}; nearest: {_nearest(per_stage, sizes) + ', or ' if sizes else ''}0"
+        )
+
+
+def _stage_rule(config: ParallelismConfig) -> tuple[Callable[[int], bool], str]:
+    """Which numbers of stages the schedule takes, and in words."""
+    pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
+    if config.pipeline_parallel_schedule_csv:
+        n_stages = _stages_of_csv(config)
+        return lambda n: n == n_stages, f"the {n_stages} that it names"
+    if schedule in ONE_STAGE:
+        return lambda n: n == pp, f"one on each of the {pp} ranks"
+    if schedule in V_SHAPED:
+        return lambda n: n == 2 * pp, f"two on each of the {pp} ranks"
+    return lambda n: n > 0 and n % pp == 0, f"equally many on each of the {pp} ranks"
+
+
+def _check_names(config: ParallelismConfig, modules: Sequence[str]) -> None:
+    """Every module once, in the order of the model."""
+    key = f"{_BY_NAMES} = {list(config.module_fqns_per_model_part)}"
+    parts = [text.split() for text in config.module_fqns_per_model_part]
+    names = [name for part in parts for name in part]
+    for name in names:
+        if name not in modules:
+            close = get_close_matches(name, modules, n=1, cutoff=0) or [modules[0]]
+            raise ValueError(f'{key}: the model has no "{name}"; legal: {_listed(modules)}; nearest: {close[0]}')
+        if names.count(name) > 1:
+            raise ValueError(f'{key}: "{name}" is there {names.count(name)} times; legal: once')
+    if missing := [module for module in modules if module not in names]:
+        raise ValueError(f"{key}: {_listed(missing)} in no stage; legal: every module of the model in one stage")
+    if not all(parts):
+        raise ValueError(f"{key}: stage {parts.index([])} has no module; legal: at least one in each stage")
+    for name, module in zip(names, modules, strict=True):
+        if name != module:
+            raise ValueError(f'{key}: "{name}" stands where the model has "{module}"; legal: the order of the model')
+
+
+def _check_weights(config: ParallelismConfig, n_layers: int) -> None:
+    """The first and last stage have room for what embedding and head count for."""
+    for end, index in (("first", 0), ("last", -1)):
+        name = f"pipeline_parallel_{end}_stage_less_layers"
+        weight, n_stages = getattr(config, name), stage_count(config, n_layers)
+        share = _shares(config, n_layers, n_stages)[index]
+        if weight > share:
+            raise ValueError(
+                f"parallelism.{name} = {weight}: the {end} of {n_stages} stages has room for {share} blocks in all; "
+                f"nearest: {share}"
+            )
+
+
+def _check_split_backward(config: ParallelismConfig, *, compiled_blocks: bool) -> None:
+    """Halves of a backward need the graph of the forward, and the gathered parameters, for as long as both take."""
+    schedule = schedule_of(config)
+    if config.pipeline_parallel_schedule_csv:
+        halves = any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)
+    else:
+        halves = schedule in SPLIT_BACKWARD
+    if not halves:
+        return
+    why = f"{schedule} computes the backward in two halves"
+    other = 'parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
+    if compiled_blocks:
+        raise ValueError(f"compile.enable = true: {why}, which a compiled block cannot; nearest: false, or {other}")
+    if config.fsdp_reshard_after_forward == "always":
+        raise ValueError(
+            f'parallelism.fsdp_reshard_after_forward = "always": {why} and needs the parameters gathered in between; '
+            f'nearest: "default" or "never", or {other}'
+        )
+
+
+def _shares(config: ParallelismConfig, n_layers: int, n_stages: int) -> list[int]:
+    """Blocks of each stage, with what embedding and head count for."""
+    share, more = divmod(_weight(config, n_layers), n_stages)
+    return [share + (stage < more) for stage in range(n_stages)]
+
+
+def _weight(config: ParallelismConfig, n_layers: int) -> int:
+    """The model in blocks."""
+    return n_layers + config.pipeline_parallel_first_stage_less_layers + config.pipeline_parallel_last_stage_less_layers
+
+
+def _stages_of_csv(config: ParallelismConfig) -> int:
+    return sum(map(len, stages_by_rank(read_csv(config.pipeline_parallel_schedule_csv))))
+
+
+def _nearest(wanted: int, legal: Iterable[int]) -> str:
+    legal = sorted(legal)
+    below, above = [n for n in legal if n < wanted][-1:], [n for n in legal if n > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """All of a few names; the ends of many."""
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])} ... {', '.join(names[-3:])}"

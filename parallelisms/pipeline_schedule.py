@@ -1,0 +1,247 @@
+"""Who computes what, when: the table of a pipeline schedule, from torch's schedules or a CSV file; its picture and its bubble.
+
+A table has one row of actions per rank, written as in torch's CSV files: 2F0 is the forward of stage 2 for microbatch 0; B the
+backward, or its halves I (gradients of the inputs) and W (of the weights); (0F4;3B1)OVERLAP_F_B may overlap. What the picture shows
+is what parallelisms/pipeline.py runs. Needs no process group, and torch only to fill in the tables of its own schedules.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others can have several
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go down the ranks and back up: rank 0 has the first and the last
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*ONE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
+
+_LENGTH = {"F": 1, "B": 2, "I": 1, "W": 1}  # time slots; the convention of the zero-bubble paper, arXiv 2401.10241
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_MOST_SLOTS = 36  # a picture that fits on a screen; of a longer one the steady middle is left out
+
+
+class Action(NamedTuple):
+    """What is computed at once: `kind` is F, B, I or W."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Cell = tuple[Action, ...]  # several may overlap
+Table = list[list[Cell]]  # by rank, in order
+
+
+class Timed(NamedTuple):
+    """An action on its rank's clock, in slots."""
+
+    start: int
+    action: Action
+
+
+def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
+    """The actions of a schedule by name, or of a CSV file by path; the numbers must be legal for it: parallelisms/pipeline_plan.py.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    microbatches = range(n_microbatches)
+    if schedule not in SCHEDULES:
+        return read_csv(schedule)
+    if schedule == "GPipe":  # Huang et al. 2019, arXiv 1811.06965
+        return [[*_cells(rank, "F", microbatches), *_cells(rank, "B", microbatches)] for rank in range(pp)]
+    if schedule == "1F1B":  # PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473
+        return [
+            _one_forward_one_backward(rank, min(pp - 1 - rank, n_microbatches), n_microbatches) for rank in range(pp)
+        ]
+    return _table_of_torch(schedule, pp, n_stages, n_microbatches)
+
+
+def _one_forward_one_backward(stage: int, ahead: int, n_microbatches: int) -> list[Cell]:
+    forwards = list(_cells(stage, "F", range(n_microbatches)))
+    backwards = list(_cells(stage, "B", range(n_microbatches)))
+    steady = zip(forwards[ahead:], backwards[: n_microbatches - ahead], strict=True)
+    return [*forwards[:ahead], *(cell for pair in steady for cell in pair), *backwards[n_microbatches - ahead :]]
+
+
+def _cells(stage: int, kind: str, microbatches: range) -> Iterator[Cell]:
+    return ((Action(stage, kind, microbatch),) for microbatch in microbatches)
+
+
+def _table_of_torch(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
+    """Its schedules need of a stage, until they run, only how many there are."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    stage = SimpleNamespace(num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
+    order = get_schedule_class(schedule)([stage] * (n_stages // pp), n_microbatches).pipeline_order
+    return [[parse(str(action)) for action in order[rank] if action is not None] for rank in range(pp)]
+
+
+def forward_table(stages_by_rank: list[list[int]], n_microbatches: int) -> Table:
+    """Forwards alone: each rank's stages in the order of the layers, every microbatch."""
+    return [
+        [cell for stage in stages for cell in _cells(stage, "F", range(n_microbatches))] for stages in stages_by_rank
+    ]
+
+
+def read_csv(path: str) -> Table:
+    """A file of torch's compute-only format: one line per rank, empty cells are idle. Raises ValueError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").rstrip().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from error
+    return [_parse_line(number, cells) for number, cells in enumerate(csv.reader(lines), start=1)]
+
+
+def _parse_line(number: int, cells: list[str]) -> list[Cell]:
+    try:
+        return [parse(cell) for cell in cells if cell.strip()]
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+
+
+def parse(cell: str) -> Cell:
+    """ "2F0", or "(0F4;3B1)OVERLAP_F_B". Raises ValueError."""
+    text = cell.strip()
+    overlap = re.fullmatch(r"\((.+)\)OVERLAP_F_B", text)
+    matches = [_ACTION.fullmatch(part.strip()) for part in (overlap[1].split(";") if overlap else [text])]
+    if not all(matches):
+        raise ValueError(
+            f'"{text}" is no action; legal: stage, one of F B I W, microbatch, such as 0F0, or two as (0F1;3B0)OVERLAP_F_B'
+        )
+    return tuple(Action(int(m[1]), m[2], int(m[3])) for m in matches if m)
+
+
+def cell_text(cell: Cell) -> str:
+    """What `parse` reads."""
+    return str(cell[0]) if len(cell) == 1 else f"({';'.join(map(str, cell))})OVERLAP_F_B"
+
+
+def stages_by_rank(rows: Table) -> list[list[int]]:
+    """Which stages each rank has, in the order of the layers."""
+    return [sorted({action.stage for cell in row for action in cell}) for row in rows]
+
+
+def check_complete(rows: Table, *, pp: int, n_microbatches: int) -> None:
+    """Raises ValueError, saying what is missing or doubled, unless `pp` ranks take every microbatch through every stage."""
+    if len(rows) != pp:
+        raise ValueError(f"has lines for {len(rows)} ranks; legal: one line for each of the {pp} ranks")
+    owners: dict[int, int] = {}
+    count: dict[Action, int] = {}
+    for rank, row in enumerate(rows):
+        for action in (action for cell in row for action in cell):
+            count[action] = count.get(action, 0) + 1
+            if owners.setdefault(action.stage, rank) != rank:
+                raise ValueError(f"stage {action.stage} is on ranks {owners[action.stage]} and {rank}; legal: one rank")
+            if action.microbatch >= n_microbatches:
+                raise ValueError(
+                    f"rank {rank} has {action}, but there are {n_microbatches} microbatches (training.local_batch_size / "
+                    f"parallelism.pipeline_parallel_microbatch_size); legal: 0 to {n_microbatches - 1}"
+                )
+    for rank in set(range(pp)) - set(owners.values()):
+        raise ValueError(f"rank {rank} has no stage; legal: at least one")
+    for stage in range(max(owners) + 1):
+        for microbatch in range(n_microbatches):
+            f, b, i, w = (count.get(Action(stage, kind, microbatch), 0) for kind in "FBIW")
+            if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
+                raise ValueError(
+                    f"stage {stage} computes microbatch {microbatch} with F {f}, B {b}, I {i}, W {w} times; "
+                    "legal: F once, and B once or both I and W once"
+                )
+
+
+def timeline(rows: Table) -> list[list[Timed]]:
+    """When each rank computes what, each as early as it can; messages take no time. Raises ValueError where ranks would wait forever."""
+    last = max(stage for stages in stages_by_rank(rows) for stage in stages)
+    done: dict[Action, int] = {}  # when it ends
+    clock, position = [0] * len(rows), [0] * len(rows)
+    times: list[list[Timed]] = [[] for _ in rows]
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                cell = row[position[rank]]
+                needs = [need for action in cell for need in _needs(action, last)]
+                ends = [_end(done, need) for need in needs]
+                if None in ends:
+                    break
+                clock[rank] = max(clock[rank], *(end for end in ends if end is not None), 0)
+                for action in cell:
+                    times[rank].append(Timed(clock[rank], action))
+                    clock[rank] += _LENGTH[action.kind]
+                    done[action] = clock[rank]
+                position[rank] += 1
+                progress = True
+    for rank, row in enumerate(rows):
+        if position[rank] < len(row):
+            cell = row[position[rank]]
+            need = next(need for action in cell for need in _needs(action, last) if _end(done, need) is None)
+            raise ValueError(f"would wait forever: rank {rank} cannot compute {cell_text(cell)} before {need}")
+    return times
+
+
+def _needs(action: Action, last_stage: int) -> list[Action]:
+    """What must be there before; B stands for I, too."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
+    if kind == "W":
+        return [Action(stage, "I", microbatch)]
+    own = Action(stage, "F", microbatch)
+    return [own, Action(stage + 1, "B", microbatch)] if stage < last_stage else [own]
+
+
+def _end(done: dict[Action, int], need: Action) -> int | None:
+    return done.get(need, done.get(need._replace(kind="I")) if need.kind == "B" else None)
+
+
+def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
+    """The share of all ranks' time, first action to last, in which a rank has nothing to compute."""
+    return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
+
+
+def _bubble(times: list[list[Timed]]) -> float:
+    busy = sum(_LENGTH[timed.action.kind] for row in times for timed in row)
+    return 1 - busy / (len(times) * _length(times))
+
+
+def _length(times: list[list[Timed]]) -> int:
+    return max(row[-1].start + _LENGTH[row[-1].action.kind] for row in times)
+
+
+def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> str:
+    """The schedule as text: a row per rank, a column per time slot, and the share of the bubble."""
+    times = timeline(table(schedule, pp, n_stages, n_microbatches))
+    n_slots, alone = _length(times), n_stages == pp
+    cells = [_row(row, n_slots, alone=alone) for row in times]
+    width = max(len(cell) for row in cells for cell in row)
+    if n_slots > _MOST_SLOTS:
+        half = _MOST_SLOTS // 2
+        cells = [[*row[:half], "...", *row[-half:]] for row in cells]
+    lines = [f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)]
+    head = f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time"
+    letters = (
+        "F forward, B backward"
+        if all(t.action.kind in "FB" for row in times for t in row)
+        else ("F forward, B backward, I and W its halves for inputs and weights")
+    )
+    name = "F0: microbatch 0" if alone else "1F0: stage 1, microbatch 0"
+    return "\n".join(
+        (head, *lines, f"bubble {_bubble(times):.1%} of the ranks' time; {name}; {letters}, = it goes on, . idle")
+    )
+
+
+def _row(row: list[Timed], n_slots: int, *, alone: bool) -> list[str]:
+    cells = ["."] * n_slots
+    for start, action in row:
+        cells[start] = str(action).removeprefix(str(action.stage)) if alone else str(action)
+        for more in range(start + 1, start + _LENGTH[action.kind]):
+            cells[more] = "="
+    return cells
