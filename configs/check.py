@@ -24,25 +24,33 @@ from training.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from configs.schema import Config
+    from models.contract import Model
 
 SMALL_BYTES = 1 << 20
 
 
 def check(config: Config, *, world_size: int) -> None:
     """Raises ConfigError with all that is wrong: in sections; if nothing, between them; if nothing, in files."""
+    check_settings(config, world_size=world_size)
+    sections = [getattr(config, name) for name in section_types(type(config))]
+    with_files = [section.check_files for section in sections if hasattr(section, "check_files")]
+    _gather(config, [lambda: _check_model(config, world_size), *with_files])
+
+
+def check_settings(config: Config, *, world_size: int) -> None:
+    """The same without the files, which need not be there."""
     sections = [getattr(config, name) for name in section_types(type(config))]
     _gather(config, [section.check for section in sections if hasattr(section, "check")])
     _gather(
         config,
         [
             lambda: _check_batch(config, world_size),
+            lambda: _check_tensor_parallel(config),
             lambda: _check_schedule(config),
             lambda: _check_validation(config),
             lambda: _check_run_folder(config),
         ],
     )
-    with_files = [section.check_files for section in sections if hasattr(section, "check_files")]
-    _gather(config, [lambda: _check_model(config), *with_files])
 
 
 def _gather(config: Config, checks: Iterable[Callable[[], None]]) -> None:
@@ -74,6 +82,34 @@ def _check_batch(config: Config, world_size: int) -> None:
         f"training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
         f"nearest: {nearest}"
     )
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    """Heads, features and tokens can be shared, and, if asked for, products can overlap with collectives."""
+    tp, cp = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
+    if tp > 1:
+        config.model.check_tensor_parallel(tp)
+        if config.training.seq_len // cp % tp:
+            below = config.training.seq_len // (cp * tp) * cp * tp
+            raise ValueError(
+                f"training.seq_len = {config.training.seq_len}: the ranks of parallelism.tensor_parallel_degree = {tp} share it "
+                f"between blocks: must be a multiple of {cp * tp}; nearest: {f'{below} or ' if below else ''}{below + cp * tp}"
+            )
+    if config.parallelism.enable_async_tensor_parallel:
+        _check_async_tensor_parallel(config, tp)
+
+
+def _check_async_tensor_parallel(config: Config, tp: int) -> None:
+    import torch
+
+    compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
+    reasons = {
+        "parallelism.tensor_parallel_degree = 1 leaves nothing to overlap": tp == 1,
+        "the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor": not compiled,
+        f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; nearest: false")
 
 
 def _check_schedule(config: Config) -> None:
@@ -115,8 +151,8 @@ def _check_run_folder(config: Config) -> None:
             return
 
 
-def _check_model(config: Config) -> None:
-    """Tokenizer, vocabulary and corpus fit each other; the optimizer's patterns fit the model's parameters."""
+def _check_model(config: Config, world_size: int) -> None:
+    """Tokenizer, vocabulary and corpus fit each other; the optimizer's patterns and the plan of tensor parallelism fit the model."""
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
@@ -127,7 +163,11 @@ def _check_model(config: Config) -> None:
     check_sources(config.training, vocab_size=vocab_size)
     _check_splits(config, tokenizer, vocab_size)
     if config.optimizer.groups:
-        check_patterns(config.optimizer, _parameter_names(config, vocab_size))
+        check_patterns(config.optimizer, [name for name, _ in _meta_model(config, vocab_size).named_parameters()])
+    if config.parallelism.tensor_parallel_degree > 1:
+        from parallelisms.tensor import check_plan  # half as long to import as torch: not for those who do not need it
+
+        check_plan(_meta_model(config, vocab_size), degrees(config.parallelism, world_size))
 
 
 def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -142,14 +182,14 @@ def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None
             data.order(split, seed=training.seed, seq_len=training.seq_len)
 
 
-def _parameter_names(config: Config, vocab_size: int) -> list[str]:
-    """From a model without memory: the meta device is no device."""
+def _meta_model(config: Config, vocab_size: int) -> Model:
+    """Without memory: the meta device is no device."""
     import torch
 
     from configs.schema import model_module
 
     with torch.device("meta"):
-        model = model_module(config.model.name).build(
+        model: Model = model_module(config.model.name).build(
             config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len
         )
-    return [name for name, _ in model.named_parameters()]
+    return model
