@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from configs.errors import Problems
 from configs.load import section_types
 from parallelisms.mesh import degrees
+from parallelisms.pipeline_plan import check_pipeline
 from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
@@ -46,6 +47,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
         [
             lambda: _check_batch(config, world_size),
             lambda: _check_tensor_parallel(config),
+            lambda: _check_pipeline(config),
             lambda: _check_schedule(config),
             lambda: _check_validation(config),
             lambda: _check_run_folder(config),
@@ -110,6 +112,18 @@ def _check_async_tensor_parallel(config: Config, tp: int) -> None:
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; nearest: false")
+
+
+def _check_pipeline(config: Config) -> None:
+    """Stages, ranks, layers and microbatches fit each other."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return
+    check_pipeline(
+        config.parallelism,
+        layers=list(_meta_model(config, max(1, config.model.vocab_size)).layers),
+        local_batch_size=config.training.local_batch_size,
+        compiled_blocks=config.compile.enable and "model" in config.compile.components,
+    )
 
 
 def _check_schedule(config: Config) -> None:
