@@ -41,6 +41,12 @@ LAYOUTS = {
         tensor_parallel_degree=2, data_parallel_replicate_degree=2, data_parallel_shard_degree=1
     ),
     "tp2 cp2": ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2, data_parallel_shard_degree=1),
+    "pp2": ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=1),
+    "pp2 fsdp2": ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=2),
+    "pp2 tp2": ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=2, data_parallel_shard_degree=1),
+    "pp2 looped": ParallelismConfig(  # ranks hold several stages that are not neighbours
+        pipeline_parallel_degree=2, pipeline_parallel_schedule="Interleaved1F1B", data_parallel_shard_degree=1
+    ),
 }
 
 
@@ -161,6 +167,7 @@ def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each:
 CHAINS = [
     ("fsdp4 > one > hsdp4 > ddp2 > fsdp2", 61),
     ("fsdp4 > fsdp2 tp2 > tp2 cp2 > one > ddp2 tp2 > fsdp2 cp2 > tp2", 259),
+    ("pp2 fsdp2 > fsdp2 tp2 > pp2 tp2 > cp2 > pp2 looped > hsdp4", 61),
 ]
 
 
