@@ -64,6 +64,31 @@ def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
             "--training.global_batch_size = 12: must be a multiple of 8: training.local_batch_size = 4 on 2 data-parallel ranks; nearest: 8 or 16",
         ),
         (
+            ["--parallelism.tensor_parallel_degree=8"],
+            8,
+            "--parallelism.tensor_parallel_degree = 8: must divide model.n_kv_heads = 4; nearest: 4",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree=2", "--training.seq_len=63"],
+            2,
+            "--training.seq_len = 63: the ranks of parallelism.tensor_parallel_degree = 2 share it between blocks: must be a multiple of 2; nearest: 62 or 64",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree=2"],
+            6,
+            "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 6 ranks can share evenly nor columns that 3 can; nearest: parallelism.data_parallel_replicate_degree = 3 in place of shards",
+        ),
+        (
+            ["--parallelism.enable_async_tensor_parallel"],
+            1,
+            "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; nearest: false",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree=2", "--parallelism.enable_async_tensor_parallel"],
+            2,
+            "--parallelism.enable_async_tensor_parallel = true: the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor; nearest: false",
+        ),
+        (
             ["--training.global_batch_size=2"],
             1,
             "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
@@ -71,7 +96,7 @@ def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
         (
             ["--parallelism.data_parallel_shard_degree=2"],
             3,
-            "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all of them; or start 2 ranks (NPROC=2)",
+            "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all that are left; or start 2 ranks (NPROC=2)",
         ),
         (
             ["--training.steps=1"],
