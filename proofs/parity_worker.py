@@ -7,8 +7,8 @@ The truth uses nothing of parallelisms/ or training/loss.py: the mean loss is to
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from models.contract import Model, ModelConfig
+from models.contract import ModelConfig
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import Degrees, Seat, build_mesh, degrees
 from parallelisms.parallelize import Layout, Parallelized, parallelize
+from proofs.resume import checkpoint_values
 from training import checkpoint_dcp
 from training.checkpoint_states import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
@@ -45,19 +46,22 @@ class Task:
     seq_len: int
     global_batch_size: int  # sequences
     seed: int
-    folder: Path  # where the seed checkpoints and the truths lie
+    folder: Path  # where the truths lie
 
-    def seed_checkpoint(self, vocab_size: int) -> Path:
-        return self.folder / f"seed-{vocab_size}"
+    def gradients(self, vocab_size: int, optimizer: OptimizerName) -> Path:
+        """The truth's gradients of every step."""
+        return self.folder / f"{vocab_size}-{optimizer}-gradients.pt"
 
-    def truth(self, vocab_size: int, optimizer: OptimizerName) -> Path:
-        return self.folder / f"truth-{vocab_size}-{optimizer}.pt"
+    def weights(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
+        """A checkpoint of the truth's weights after so many steps; after 0: the seed checkpoint."""
+        return self.folder / f"{vocab_size}-{optimizer}-step-{step}"
 
 
 @dataclass(frozen=True)
 class Case:
     """One layout, and how it computes the task."""
 
+    title: str  # of the layout
     layout: Layout
     world_size: int
     optimizer: OptimizerName
@@ -74,12 +78,12 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """One parameter's gradient, gathered."""
+class Compared:
+    """One tensor, gathered from all ranks that hold a piece of it."""
 
     name: str
     shape: tuple[int, ...]
-    deviation: float = 0.0  # ||g - g1|| / ||g1||; inf: there is no such g1
+    deviation: float = 0.0  # ||x - x1|| / ||x1||, x1 the truth's; inf: it has no such tensor
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,8 @@ class Step:
 
     loss: float  # mean over all valid tokens
     tokens: float  # valid, of all ranks
-    norm: float  # of the mean gradient
-    gradients: tuple[Gradient, ...]  # of the mean loss, in the order of the parameters that this rank has
+    norm: float  # of the gradient
+    gradients: tuple[Compared, ...] = ()  # of the mean loss, for each parameter that this rank has
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,9 @@ class Seen:
     """What one rank saw of a case."""
 
     seat: Seat
+    drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
     steps: tuple[Step, ...]
-    drawn_differently: tuple[str, ...]  # weights whose initial values are not those of the seed checkpoint, bit for bit
+    moves: tuple[Compared, ...]  # AdamW: the way that each weight has gone by the last step
 
 
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
@@ -107,123 +112,170 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     shape = (task.global_batch_size, task.seq_len)
     inputs = torch.randint(0, vocab_size, shape, generator=draws)
     labels = torch.randint(0, vocab_size, shape, generator=draws)
-    ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)  # of each sequence, at its head
+    ignored = torch.randint(
+        0, task.seq_len, (task.global_batch_size,), generator=draws
+    )  # of each sequence, at its head
     ignored[0], ignored[-1] = task.seq_len, 0
     labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
     return inputs, labels
 
 
 def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[Step, ...]:
-    """The truth: one process, plain modules, the whole batch at once. Writes it and the seed checkpoint into task.folder."""
-    torch.use_deterministic_algorithms(True)
-    model = _architecture(task).build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
+    """The truth: one process, plain modules, the whole batch at once, torch's own mean loss. Its tensors go to task.folder."""
+    model = architecture(task).build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
     model.init_weights(task.seed)
-    if not task.seed_checkpoint(vocab_size).exists():
-        checkpoint_dcp.write({"model": ModelState([model]).state_dict()}, task.seed_checkpoint(vocab_size), group=None)
     rule = _optimizer(task, optimizer, [model])
     steps, gradients = list[Step](), list[dict[str, Tensor]]()
+
+    def keep_weights() -> None:
+        state = {"model": ModelState([model]).state_dict()}
+        checkpoint_dcp.write(state, task.weights(vocab_size, optimizer, len(steps)), group=None)
+
+    keep_weights()
     for step in range(STEPS[optimizer]):
         inputs, labels = batch(task, vocab_size, step)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
-        here = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = torch.cat([g.flatten() for g in here.values()]).norm()
-        tokens = (labels != IGNORED).sum()
-        sizes = tuple(Gradient(name, tuple(g.shape)) for name, g in here.items())
-        steps.append(Step(loss.item(), tokens.item(), norm.item(), sizes))
+        here = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.cat([g.flatten() for g in here.values()]).norm().item()
+        sizes = tuple(Compared(name, tuple(g.shape)) for name, g in here.items())
+        steps.append(Step(loss.item(), (labels != IGNORED).sum().item(), norm, sizes))
         gradients.append(here)
         rule.step()
         rule.zero_grad()
-    torch.save(gradients, task.truth(vocab_size, optimizer))
+        keep_weights()
+    torch.save(gradients, task.gradients(vocab_size, optimizer))
     return tuple(steps)
 
 
 def beside(task: Task, case: Case) -> Seen:
-    """Runs the case's steps on this rank, from the seed checkpoint, and compares every step's gradients with the truth."""
+    """Runs the case's steps on this rank, from the seed checkpoint, and compares every step's gradients with the truth.
+
+    Under AdamW not on the way: where a gradient is near 0 the sign of a rounding error decides about a whole step, so after one
+    step the weights are no longer the same, and the gradients of even one process, computed in another order, are 1e-5 apart. So
+    losses and weights are compared on the way, and then each step's gradients from the truth's weights.
+    """
     _clear_sharding_prop_cache()  # it remembers meshes of the case before, whose process groups are gone
-    torch.use_deterministic_algorithms(True)
-    seat = case.degrees.seat(dist.get_rank())
-    truth = torch.load(task.truth(case.vocab_size, case.optimizer))
-    parallel = build(task, case, build_mesh(case.degrees, "cpu"))
-    drawn_differently = _load_seed(task, case, parallel)
-    optimizer = _optimizer(task, case.optimizer, parallel.parts)
-    steps = []
-    for step, expected in enumerate(truth):
-        steps.append(_step(task, case, parallel, seat, step, expected))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Seen(seat, tuple(steps), tuple(drawn_differently))
+    rank = Rank(task, case)
+    drawn = {name: local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
+    rank.load_weights(0)
+    loaded = ModelState(rank.parallel.parts).state_dict()
+    drawn_differently = [name for name, value in loaded.items() if not torch.equal(local(value), drawn[name])]
+    steps = rank.train(compare=case.optimizer == "SGD")
+    moves = []
+    if case.optimizer == "AdamW":
+        moves = rank.moves()
+        steps = [replace(rank.from_truth(step), loss=seen.loss) for step, seen in enumerate(steps)]
+    return Seen(rank.seat, tuple(drawn_differently), tuple(steps), tuple(moves))
 
 
-def build(task: Task, case: Case, mesh: DeviceMesh) -> Parallelized:
-    """The case's model, as train.py builds it."""
-    with torch.device("meta"):
-        model = _architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
-    return parallelize(
-        model,
-        mesh,
-        cross_entropy_sum,
-        case.layout,
-        local_batch_size=case.local_batch_size(task.global_batch_size),
-        seq_len=task.seq_len,
-        device=torch.device("cpu"),
-        seed=task.seed,
-    )
+class Rank:
+    """A case on one rank."""
+
+    def __init__(self, task: Task, case: Case) -> None:
+        self.task, self.case = task, case
+        self.group = dist.group.WORLD if case.world_size > 1 else None
+        self.seat = case.degrees.seat(dist.get_rank())
+        self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
+        self.parallel = self._build(build_mesh(case.degrees, "cpu"))
+        self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
+
+    def _build(self, mesh: DeviceMesh) -> Parallelized:
+        """The case's model, as train.py builds it."""
+        task, case = self.task, self.case
+        with torch.device("meta"):
+            model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
+        return parallelize(
+            model,
+            mesh,
+            cross_entropy_sum,
+            case.layout,
+            local_batch_size=case.local_batch_size(task.global_batch_size),
+            seq_len=task.seq_len,
+            device=torch.device("cpu"),
+            seed=task.seed,
+        )
+
+    def train(self, *, compare: bool) -> list[Step]:
+        """All steps, one after the other, from the weights as they are."""
+        steps = []
+        for step in range(len(self.truth)):
+            steps.append(self._forward_backward(step, compare=compare))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return steps
+
+    def from_truth(self, step: int) -> Step:
+        """One step's gradients from the weights that the truth had before it."""
+        self.load_weights(step)
+        seen = self._forward_backward(step, compare=True)
+        self.optimizer.zero_grad()
+        return seen
+
+    def moves(self) -> list[Compared]:
+        """The way from the seed checkpoint to the weights as they are."""
+        before, after = (
+            checkpoint_values(self.task.weights(self.case.vocab_size, self.case.optimizer, step))
+            for step in (0, len(self.truth))
+        )
+        moved = ((name, whole - before[f"model.{name}"]) for name, whole in _gathered(self._parameters()))
+        return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
+
+    def load_weights(self, step: int) -> None:
+        """Fills the parts, by name, from the checkpoint of the truth's weights after `step` steps."""
+        state = ModelState(self.parallel.parts)
+        live = state.state_dict()
+        for value in live.values():
+            local(value).fill_(nan)  # what the checkpoint does not fill will be seen
+        folder = self.task.weights(self.case.vocab_size, self.case.optimizer, step)
+        metadata = checkpoint_dcp.read_metadata(folder)
+        fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
+        if problem := "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=self.group):
+            raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
+        state.load_state_dict(fit.states["model"])
+
+    def _forward_backward(self, step: int, *, compare: bool) -> Step:
+        """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
+        task, case = self.task, self.case
+        inputs, labels = batch(task, case.vocab_size, step)
+        rows = task.global_batch_size // case.degrees.data_parallel
+        mine = slice(self.seat.dp_rank * rows, (self.seat.dp_rank + 1) * rows)
+        size = case.local_batch_size(task.global_batch_size)
+        loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
+        for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
+            loss_sum += self.parallel.forward_backward(x, y).double()
+            tokens += int((y != IGNORED).sum()) if self.seat.counts else 0
+        loss, divisor = sum_over_ranks(torch.stack((loss_sum, torch.tensor(tokens).double()))).tolist()
+        parameters = [parameter for _, parameter in self._parameters()]
+        norm = gradient_norm(parameters).item() / divisor
+        scale_gradients(parameters, 1 / divisor)
+        gradients = _gathered((name, p.grad) for name, p in self._parameters() if p.grad is not None)
+        return Step(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])) if compare else ())
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
+        parts = self.parallel.parts
+        return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
 
 
-def _step(task: Task, case: Case, parallel: Parallelized, seat: Seat, step: int, truth: dict[str, Tensor]) -> Step:
-    """Forward, backward, sums and the one division, as in train.py's train_step; no clipping, which would hide a wrong scale."""
-    inputs, labels = batch(task, case.vocab_size, step)
-    rows = task.global_batch_size // case.degrees.data_parallel
-    mine = slice(seat.dp_rank * rows, (seat.dp_rank + 1) * rows)
-    size = case.local_batch_size(task.global_batch_size)
-    loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
-    for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
-        loss_sum += parallel.forward_backward(x, y).double()
-        tokens += int((y != IGNORED).sum()) if seat.counts else 0
-    loss, divisor = sum_over_ranks(torch.stack((loss_sum, torch.tensor(tokens).double()))).tolist()
-    parameters = [p for part in parallel.parts for p in part.parameters()]
-    norm = gradient_norm(parameters).item() / divisor
-    scale_gradients(parameters, 1 / divisor)
-    return Step(loss / divisor, divisor, norm, tuple(_compared(parallel.parts, truth)))
-
-
-def _compared(parts: list[Model], truth: dict[str, Tensor]) -> Iterator[Gradient]:
-    """Every gradient of this rank's parts, gathered over all ranks that hold a piece of it, against the truth."""
-    for name, parameter in _named_parameters(parts):
-        if (gradient := parameter.grad) is None:
-            continue
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        expected = truth.get(name)
-        comparable = expected is not None and expected.shape == whole.shape
-        deviation = ((whole - expected).norm() / expected.norm()).item() if comparable else inf
-        yield Gradient(name, tuple(whole.shape), deviation)
-
-
-def _named_parameters(parts: list[Model]) -> list[tuple[str, nn.Parameter]]:
-    """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
-    return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
-
-
-def _load_seed(task: Task, case: Case, parallel: Parallelized) -> list[str]:
-    """Fills the parts from the seed checkpoint, by name; returns the names of those whose drawn values were others."""
-    folder, group = task.seed_checkpoint(case.vocab_size), dist.group.WORLD if case.world_size > 1 else None
-    state = ModelState(parallel.parts)
-    live = state.state_dict()
-    drawn = {name: _local(value).clone() for name, value in live.items()}
-    for value in live.values():
-        _local(value).fill_(nan)  # what the checkpoint does not fill will be seen
-    metadata = checkpoint_dcp.read_metadata(folder)
-    fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-    problem = "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=group)
-    if problem:
-        raise RuntimeError(f"the seed checkpoint does not fit: {problem}")
-    state.load_state_dict(fit.states["model"])
-    return [name for name, value in state.state_dict().items() if not torch.equal(_local(value), drawn[name])]
-
-
-def _local(value: Tensor) -> Tensor:
+def local(value: Tensor) -> Tensor:
+    """This rank's piece, the same memory."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors, on every rank that holds a piece."""
+    for name, value in named:
+        value = value.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> Iterator[Compared]:
+    for name, value in found:
+        deviation = inf
+        if (expected := truth.get(name)) is not None and expected.shape == value.shape:
+            deviation = ((value - expected).norm() / expected.norm()).nan_to_num(inf, inf).item()
+        yield Compared(name, tuple(value.shape), deviation)
 
 
 def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
@@ -232,5 +284,5 @@ def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> t
     return torch.optim.SGD([p for part in parts for p in part.parameters()], lr=SGD_RATE)
 
 
-def _architecture(task: Task) -> Any:
+def architecture(task: Task) -> Any:
     return importlib.import_module(f"models.{task.model.name}")

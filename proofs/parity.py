@@ -1,0 +1,325 @@
+"""Shows that every layout computes what one process computes: the same loss, the same norm, the same gradient of every parameter.
+
+    python proofs/parity.py                              up to 4 ranks: about ten minutes on two cores
+    python proofs/parity.py --ranks 1,2,4,8              `make parity`, which writes docs/parity.md too
+    python proofs/parity.py --ranks 4 --only 'cp 2'      the cases whose line has that text
+    python proofs/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
+
+The truth is one process with plain modules and the whole batch at once. A case is a layout (proofs/parity_layouts.py) with an
+optimizer, with or without gradient accumulation, an odd or even vocabulary, and the loss in chunks or not; its ranks start from
+the truth's seed checkpoint, and the sequences have unequal numbers of targets. Compared are
+
+    SGD, 3 steps        each parameter's gradient in each step: ||g - g1|| / ||g1||, over the whole tensor
+    AdamW, 5 steps      the losses; how far each weight has gone; each step's gradients from the truth's weights before it
+    both                loss, gradient norm, number of targets, and that every parameter is there once, with its shape
+
+on every rank, in fp32. Prints a line per case; exit code 0 if all hold, 1 if not, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from math import inf, nan
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+import torch
+
+from configs.load import load
+from proofs.parity_layouts import cases
+from proofs.parity_worker import Case, Compared, OptimizerName, Seen, Step, Task, alone, beside
+from tests.multiproc.pool import Pool, WorkerError
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCES = 32  # of a step: what 8 data-parallel ranks need for 4 microbatches in 1 forward-backward, or for 2 in 2
+TINY = {  # of configs/llama.toml, where no CONFIG is given
+    "--model.dim": "64",
+    "--model.n_layers": "8",
+    "--model.n_heads": "8",
+    "--model.n_kv_heads": "4",
+    "--model.hidden_dim": "128",
+    "--training.seq_len": "32",
+}
+CASE_TIMEOUT_S = 120.0
+
+GRADIENT_BOUND = 1e-5  # relative; rounding in another order gives 1e-6
+NORM_BOUND = 1e-5  # relative
+LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}  # relative
+# How far a weight has gone under AdamW, relative. Where a gradient is near 0 the sign of a rounding error decides about a whole
+# step: one process, computing in another order, ends 3e-5 from another.
+MOVE_BOUND = 3e-4
+
+
+_deviation = attrgetter("deviation")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case's line."""
+
+    case: Case
+    deviation: float  # the largest of a gradient
+    parameter: str  # which one
+    problems: tuple[str, ...]  # none: it holds
+    seconds: float = 0.0
+
+
+def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
+    """`truth` by step, `seen` by rank."""
+    problems = list(_problems(case, truth, seen))
+    gradients = [g for rank in seen for step in rank.steps for g in step.gradients]
+    worst = max(gradients, key=_deviation, default=Compared("no gradient", (), inf))
+    return Verdict(case, worst.deviation, worst.name, tuple(dict.fromkeys(problems)))
+
+
+def _problems(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Iterator[str]:
+    for name in {name: None for rank in seen for name in rank.drawn_differently}:
+        yield f"{name}: initial values are not those of one process"
+    if any(len(rank.steps) != len(truth) for rank in seen):
+        yield "a rank did not take every step"
+    for number, expected in enumerate(truth):
+        steps = [rank.steps[number] for rank in seen]
+        for step in steps:
+            if step.tokens != expected.tokens:
+                yield f"step {number + 1}: {step.tokens:.0f} targets, not {expected.tokens:.0f}"
+            yield from _near(f"step {number + 1}: loss", step.loss, expected.loss, LOSS_BOUND[case.optimizer])
+            yield from _near(f"step {number + 1}: gradient norm", step.norm, expected.norm, NORM_BOUND)
+        held = [(rank.seat.pp_rank, step.gradients) for rank, step in zip(seen, steps, strict=True)]
+        yield from (f"step {number + 1}: {problem}" for problem in _missing(held, expected.gradients))
+        yield from _apart(
+            f"step {number + 1}: gradient of ", [g for step in steps for g in step.gradients], GRADIENT_BOUND
+        )
+    if case.optimizer == "AdamW":
+        yield from _missing([(rank.seat.pp_rank, rank.moves) for rank in seen], truth[0].gradients)
+        yield from _apart("way gone by ", [move for rank in seen for move in rank.moves], MOVE_BOUND)
+
+
+def _near(what: str, value: float, expected: float, bound: float) -> Iterator[str]:
+    apart = abs(value - expected) / abs(expected)
+    if not apart <= bound:  # nan is not near either
+        yield f"{what} {value:.7g}, not {expected:.7g}: {apart:.1e} apart, allowed {bound:.0e}"
+
+
+def _apart(what: str, compared: Sequence[Compared], bound: float) -> Iterator[str]:
+    worst = max(compared, key=_deviation, default=None)
+    if worst is not None and worst.deviation > bound:
+        yield f"{what}{worst.name} {worst.deviation:.1e} apart, allowed {bound:.0e}"
+
+
+def _missing(held: Sequence[tuple[int, Sequence[Compared]]], truth: Sequence[Compared]) -> Iterator[str]:
+    """Whether the ranks of a stage hold the same, and the stages together every parameter once; `held` by rank, with its stage."""
+    stages: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for stage, tensors in held:
+        here = [(tensor.name, tensor.shape) for tensor in tensors]
+        if stages.setdefault(stage, here) != here:
+            yield f"ranks of stage {stage} hold different parameters"
+    found = Counter(tensor for stage in stages.values() for tensor in stage)
+    expected = Counter((tensor.name, tensor.shape) for tensor in truth)
+    for kind, surplus in (("missing", expected - found), ("too many", found - expected)):
+        for name, shape in surplus:
+            yield f"{kind}: {name} {list(shape)}"
+
+
+class Proof:
+    """Truths and workers, once for all cases."""
+
+    def __init__(self, task: Task, pool: Pool) -> None:
+        self._task, self._pool = task, pool
+        self._truths: dict[tuple[int, OptimizerName], tuple[Step, ...]] = {}
+
+    def truth(self, case: Case) -> tuple[Step, ...]:
+        key = case.vocab_size, case.optimizer
+        if key not in self._truths:
+            [self._truths[key]] = self._pool.run(1, alone, self._task, *key, timeout_s=CASE_TIMEOUT_S)
+        return self._truths[key]
+
+    def verdict(self, case: Case) -> Verdict:
+        truth, began = self.truth(case), time.monotonic()
+        try:
+            seen = self._pool.run(case.world_size, beside, self._task, case, timeout_s=CASE_TIMEOUT_S)
+            found = judge(case, truth, seen)
+        except WorkerError as error:
+            found = Verdict(case, nan, "", (str(error).strip(),))
+        return replace(found, seconds=time.monotonic() - began)
+
+
+HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")
+
+
+def row(verdict: Verdict) -> tuple[str, ...]:
+    """The cells under HEAD."""
+    case, chunk = verdict.case, verdict.case.layout.loss_chunk_tokens
+    return (
+        case.title,
+        case.optimizer,
+        str(case.microsteps),
+        str(case.vocab_size),
+        f"by {chunk} tokens" if chunk else "whole",
+        f"{verdict.deviation:.1e}",
+        verdict.parameter,
+        f"{GRADIENT_BOUND:.0e}",
+        f"{verdict.seconds:.1f}",
+        "FAIL" if verdict.problems else "pass",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, began = _options(argv[:cut]), time.monotonic()
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    with tempfile.TemporaryDirectory(prefix="pharos-parity-") as folder:
+        try:
+            task = _task(options.config, argv[cut + 1 :], Path(folder))
+            chosen = [case for ranks in options.ranks for case in cases(task, ranks) if options.only in case.title]
+            if not chosen:
+                raise ValueError(f'--only "{options.only}": no layout of {options.ranks} ranks has that in its name')
+        except ValueError as error:
+            print(f"parity: {error}", file=sys.stderr)
+            return 2
+        facts = _facts(task, options.ranks)
+        say("; ".join(f"{key} {value}" for key, value in facts.items()))
+        with closing(Pool(max(options.ranks))) as pool:
+            verdicts = list(_run(Proof(task, pool), chosen, say))
+    failed = [verdict for verdict in verdicts if verdict.problems]
+    for verdict in failed:
+        say("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
+    end = f"{len(verdicts) - len(failed)} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s"
+    if options.json:
+        print(json.dumps({"facts": facts, "cases": [_record(verdict) for verdict in verdicts], "end": end}, indent=1))
+    if options.write:
+        options.write.write_text(_page(verdicts, facts, end), encoding="utf-8")
+    say(end)
+    return 1 if failed else 0
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
+    )
+    parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
+    parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the layouts whose name has it, such as 'cp 2'")
+    parser.add_argument("--json", action="store_true", help="all figures to stdout, the lines to stderr")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
+    return parser.parse_args(argv)
+
+
+def _ranks(text: str) -> list[int]:
+    """Powers of two, so that batch and sequence can be shared."""
+    legal = [2**power for power in range(SEQUENCES.bit_length() - 1)]
+    try:
+        ranks = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4') from None
+    for number in ranks:
+        if number not in legal:
+            nearest = min(legal, key=lambda size: abs(size - number))
+            raise argparse.ArgumentTypeError(
+                f"{number}: a step of {SEQUENCES} sequences is shared by {legal}; nearest: {nearest}"
+            )
+    return ranks
+
+
+def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
+    """Raises ValueError."""
+    tiny = [word for key, value in TINY.items() if key not in settings for word in (key, value)]
+    config = load([path, *settings] if path else [str(ROOT / "configs" / "llama.toml"), *tiny, *settings])
+    config.model.check()
+    training = config.training
+    return Task(config.model, config.optimizer, training.seq_len, SEQUENCES, training.seed, folder)
+
+
+def _run(proof: Proof, chosen: Sequence[Case], say: Callable[..., None]) -> Iterator[Verdict]:
+    """Says a line for each as it is done."""
+    blank = [row(Verdict(case, 0.0, "layers.0.attention_norm.weight", ())) for case in chosen]
+    widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
+    say(_line("", HEAD, widths))
+    for number, case in enumerate(chosen, start=1):
+        verdict = proof.verdict(case)
+        say(_line(f"{number}/{len(chosen)}", row(verdict), widths))
+        yield verdict
+
+
+def _line(number: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    return f"{number:>8}  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
+    """What one has to know to see the same again."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
+    try:
+        source = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        source = "unknown"
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": source,
+        "seed": task.seed,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "ranks": list(ranks),
+        "model": {key: value for key, value in asdict(task.model).items() if isinstance(value, int)},
+        "sequences": task.global_batch_size,
+        "seq_len": task.seq_len,
+    }
+
+
+def _record(verdict: Verdict) -> dict[str, Any]:
+    return {
+        **dict(zip(HEAD, row(verdict), strict=True)),
+        "ranks": verdict.case.world_size,
+        "problems": verdict.problems,
+    }
+
+
+def _page(verdicts: Sequence[Verdict], facts: dict[str, Any], end: str) -> str:
+    """docs/parity.md."""
+    doc = [text.strip() for text in (__doc__ or "").split("\n\n")]
+    table = [f"| ranks | {' | '.join(HEAD)} |", f"|---|{'---|' * len(HEAD)}"]
+    table += [f"| {verdict.case.world_size} | {' | '.join(row(verdict))} |" for verdict in verdicts]
+    bounds = (
+        f"Allowed: a gradient {GRADIENT_BOUND:.0e} of its norm, the gradient norm {NORM_BOUND:.0e}, a loss {LOSS_BOUND['SGD']:.0e} under "
+        f"SGD and {LOSS_BOUND['AdamW']:.0e} under AdamW, the way of a weight under AdamW {MOVE_BOUND:.0e}."
+    )
+    seen = "; ".join(f"{key} {value}" for key, value in facts.items())
+    return "\n".join(
+        [
+            "# Parity",
+            "",
+            doc[0],
+            "",
+            f"```\n    {doc[1]}\n```",
+            "",
+            doc[2],
+            "",
+            f"```\n    {doc[3]}\n```",
+            "",
+            doc[4],
+            "",
+            bounds,
+            "",
+            f"Seen: {seen}. {end}.",
+            "",
+            *table,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
