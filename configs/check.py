@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from configs.errors import Problems
 from configs.load import section_types
+from parallelisms.device import has_cuda
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline
 from training.data.dataset import open_data
@@ -47,6 +48,9 @@ def check_settings(config: Config, *, world_size: int) -> None:
         [
             lambda: _check_batch(config, world_size),
             lambda: _check_tensor_parallel(config),
+            lambda: _check_sequence(config),
+            lambda: _check_activation_checkpoint(config),
+            lambda: _check_device(config),
             lambda: _check_pipeline(config),
             lambda: _check_schedule(config),
             lambda: _check_validation(config),
@@ -87,16 +91,10 @@ def _check_batch(config: Config, world_size: int) -> None:
 
 
 def _check_tensor_parallel(config: Config) -> None:
-    """Heads, features and tokens can be shared, and, if asked for, products can overlap with collectives."""
-    tp, cp = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
+    """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
+    tp = config.parallelism.tensor_parallel_degree
     if tp > 1:
         config.model.check_tensor_parallel(tp)
-        if config.training.seq_len // cp % tp:
-            below = config.training.seq_len // (cp * tp) * cp * tp
-            raise ValueError(
-                f"training.seq_len = {config.training.seq_len}: the ranks of parallelism.tensor_parallel_degree = {tp} share it "
-                f"between blocks: must be a multiple of {cp * tp}; nearest: {f'{below} or ' if below else ''}{below + cp * tp}"
-            )
     if config.parallelism.enable_async_tensor_parallel:
         _check_async_tensor_parallel(config, tp)
 
@@ -112,6 +110,50 @@ def _check_async_tensor_parallel(config: Config, tp: int) -> None:
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; nearest: false")
+
+
+def _check_sequence(config: Config) -> None:
+    """Ranks that share a sequence have as many tokens each: of context parallelism in one piece or two, of tensor parallelism in
+    between blocks."""
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    two_pieces = cp > 1 and parallelism.context_parallel_load_balancer == "headtail"
+    unit = cp * tp * (2 if two_pieces else 1)
+    if seq_len % unit == 0:
+        return
+    degrees = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+    sharing = " and ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+    how = ", in a piece from its head and one from its tail" if two_pieces else "" if cp > 1 else " between blocks"
+    below = seq_len // unit * unit
+    raise ValueError(
+        f"training.seq_len = {seq_len}: the ranks of {sharing} share it{how}: must be a multiple of {unit}; "
+        f"nearest: {f'{below} or ' if below else ''}{below + unit}"
+    )
+
+
+def _check_activation_checkpoint(config: Config) -> None:
+    compiled = config.compile.enable and "model" in config.compile.components
+    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
+        raise ValueError(
+            'activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, '
+            'compile.components with model; nearest: "selective"'
+        )
+
+
+def _check_device(config: Config) -> None:
+    """What is for CUDA alone."""
+    if has_cuda():
+        return
+    if config.parallelism.context_parallel_rotate_method == "ring":
+        raise ValueError(
+            'parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA '
+            'device here; nearest: "allgather"'
+        )
+    if config.training.enable_cpu_offload:
+        raise ValueError(
+            "training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; "
+            "nearest: false"
+        )
 
 
 def _check_pipeline(config: Config) -> None:
@@ -182,6 +224,10 @@ def _check_model(config: Config, world_size: int) -> None:
         from parallelisms.tensor import check_plan  # half as long to import as torch: not for those who do not need it
 
         check_plan(_meta_model(config, vocab_size), degrees(config.parallelism, world_size))
+    if config.parallelism.context_parallel_degree > 1:
+        from parallelisms.context import attentions
+
+        attentions(_meta_model(config, vocab_size), config.parallelism.context_parallel_degree)
 
 
 def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:

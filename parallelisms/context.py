@@ -34,21 +34,12 @@ def whole_sequences(tokens: Tensor) -> Tensor:
 def apply_context_parallel(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, seq_len: int
 ) -> Callable[[Tensor], Tensor]:
-    """Makes the part compute on this rank's tokens; returns the cut that takes tokens [B, S] to them [B, T].
-
-    Raises ValueError for a model whose attention cannot be given another function.
-    """
-    attentions = [module for module in part.modules() if hasattr(module, "attend")]
-    if len(part.layers) and not attentions:
-        raise ValueError(
-            f"parallelism.context_parallel_degree = {mesh.size()}: {type(part).__name__} looks keys and values up without "
-            "`self.attend` (models/contract.py), where context parallelism would put its own; nearest: 1"
-        )
+    """Makes the part compute on this rank's tokens; returns the cut that takes tokens [B, S] to them [B, T]."""
     pieces = pieces_of_ranks(mesh.size(), config.context_parallel_load_balancer)
     make = _ring_attention if config.context_parallel_rotate_method == "ring" else _gathering_attention
     attend = make(mesh, pieces)
-    for attention in attentions:
-        cast(Any, attention).attend = attend
+    for attention in attentions(part, mesh.size()):
+        attention.attend = attend
     here = positions(pieces, seq_len)[mesh.get_local_rank()].to(mesh.device_type)
 
     def with_positions(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -56,6 +47,17 @@ def apply_context_parallel(
 
     part.register_forward_pre_hook(with_positions, with_kwargs=True)
     return lambda tokens: tokens[:, here.to(tokens.device)]
+
+
+def attentions(part: Model, degree: int) -> list[Any]:
+    """The modules that call `self.attend`. Raises ValueError for a model that has layers and none of these."""
+    found = [module for module in part.modules() if hasattr(module, "attend")]
+    if len(part.layers) and not found:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {degree}: {type(part).__name__} looks keys and values up without "
+            "`self.attend` (models/contract.py), where context parallelism would put its own; nearest: 1"
+        )
+    return found
 
 
 def pieces_of_ranks(cp: int, load_balancer: str) -> list[list[int]]:

@@ -45,9 +45,14 @@ class Device:
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
 
 
+def has_cuda() -> bool:
+    """Whether this machine has a CUDA device: for what must be refused before one is picked. Takes none into use."""
+    return torch.cuda.is_available()
+
+
 def pick_device(local_rank: int) -> Device:
     """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
-    if torch.cuda.is_available():
+    if has_cuda():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return Device(device, "nccl")
