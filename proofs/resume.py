@@ -8,8 +8,9 @@ The run goes on to 2n steps, once undisturbed. Then the same run again under ano
 is there, and a seeded random time later, its process gets SIGKILL; the same command starts it again; with a second kill the
 start that was resumed is itself killed. In the end the SHA-256 of every tensor, every entry of the optimizer and of the
 ledger in the checkpoint of step 2n must be equal, and so must the logged loss, gradient norm, rate and token count of all
-2n steps. Last, what one process saved at step n two processes carry on: the cursor must be equal and the weights within
-float32 rounding. Prints a table; exit code 0 if all of it holds, 1 if not.
+2n steps. Last, what one layout saved at step n another carries on: one process and two; two that share the batch, then two that
+share each matrix, or the layers. The cursor must be equal, and weights and losses within float32 rounding of those of one process all
+the way. Prints a table; exit code 0 if all of it holds, 1 if not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
-# Two processes add the same gradients in another order, and AdamW magnifies the difference where a gradient is near 0: there
+# Another layout adds the same gradients in another order, and AdamW magnifies the difference where a gradient is near 0: there
 # the sign of a rounding error decides about a whole step. Hence a bound for single weights, as a share of the longest way that
 # one has gone, that is wider than the bound for losses, relative to them. Seen: 7e-6 and 9e-8 after 40 steps.
 WEIGHT_BOUND = 1e-3
@@ -52,6 +53,15 @@ TINY = """
 --training.seq_len 64 --training.global_batch_size 4 --training.local_batch_size 2 --lr_scheduler.warmup_steps 3
 --validation.enable false --sample.tokens 0 --metrics.enable_tensorboard false --checkpoint.keep_latest_k 0
 """
+
+# Two ranks each but for the first; a checkpoint of the left one is carried on by the right one.
+LAYOUTS = {
+    "1 rank": (),
+    "fsdp 2": (),
+    "tp 2": ("--parallelism.tensor_parallel_degree=2",),
+    "pp 2": ("--parallelism.pipeline_parallel_degree=2",),
+}
+CARRY_ON = (("1 rank", "fsdp 2"), ("fsdp 2", "tp 2"), ("tp 2", "pp 2"))
 
 
 @dataclass(frozen=True)
@@ -82,11 +92,11 @@ class Runs:
         ]
 
     @contextmanager
-    def started(self, name: str, precision: str, *, ranks: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self, name: str, precision: str, layout: str = "1 rank") -> Iterator[subprocess.Popen[bytes]]:
         """The run's process; killed, if it is still there, when the context ends."""
-        command = [*self._command, "--job.name", name, "--training.mixed_precision_param", precision]
+        command = [*self._command, "--job.name", name, "--training.mixed_precision_param", precision, *LAYOUTS[layout]]
         # Sums are the same bits only with the same number of threads.
-        environment = {**os.environ, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "NPROC": "1" if layout == "1 rank" else "2", "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -95,19 +105,19 @@ class Runs:
             process.kill()
             process.wait()
 
-    def finish(self, name: str, precision: str, *, ranks: int = 1) -> float:
+    def finish(self, name: str, precision: str, layout: str = "1 rank") -> float:
         """Runs it to its end; the seconds that its steps after the first n took. Raises RuntimeError."""
-        with self.started(name, precision, ranks=ranks) as process:
+        with self.started(name, precision, layout) as process:
             code = process.wait(START_TIMEOUT_S)
         if code:
             raise RuntimeError(f"{name}: exit code {code}; its last output:\n{self.output(name)}")
         times = {line["step"]: line["time"] for line in self.metrics(name)}
         return float(times[2 * self.steps] - times[self.steps])
 
-    def kill_after_checkpoint(self, name: str, precision: str, delay_s: float) -> bool:
+    def kill_after_checkpoint(self, name: str, precision: str, delay_s: float, layout: str = "1 rank") -> bool:
         """Starts the run and SIGKILLs it, `delay_s` after it went beyond checkpoint n; False: it was all done by then."""
         before = self.last_step(name)
-        with self.started(name, precision) as process:
+        with self.started(name, precision, layout) as process:
             deadline = time.monotonic() + START_TIMEOUT_S
             while self.last_step(name) in (before, None) or not self.checkpoint(name, self.steps).exists():
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -185,13 +195,13 @@ def compare(runs: Runs, precision: str, name: str) -> tuple[str, str]:
     return compared, ", ".join(differing[:3]) + more
 
 
-def two_carry_on(runs: Runs) -> Case:
-    """One process to step n, two from there; compared with one process all the way, in float32."""
-    name, what = "two", "float32, 1 then 2 ranks"
-    while not runs.kill_after_checkpoint(name, "float32", 0):
+def carry_on(runs: Runs, before: str, after: str) -> Case:
+    """One layout to step n, another from there; compared with one process all the way, in float32."""
+    name, what = f"{before} then {after}".replace(" ", "-"), f"float32, {before} then {after}"
+    while not runs.kill_after_checkpoint(name, "float32", 0, before):
         runs.forget(name)
     history = f"killed in step {(runs.last_step(name) or 0) + 1}"
-    runs.finish(name, "float32", ranks=2)
+    runs.finish(name, "float32", after)
     start, expected, found = (
         checkpoint_values(path)
         for path in (
@@ -245,7 +255,7 @@ def prove(runs: Runs, dice: random.Random, *, quick: bool) -> list[Case]:
         for instant in range(1 if quick else 3):
             name, kills = f"{precision}-{instant + 1}", 1 if quick else 2
             cases.append(kill_and_go_on(runs, precision, name, kills=kills, seconds=seconds, dice=dice))
-    return cases if quick else [*cases, two_carry_on(runs)]
+    return cases if quick else [*cases, *(carry_on(runs, before, after) for before, after in CARRY_ON)]
 
 
 def _digest(value: Any) -> str:
