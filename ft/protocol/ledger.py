@@ -1,21 +1,103 @@
-"""Which samples are trained on when, each exactly once."""
+"""Which samples are trained on when, each exactly once.
+
+A slot is the batch of one group in one step, named by the position of its first sequence. A step's deal is made once, at its first
+quorum: to the participants in the order of their replica_rank, first the holes (slots that were dealt before and never made it into
+a commit), then new positions. A deal takes nothing out of the ledger; only a commit does. So a deal may be dropped at any time, and
+the ledger that is saved knows nothing of groups and ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from ft.protocol.messages import UNABLE
+
+MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job stops, or goes on without it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a commit did to the ledger."""
+
+    contributed: tuple[int, ...]  # slots
+    holes: tuple[int, ...]  # slots of the deal that did not make it, and will be dealt again
+    useless: tuple[int, ...]  # slots that were MAX_UNABLE times unable: skipped, or the reason to stop
 
 
 class Ledger:
+    """Tiny, and identical in every group: it changes by commits alone, and their tails are identical."""
+
     def __init__(self, slot_size: int) -> None:
-        raise NotImplementedError
+        self.slot_size = slot_size
+        self.position = 0  # all sequences before it were committed, but for the holes
+        self.holes: list[int] = []  # sorted
+        self.unable: dict[int, int] = {}  # hole -> times
+        self.skipped: list[int] = []
+        self.pending: dict[int, str] = {}  # the open deal: slot -> replica_id, in replica_rank order
 
-    def deal(self, participants: tuple[str, ...]) -> dict[int, str]:
-        """{slot: replica_id} of the coming step. An open deal is kept."""
-        raise NotImplementedError
+    def deal(self, participants: Sequence[str]) -> dict[int, str]:
+        """The deal of the coming step. An open one is kept, whoever is there now: a dead group's slots become holes at the commit."""
+        if not self.pending:
+            new = len(participants) - len(self.holes)
+            slots = [*self.holes, *(self.position + i * self.slot_size for i in range(new))]
+            self.pending = dict(zip(slots, participants, strict=False))
+        return dict(self.pending)
 
-    def commit(self, tokens: tuple[float, ...]) -> None:
-        """`tokens`: the tail's figure for each slot of the open deal, in the order of its slots."""
-        raise NotImplementedError
+    def drop(self) -> None:
+        """Returns the open deal: all its slots, as if they had never been dealt."""
+        self.pending = {}
+
+    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> Entry:
+        """`tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: none, and its group
+        said that it cannot. skip: a slot that was unable too often is left out for good."""
+        assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
+        slots = list(self.pending)
+        contributed = {slot for slot, count in zip(slots, tokens, strict=True) if count > 0}
+        for slot, count in zip(slots, tokens, strict=True):
+            if count == UNABLE:
+                self.unable[slot] = self.unable.get(slot, 0) + 1
+        useless = tuple(slot for slot in slots if self.unable.get(slot, 0) >= MAX_UNABLE and slot not in contributed)
+        gone = contributed | (set(useless) if skip else set())
+        self.skipped += useless if skip else ()
+        self.position = max([self.position, *(slot + self.slot_size for slot in slots)])
+        self.holes = sorted({*self.holes, *slots} - gone)
+        self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
+        self.pending = {}
+        left = tuple(slot for slot in slots if slot not in gone)
+        return Entry(tuple(slot for slot in slots if slot in contributed), left, useless)
 
     def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """JSON. With the open deal: whoever heals from it must continue it."""
+        return {
+            "slot_size": self.slot_size,
+            "position": self.position,
+            "holes": list(self.holes),
+            "unable": [[slot, count] for slot, count in sorted(self.unable.items())],
+            "skipped": list(self.skipped),
+            "pending": [[slot, replica_id] for slot, replica_id in self.pending.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, keep_deal: bool = True) -> None:
+        """keep_deal=False for a checkpoint: who was dealt what then is of no use now.
+
+        Raises ValueError when the size of a slot has changed and open holes cannot be cut to it.
+        """
+        old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
+        if holes and old % self.slot_size:
+            raise ValueError(
+                f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} open ones of {old}; "
+                f"nearest: {_nearest_divisor(old, self.slot_size)} sequences per group"
+            )
+        self.position = int(state["position"])
+        self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
+        same = old == self.slot_size
+        self.unable = {int(slot): int(count) for slot, count in state.get("unable", ())} if same else {}
+        self.skipped = [int(slot) for slot in state.get("skipped", ())]
+        open_deal = state.get("pending", ()) if keep_deal and same else ()
+        self.pending = {int(slot): str(replica_id) for slot, replica_id in open_deal}
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -1,17 +1,136 @@
-"""What one rank of one group does in a quorum: pure functions of the quorum, so that all groups come to the same plan."""
+"""What one rank of one group does in a quorum: pure functions of the quorum, so that all groups come to the same plan.
+
+The lighthouse has chosen who takes part and from which state all go on; group.py asks here for each of its waiting ranks.
+"""
 
 from __future__ import annotations
 
-from ft.protocol.messages import Member, Part, Quorum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft.protocol.messages import Member, Part, Quorum, Source, State
+
+
+def reference_state(members: Sequence[Member]) -> State | None:
+    """The furthest state among `members`: the highest (step, commit_quorum_id), commit_id only to have one answer. None: all are void."""
+    return max((m.state for m in members if not m.void), default=None)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Replica ranks of a quorum, each in one of the two."""
+
+    whole: tuple[int, ...]  # hold the reference state
+    healing: tuple[int, ...]  # must fetch it
+
+
+def roles(quorum: Quorum) -> Roles:
+    """Another commit_id than the reference's is enough to heal, at an equal or a higher step too; a void member always does. At step 0
+    with init_sync initial states differ under one name, so all but the first reference member fetch."""
+    holders = [rank for rank, m in enumerate(quorum.members) if m.state == quorum.reference]
+    if quorum.reference[0] == 0 and any(m.init_sync for m in quorum.members):
+        holders = holders[:1]
+    held = set(holders)
+    return Roles(tuple(holders), tuple(rank for rank in range(len(quorum.members)) if rank not in held))
 
 
 def plan(
     quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, known: bool = False
 ) -> Part:
-    """The part of a rank of our own members."""
-    raise NotImplementedError
+    """The part of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
+
+    Only the store depends on group_rank, to spread the load: a group heals with all its ranks, from the same groups, or not at all.
+    Raises KeyError when `replica_id` is not in the quorum.
+    """
+    me, members = replica_rank(quorum, replica_id), quorum.members
+    role = roles(quorum)
+    holders = [m for m in members if m.state == quorum.reference]
+    free = [
+        rank for rank in role.whole if not members[rank].writes_checkpoint
+    ] or role.whole  # the writer is busy enough
+    sources = [_sources(free, place) for place in range(len(role.healing))]
+    heal = me in role.healing
+    return Part(
+        quorum_id=quorum.quorum_id,
+        epoch=quorum.epoch,
+        replica_id=replica_id,
+        replica_rank=me,
+        members=quorum.ids,
+        store_address=holders[(group_rank + quorum.quorum_id) % len(holders)].store_address,
+        reference=quorum.reference,
+        heal=heal,
+        sources=tuple(Source(rank, members[rank].address) for rank in sources[role.healing.index(me)]) if heal else (),
+        heals=tuple(rank for rank, from_ranks in zip(role.healing, sources, strict=True) if me in from_ranks),
+        participants=tuple(members[rank].replica_id for rank in role.whole)[:spares_above],
+        dealt=max((m.dealt for m in holders), default=0),
+        known=known,
+    )
 
 
-def reference_members(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Those at the highest (step, commit_quorum_id, commit_id); void ones never. Empty: all are void."""
-    raise NotImplementedError
+def _sources(free: Sequence[int], place: int) -> tuple[int, ...]:
+    """Two for the `place`-th healing group, taken in turns."""
+    return tuple(free[(place + offset) % len(free)] for offset in range(min(2, len(free))))
+
+
+def replica_rank(quorum: Quorum, replica_id: str) -> int:
+    """The place in the quorum. Raises KeyError when it has none."""
+    for rank, member in enumerate(quorum.members):
+        if member.replica_id == replica_id:
+            return rank
+    raise KeyError(f"{replica_id} is not in quorum {quorum.quorum_id}")
+
+
+# ------------------------------------------------------------------------------------------------ for torchft's clients
+
+
+@dataclass(frozen=True)
+class TorchftReply:
+    """ManagerQuorumResponse, field by field."""
+
+    quorum_id: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int | None
+    recover_dst_replica_ranks: tuple[int, ...]
+    store_address: str
+    max_step: int
+    max_replica_rank: int | None
+    max_world_size: int
+    replica_rank: int
+    replica_world_size: int
+    heal: bool
+    commit_failures: int
+    replica_ids: tuple[str, ...]
+    reconfigure_handles: tuple[str, ...]
+
+
+def torchft_reply(quorum: Quorum, replica_id: str, group_rank: int, *, init_sync: bool = True) -> TorchftReply:
+    """The part of a rank whose Manager is torchft's. Steps alone count, for it has no commit ids.
+
+    As the peer's, but for one thing: *whether* a group heals is the same for all its ranks (the peer's primary of the first step is
+    another group for each rank, so that a group may end with half of its own and half of another's state). The source of each
+    rank still rotates by group_rank. Raises KeyError when `replica_id` is not in the quorum.
+    """
+    me, members = replica_rank(quorum, replica_id), quorum.members
+    max_step = max(m.step for m in members)
+    front = [rank for rank, m in enumerate(members) if m.step == max_step]
+    whole = front[:1] if init_sync and max_step == 0 else front
+    healing = [rank for rank in range(len(members)) if rank not in whole]
+    source_of = {rank: whole[(place + group_rank) % len(whole)] for place, rank in enumerate(healing)}
+    source = source_of.get(me)
+    handles = [m.reconfigure_handles for m in members]
+    return TorchftReply(
+        quorum_id=quorum.quorum_id,
+        recover_src_manager_address="" if source is None else members[source].address,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=tuple(rank for rank in healing if source_of[rank] == me),
+        store_address=members[front[group_rank % len(front)]].store_address,
+        max_step=max_step,
+        max_replica_rank=front.index(me) if me in front else None,
+        max_world_size=len(front),
+        replica_rank=me,
+        replica_world_size=len(members),
+        heal=source is not None,
+        commit_failures=max(m.commit_failures for m in members),
+        replica_ids=quorum.ids,
+        reconfigure_handles=tuple(h[group_rank] for h in handles) if all(len(h) > group_rank for h in handles) else (),
+    )
