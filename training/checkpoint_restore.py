@@ -53,7 +53,8 @@ def restore(
     wanted = set(stateful) | set(manifest.states if exact and manifest is not None else ())
     fit = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=exact)
     everywhere = set.intersection(*ranks.gather(fit.unknown))  # a rank may hold a part of the model only
-    misfits = [misfit for found in ranks.gather(fit.misfits) for misfit in found]
+    # once each: ranks that hold parts of one tensor say the same of it
+    misfits = list(dict.fromkeys(misfit for found in ranks.gather(fit.misfits) for misfit in found))
     misfits += [f"{name} is there and not here" for name in sorted(everywhere)]
     if misfits:
         more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, ParameterGroup, build_optimizer
 
 T, BATCH = 16, 4
-SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=40)
+SEED, NOT_LOADED = 7, 8  # of the seed checkpoint, and of the values that a load must replace
+SIZES = llama.Config(dim=32, n_heads=4, n_kv_heads=2, hidden_dim=40)
 OPTIMIZER = OptimizerConfig(lr=1e-2, groups=(ParameterGroup("*norm.weight", weight_decay=0.0),))
 LAYOUTS = {
     "one": ParallelismConfig(data_parallel_shard_degree=1),
@@ -50,28 +53,30 @@ LAYOUTS = {
 }
 
 
-def meta_model(vocab_size: int) -> llama.Llama:
+def meta_model(vocab_size: int, n_layers: int = 4) -> llama.Llama:
     with torch.device("meta"):
-        return llama.build(SIZES, vocab_size=vocab_size, max_seq_len=T)
+        return llama.build(replace(SIZES, n_layers=n_layers), vocab_size=vocab_size, max_seq_len=T)
 
 
 class Run:
     """The model under one layout, with all that a checkpoint of train.py holds of a run, but for the data's own name."""
 
-    def __init__(self, folder: Path, parallelism: ParallelismConfig, vocab_size: int, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, parallelism: ParallelismConfig, vocab_size: int, n_layers: int = 4, **settings: Any
+    ) -> None:
         self.vocab_size = vocab_size
         self.degrees = degrees(parallelism, dist.get_world_size())
         self.seat = self.degrees.seat(dist.get_rank())
         self.rows = BATCH // self.degrees.data_parallel
         self.model = parallelize(
-            meta_model(vocab_size),
+            meta_model(vocab_size, n_layers),
             build_mesh(self.degrees, "cpu"),
             cross_entropy_sum,
             Layout(parallelism),
             local_batch_size=self.rows,
             seq_len=T,
             device=torch.device("cpu"),
-            seed=999,  # of values that must not survive
+            seed=NOT_LOADED,
         )
         self.optimizer = build_optimizer(OPTIMIZER, self.model.parts)
         self.manager, self.log = SoloManager(BATCH), Lines()
@@ -121,7 +126,7 @@ def link(folder: Path, parallelism: ParallelismConfig, vocab_size: int, steps: i
     return step, loaded, losses, run.everything()
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All ranks' parts; what several hold must be the same everywhere."""
     whole: dict[str, Any] = {}
     for part in parts:
@@ -140,8 +145,8 @@ def make_seed(folder: Path, vocab_size: int) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     config = CheckpointConfig(create_seed_checkpoint=True)
     checkpointer = Checkpointer(config, folder, {"model": ModelState([model])}, log=Lines())
-    checkpointer.save_seed(Streamed(lambda name: draw(model, tensors[name], seed=7), chunk_bytes=1000))
-    return {name: draw(model, tensor, seed=7) for name, tensor in tensors.items()}
+    checkpointer.save_seed(Streamed(lambda name: draw(model, tensors[name], SEED), chunk_bytes=1000))
+    return {name: draw(model, tensor, SEED) for name, tensor in tensors.items()}
 
 
 def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each: int = 1) -> list[float]:
@@ -178,3 +183,50 @@ def test_each_layout_goes_on_where_the_one_before_it_stopped(pool: Pool, tmp_pat
     alone = follow(pool, tmp_path / "alone", ["one"], vocab_size, each=len(losses))
     assert losses == pytest.approx(alone, rel=1e-5)
     assert max(losses) - min(losses) > 0.01  # it learns: the losses say something
+
+
+def begin_with(seed: Path, parallelism: ParallelismConfig, exclude: tuple[str, ...]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"initial_load_path": str(seed / "checkpoint/step-0"), "exclude_from_loading": exclude}
+    run = Run(seed.parent / "other", parallelism, 61, **settings)
+    assert run.checkpointer.load() is None
+    return run.everything()
+
+
+def test_what_is_excluded_may_be_on_one_rank_alone(pool: Pool, tmp_path: Path):
+    seed = make_seed(tmp_path / "seed", 61)
+    excluded = ("model.layers.3", "model.output", "model.tok_embeddings.weight")
+    there = joined(pool.run(2, begin_with, tmp_path / "seed", LAYOUTS["pp2"], excluded))
+    model = meta_model(61)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        expected = draw(model, tensor, NOT_LOADED) if f"model.{name}".startswith(excluded) else seed[f"model.{name}"]
+        assert torch.equal(there[f"model.{name}"], expected), name
+
+
+def refusal(folder: Path, parallelism: ParallelismConfig, vocab_size: int, n_layers: int) -> str:
+    """Without the folder's name."""
+    with pytest.raises(ValueError) as error:
+        Run(folder, parallelism, vocab_size, n_layers).checkpointer.load()
+    return str(error.value).partition("does not fit this run: ")[2]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2"])
+@pytest.mark.parametrize(
+    ("vocab_size", "n_layers", "said"),
+    [
+        (61, 3, "model.layers.3.attention.wk.weight is there and not here; "),
+        (61, 5, "model.layers.4.attention_norm.weight is here and not there; "),
+        (
+            60,
+            4,
+            "model.tok_embeddings.weight is [61, 32] there and [60, 32] here; model.output.weight is [61, 32] there",
+        ),
+    ],
+)
+def test_a_name_that_no_rank_holds_or_that_is_missing_is_told_once(
+    pool: Pool, tmp_path: Path, layout: str, vocab_size: int, n_layers: int, said: str
+):
+    make_seed(tmp_path, 61)
+    first, second = pool.run(2, refusal, tmp_path, LAYOUTS[layout], vocab_size, n_layers)
+    assert first == second and said in first
+    phrases = first.split("; ")
+    assert len(set(phrases)) == len(phrases)
