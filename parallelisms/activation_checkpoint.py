@@ -6,8 +6,8 @@ are, and FSDP's hooks, which stand around the block, gather its weights once for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -56,7 +56,14 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
     options: dict[str, Any] = {"context_fn": _keep_expensive_results} if by_operation else {}
     for name, block in part.layers.items():
         if (int(name) + 1) % every == 0:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+            block.forward = _computed_again(block.forward, options)
+
+
+def _computed_again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since a compiler begins at one
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return with_checkpoint
 
 
 def _keep_expensive_results() -> tuple[Any, Any]:

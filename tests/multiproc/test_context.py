@@ -11,8 +11,7 @@ import torch.distributed as dist
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.clip import gradient_norm
-from parallelisms.context import apply_context_parallel
-from parallelisms.mesh import CP, ParallelismConfig, build_mesh, degrees
+from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Layout, parallelize
 from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
@@ -97,23 +96,3 @@ def test_bf16_gradients_are_near(pool: Pool, alone: dict) -> None:
     for result in pool.run(2, step, layout):
         whole = torch.cat([g.flatten() for g in result["gradients"].values()])
         assert (whole - reference).norm() / reference.norm() < 0.03
-
-
-def refusal() -> str:
-    with torch.device("meta"):
-        model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
-    for block in model.layers.values():
-        del block.attention.attend
-    mesh = build_mesh(degrees(cp(2), 2), "cpu")[CP]
-    try:
-        apply_context_parallel(model, mesh, cp(2), seq_len=T)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_model_without_attend_is_refused_by_name(pool: Pool) -> None:
-    for told in pool.run(2, refusal):
-        assert told.startswith(
-            "parallelism.context_parallel_degree = 2: Llama looks keys and values up without `self.attend`"
-        )
