@@ -1,32 +1,702 @@
-"""Who is in: the quorum rules, and what the lighthouse tells whom."""
+"""Who is in: the quorum rules, and what the lighthouse tells whom. Driven by rpc/lighthouse_server.py and sim/.
+
+`decide` is the rules, a pure function of a View. `Lighthouse` keeps the View up to date, one group at a time: an event costs the same
+with 2 groups and with 1,000, until it completes a quorum; a round of N calls costs O(N).
+
+Where the rules leave a choice:
+- The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
+  job that was taken over, a lie) heals. So the line of quorums is the history, and a quorum carries the state that it chose.
+- "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and take it to its
+  grave; the others go on from the step before, which is what they all hold.
+- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id (`formerly`) is.
+- Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
+- A clean Leave announces a change; it does not stop a collective that the leaver has already fed.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
-from ft.protocol.messages import Event, Out, Saved, Times
+from ft.protocol import messages as m
+from ft.protocol.messages import Call, Effect, Event, Kind, Member, Out, Quorum, Refusal, Saved, State, Times
+from ft.protocol.plan import reference_state
+
+LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
+FAILURES_BEFORE_SIT_OUT = 3
+PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
+MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
 
 
 @dataclass(frozen=True)
 class LighthouseConfig:
-    min_replicas: int = 1
+    min_replicas: int = 1  # members, healing ones included
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
-    supersede_s: float = 1.0
-    sit_out_s: float = 10.0
+    supersede_s: float = 1.0  # a name's live id may be replaced when it was silent for so long
+    sit_out_s: float = 10.0  # doubles each time
+
+
+# ------------------------------------------------------------------------------------------------ the rules
+
+
+@dataclass(frozen=True)
+class View:
+    """What the rules look at. Collections are the lighthouse's own, not copies."""
+
+    kind: Kind
+    candidates: Mapping[str, Member]  # healthy callers, without those that sit out
+    healthy: int  # groups that could be candidates, these included
+    previous: Collection[str]  # ids of the previous quorum
+    present: Collection[str]  # of those, candidates
+    missing: Collection[str]  # of those, neither candidates nor left nor sitting out
+    heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
+    shrinkers: Collection[str]  # candidates that ask for shrink_only
+    claims: int  # previous members that may hold the state, and have neither left nor been succeeded
+    claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
+    waited_s: float  # since the first candidate called
+    settled: int  # no state below it, unless restored on purpose
+    min_replicas: int
+    join_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    members: tuple[Member, ...] = ()  # empty: wait
+    reference: State = (0, 0, "")
+    reason: str = ""
+    must_restore: tuple[str, ...] = ()  # these have to load a checkpoint before there can be a quorum
+
+
+def decide(view: View) -> Decision:
+    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone."""
+    shrink = bool(view.shrinkers) and bool(view.previous)
+    count = len(view.present) if shrink else len(view.candidates)
+    fast = bool(view.present) and not view.missing
+    here = f"{len(view.candidates)} of {view.healthy} healthy groups have called"
+    if count == 0:
+        only = (
+            "; a shrink is asked for, and none of the previous members has called" if shrink and view.candidates else ""
+        )
+        return Decision(reason=f"{here}{only}")
+    if count < view.min_replicas:
+        return Decision(reason=f"{here}; {count} would take part, min_replicas is {view.min_replicas}")
+    if not fast and 2 * len(view.candidates) <= view.healthy:
+        return Decision(reason=f"{here}; more than half is needed, lest there be two quorums")
+    if not fast and len(view.candidates) < view.healthy and view.waited_s < view.join_timeout_s:
+        return Decision(
+            reason=f"{here}; the first has waited {view.waited_s:.1f} of {view.join_timeout_s:g} s for the others"
+        )
+    if view.kind == "pharos" and not view.heirs and view.claims and not view.claims_expired:
+        return Decision(
+            reason=f"{here}; none was in the previous quorum with a state, of which {view.claims} may come back"
+        )
+    chosen = view.present if shrink else view.candidates
+    members = tuple(view.candidates[replica_id] for replica_id in sorted(chosen))
+    why = "all previous members have called" if fast else f"{here}, which is enough"
+    return _with_reference(view, members, why)
+
+
+def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decision:
+    if view.kind == "torchft":
+        return Decision(members, (max(member.step for member in members), 0, ""), why)
+    heirs = [member for member in members if member.replica_id in view.heirs]
+    reference = reference_state(heirs or members)
+    holders = [member for member in members if member.state == reference]
+    if reference is None or (reference[0] < view.settled and all(h.restored is None for h in holders)):
+        furthest = (
+            "nobody holds a whole state" if reference is None else f"the furthest state here is of step {reference[0]}"
+        )
+        unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
+        return Decision(
+            reason=f"{furthest}, step {view.settled} was settled: load a checkpoint", must_restore=unrestored
+        )
+    restored = f", restored from checkpoint {reference[0]}" if reference[0] < view.settled else ""
+    return Decision(members, reference, why + restored)
+
+
+def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:
+    """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
+    outside `spare`, then those blamed more often, then the last by name."""
+    blamed = {replica_id: sum(replica_id in pair for pair in pairs) for pair in pairs for replica_id in pair}
+    order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
+    for size in (1, 2, 3) if len(order) <= 64 else (1,):
+        for chosen in combinations(order, size):
+            if all(pair & set(chosen) for pair in pairs):
+                return frozenset(chosen)
+    cover: set[str] = set()
+    left = set(pairs)
+    while left:
+        worst = max(sorted(blamed), key=lambda i: sum(i in pair for pair in left))
+        cover.add(worst)
+        left = {pair for pair in left if worst not in pair}
+    return frozenset(cover)
+
+
+# ------------------------------------------------------------------------------------------------ the machine
+
+
+@dataclass
+class _Peer:
+    """What is known of one live id."""
+
+    kind: Kind
+    seen_s: float
+    stream: bool = False
+    call: Call | None = None  # waiting for a quorum
+    called_s: float = 0.0
+    called: bool = False  # at least once
+
+
+@dataclass
+class _Generation:
+    """What has happened to the current quorum since it was issued."""
+
+    failed: bool = False  # a member said so
+    lost: list[str] = field(default_factory=list)
+    lost_why: str = ""
+    change: str = ""  # announced, and why
+    waiting: set[str] = field(default_factory=set)  # members whose ranks are all in the collective
+    alone_since_s: float | None = None  # all but one of them wait
+    median_step_s: float = 0.0
 
 
 class Lighthouse:
     """In: Call CallCancelled Beat StreamOpened StreamClosed Report Leave TakeOver Evict Tick.
-    Out: Persist Answer Refuse MustRestore Notify."""
+    Out: Persist Answer Refuse MustRestore Notify. The reason is why there is no quorum yet, or why the last one was issued.
+
+    Bounded: of ids that are gone it keeps the last 4,096 names, and the members of the current quorum.
+    """
 
     def __init__(
         self, config: LighthouseConfig, now_s: float, *, epoch: str, saved: Saved | None = None, fresh: bool = False
     ) -> None:
         """`epoch`: unique to this start, used unless `saved` or a report names the job's. saved: the state file. fresh: a state file is
-        kept, but there was none yet. Neither: members' reports are waited for, one heartbeat timeout long."""
-        raise NotImplementedError
+        kept, but there was none yet. Neither: members' reports are awaited for one heartbeat timeout, lest a newcomer take over."""
+        self.config = config
+        self.quorum: Quorum | None = None
+        self.reason = "nobody has called"
+        self._epoch, self._last_id, self._settled = epoch, 0, 0
+        self._kind: Kind = "pharos"
+        self._peers: dict[str, _Peer] = {}
+        self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
+        self._live: dict[str, str] = {}  # name -> its one live id
+        self._lost: OrderedDict[str, str] = OrderedDict()  # id -> why
+        self._candidates: dict[str, Member] = {}  # in the order of their calls
+        self._healthy: set[str] = set()
+        self._previous: frozenset[str] = frozenset()
+        self._gone: set[str] = set()  # previous members that left
+        self._present: set[str] = set()
+        self._missing: set[str] = set()
+        self._heirs: set[str] = set()
+        self._shrinkers: set[str] = set()
+        self._claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
+        self._claims_expired = False
+        self._generation = _Generation()
+        self._shape: tuple[tuple[str, str], ...] = ()
+        self._failures = 0  # failed generations of the same members from the same state, in a row
+        self._pairs: set[frozenset[str]] = set()
+        self._sitting: dict[str, float] = {}  # id -> until
+        self._sat: dict[str, int] = {}  # name -> times
+        self._last_tick_s = now_s
+        self._persisted = (0, now_s)  # settled, when
+        self._silent_until_s = now_s if saved or fresh else now_s + config.times.heartbeat_timeout_s
+        self._out: list[Effect] = []
+        if saved:
+            self._epoch, self._last_id, self._settled, self._kind = (
+                saved.epoch,
+                saved.last_id,
+                saved.settled,
+                saved.kind,
+            )
+            if saved.quorum:
+                self._adopt(saved.quorum, now_s)
+
+    @property
+    def saved(self) -> Saved:
+        """What a restart must know."""
+        return Saved(self._epoch, self._last_id, self._settled, self._kind, self.quorum)
 
     def handle(self, event: Event, now_s: float) -> Out:
-        raise NotImplementedError
+        self._out = []
+        _HANDLERS[type(event)](self, event, now_s)
+        self._evaluate(now_s)
+        return Out(tuple(self._out), self.reason)
+
+    # ---- events
+
+    def _on_call(self, event: Call, now_s: float) -> None:
+        member = event.member
+        if self._refused(event, now_s):
+            return
+        peer = self._see(member.replica_id, event.kind, now_s)
+        if event.kind == "pharos":
+            self._live[member.name] = member.replica_id
+            self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
+            if self._repeats(event):
+                self._emit(m.Answer((member.replica_id,), self._current))
+                return
+            self._note_failure(event)
+            self._settle_claim(member)
+        if event.kind == "torchft":
+            self._drop_call(member.replica_id)  # its join time is that of its newest call
+        peer.called_s = peer.called_s if peer.call else now_s
+        peer.call, peer.called = event, True
+        self._place(member.replica_id)
+        if self.quorum and event.kind == "pharos" and member.replica_id not in self._previous:
+            self._announce(f"{member.replica_id} waits to come in")
+
+    def _on_cancelled(self, event: m.CallCancelled, now_s: float) -> None:
+        peer = self._peers.get(event.replica_id)
+        if peer and not peer.stream:
+            self._drop_call(event.replica_id)
+
+    def _on_beat(self, event: m.Beat, now_s: float) -> None:
+        if not self._is_lost(event.replica_id):
+            self._see(event.replica_id, event.kind, now_s)
+
+    def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
+        replica_id, known = event.replica_id, event.quorum
+        if self._is_lost(replica_id):
+            return
+        if known and known.quorum_id > (self.quorum.quorum_id if self.quorum else 0):
+            self._epoch = known.epoch
+            self._adopt(known, now_s)
+        self._settled = max(self._settled, event.settled)
+        self._see(replica_id, "pharos", now_s).stream = True
+        self._live.setdefault(m.name_of(replica_id), replica_id)
+        self._bring_up_to_date(replica_id, known.quorum_id if known else 0)
+
+    def _on_stream_closed(self, event: m.StreamClosed, now_s: float) -> None:
+        self._lose([event.replica_id], "its connection broke")
+
+    def _on_report(self, event: m.Report, now_s: float) -> None:
+        if self._is_lost(event.replica_id):
+            return
+        self._see(event.replica_id, "pharos", now_s)
+        generation = self._generation
+        if self.quorum and event.replica_id in self._previous:
+            in_it = event.commit_quorum_id == self.quorum.quorum_id
+            self._settled = max(self._settled, event.settled, event.step - 1 if in_it else 0)
+            generation.median_step_s = event.median_step_s or generation.median_step_s
+            (generation.waiting.add if event.waiting else generation.waiting.discard)(event.replica_id)
+            alone = len(generation.waiting) == len(self._previous) - 1 > 0
+            generation.alone_since_s = (generation.alone_since_s or now_s) if alone else None
+
+    def _on_leave(self, event: m.Leave, now_s: float) -> None:
+        replica_id = event.replica_id
+        if replica_id not in self._peers:
+            return
+        if replica_id in self._previous:
+            self._gone.add(replica_id)
+            self._claims.pop(m.name_of(replica_id), None)
+        if event.clean:
+            self._forget(replica_id, event.reason)
+            if replica_id in self._previous:
+                self._announce(f"{replica_id} {event.reason}")
+        else:
+            self._lose([replica_id], event.reason)
+
+    def _on_take_over(self, event: m.TakeOver, now_s: float) -> None:
+        self._claims_expired = True
+
+    def _on_evict(self, event: m.Evict, now_s: float) -> None:
+        self._lose([event.replica_id], "an operator evicted it")
+
+    def _on_tick(self, event: m.Tick, now_s: float) -> None:
+        self._forgive_own_pause(now_s)
+        self._expire(now_s)
+        self._expire_claims(now_s)
+        self._lose_who_holds_up(now_s)
+        for replica_id in [i for i, until_s in self._sitting.items() if until_s <= now_s]:
+            del self._sitting[replica_id]
+            self._place(replica_id)
+        if self.quorum and self._candidates and self._waited(now_s) >= self.config.times.beat_s:
+            self._announce(f"{next(iter(self._candidates))} waits")
+        if self._settled > self._persisted[0] and now_s - self._persisted[1] >= PERSIST_EVERY_S:
+            self._persist(now_s)
+
+    # ---- a quorum
+
+    def _evaluate(self, now_s: float) -> None:
+        if not self._candidates:
+            return
+        if self._silent_until_s > now_s and self._kind == "pharos" and self.quorum is None:
+            self.reason = "just started without a state file: members of a running job are given time to report"
+            return
+        decision = decide(self._view(now_s))
+        self.reason = decision.reason
+        if decision.must_restore:
+            self._emit(m.MustRestore(decision.must_restore, self._settled))
+            for replica_id in decision.must_restore:
+                self._drop_call(replica_id)
+        if decision.members and not self._made_some_sit_out(decision, now_s):
+            self._issue(decision, now_s)
+
+    def _view(self, now_s: float) -> View:
+        return View(
+            kind=self._kind,
+            candidates=self._candidates,
+            healthy=len(self._healthy),
+            previous=self._previous,
+            present=self._present,
+            missing=self._missing,
+            heirs=self._heirs,
+            shrinkers=self._shrinkers,
+            claims=len(self._claims),
+            claims_expired=self._claims_expired,
+            waited_s=self._waited(now_s),
+            settled=self._settled,
+            min_replicas=self.config.min_replicas,
+            join_timeout_s=self.config.join_timeout_s,
+        )
+
+    def _issue(self, decision: Decision, now_s: float) -> None:
+        ids = tuple(member.replica_id for member in decision.members)
+        old = self.quorum
+        if not self._same_members(ids):
+            self._failures = 0
+            self._pairs.clear()
+        self._last_id += self._starts_a_generation(decision, ids)
+        quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch)
+        self._settled = decision.reference[0]  # chosen; lower than before only if that was restored on purpose
+        fresh = old is None or old.quorum_id != quorum.quorum_id
+        self._take(quorum, _Generation() if fresh else self._generation, now_s)
+        self._generation.change = ""
+        self._persist(now_s)
+        for replica_id in ids:
+            self._drop_call(replica_id)
+        self._emit(m.Answer(ids, quorum))
+        if old and fresh:
+            out = tuple(i for i in old.ids if i not in self._previous and i in self._peers)
+            self._notify(out, m.Abandoned(old.quorum_id, f"quorum {quorum.quorum_id} was formed without this group"))
+
+    def _starts_a_generation(self, decision: Decision, ids: tuple[str, ...]) -> bool:
+        """The id grows if the members changed or one of them reports a failed generation; else they keep what they have."""
+        failed = self._generation.failed or any(member.commit_failures > 0 for member in decision.members)
+        return failed or not self._same_members(ids)
+
+    def _same_members(self, ids: tuple[str, ...]) -> bool:
+        return self.quorum is not None and self.quorum.ids == ids
+
+    def _take(self, quorum: Quorum, generation: _Generation, now_s: float) -> None:
+        touched = {*self._previous, *quorum.ids}
+        self.quorum, self._previous, self._generation = quorum, frozenset(quorum.ids), generation
+        generation.waiting.clear()
+        generation.alone_since_s = None
+        self._gone, self._claims_expired = set(), False
+        self._claims = {member.name: (member.replica_id, now_s) for member in quorum.members}
+        for replica_id in touched:
+            self._place(replica_id)
+        for replica_id in list(self._candidates):  # who waits on under a new id may have been in it under the old one
+            self._place(replica_id)
+
+    def _adopt(self, quorum: Quorum, now_s: float) -> None:
+        """From the state file or a report: its members are alive until they were silent for a whole heartbeat timeout from now."""
+        self._last_id = max(self._last_id, quorum.quorum_id)
+        self._settled = max(self._settled, quorum.reference[0])
+        for member in quorum.members:
+            self._lost.pop(member.replica_id, None)
+            self._live.setdefault(member.name, member.replica_id)
+            if member.replica_id not in self._peers:
+                self._see(member.replica_id, self._kind, now_s)
+        self._take(quorum, _Generation(), now_s)
+
+    def _repeats(self, event: Call) -> bool:
+        """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost."""
+        if self.quorum is None or event.known >= self.quorum.quorum_id or event.member.replica_id not in self._previous:
+            return False
+        return not self._generation.failed and not self._generation.lost and not self._gone
+
+    # ---- failures that repeat
+
+    def _note_failure(self, event: Call) -> None:
+        quorum, replica_id = self.quorum, event.member.replica_id
+        if not (quorum and event.failed and event.known == quorum.quorum_id and replica_id in self._previous):
+            return
+        self._pairs |= {
+            frozenset((replica_id, other)) for other in event.blame if other != replica_id and other in self._previous
+        }
+        if not self._generation.failed:
+            progress = event.member.state > quorum.reference
+            self._failures = 1 if progress else self._failures + 1
+            self._generation.failed = True
+            others = tuple(i for i in quorum.ids if i != replica_id and i in self._peers)
+            self._notify(others, m.Abandoned(quorum.quorum_id, f"{replica_id}: the generation failed"))
+
+    def _made_some_sit_out(self, decision: Decision, now_s: float) -> bool:
+        """After three failures in a row those who cannot work together are parted, if enough remain without them."""
+        if self._failures < FAILURES_BEFORE_SIT_OUT or not self._pairs or self._kind != "pharos":
+            return False
+        holders = {member.replica_id for member in decision.members if member.state == decision.reference}
+        out = smallest_cover(self._pairs, holders) & self._candidates.keys()
+        self._failures, pairs = 0, len(self._pairs)
+        self._pairs.clear()
+        if len(decision.members) - len(out) < self.config.min_replicas or not holders - out or not out:
+            return False
+        for replica_id in out:
+            name = m.name_of(replica_id)
+            times = self._sat.pop(name, 0)
+            self._sat[name] = times + 1
+            self._sitting[replica_id] = now_s + self.config.sit_out_s * 2 ** min(times, 16)
+            self._place(replica_id)
+        while len(self._sat) > LOST_KEPT:
+            self._sat.pop(next(iter(self._sat)))
+        self._evaluate(now_s)
+        self.reason += (
+            f"; {', '.join(sorted(out))} sit out: they explain all {pairs} pairs that could not work together"
+        )
+        return True
+
+    # ---- who is there
+
+    def _see(self, replica_id: str, kind: Kind, now_s: float) -> _Peer:
+        peer = self._peers.get(replica_id)
+        if peer is None:
+            peer = self._peers[replica_id] = _Peer(kind, now_s)
+        peer.seen_s = now_s
+        self._order[replica_id] = None
+        self._order.move_to_end(replica_id)
+        self._place(replica_id)
+        return peer
+
+    def _place(self, replica_id: str) -> None:
+        """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
+        peer = self._peers.get(replica_id)
+        alive = peer is not None and replica_id in self._order and replica_id not in self._sitting
+        member = peer.call.member if peer and peer.call and alive else None
+        was_in = replica_id in self._previous
+        _put(self._healthy, replica_id, bool(alive and peer and (peer.called or was_in or peer.kind == "torchft")))
+        _put(self._present, replica_id, bool(member and was_in))
+        away = replica_id in self._gone or replica_id in self._sitting
+        _put(self._missing, replica_id, was_in and not member and not away)
+        _put(self._shrinkers, replica_id, bool(member and member.shrink_only))
+        inherits = member and not member.void and (was_in or member.formerly in self._previous)
+        _put(self._heirs, replica_id, bool(inherits))
+        if member:
+            self._candidates[replica_id] = member
+        else:
+            self._candidates.pop(replica_id, None)
+
+    def _waited(self, now_s: float) -> float:
+        first = next(iter(self._candidates), None)
+        return now_s - self._peers[first].called_s if first else 0.0
+
+    def _drop_call(self, replica_id: str) -> None:
+        peer = self._peers.get(replica_id)
+        if peer:
+            peer.call = None
+            if replica_id not in self._order:
+                del self._peers[replica_id]
+            self._place(replica_id)
+
+    def _forget(self, replica_id: str, why: str) -> None:
+        """Final: the id does not come back."""
+        peer = self._peers.pop(replica_id, None)
+        name = m.name_of(replica_id)
+        if peer and name in self._claims and self._claims[name][0] == replica_id:
+            self._claims[name] = (replica_id, peer.seen_s)
+        self._order.pop(replica_id, None)
+        self._sitting.pop(replica_id, None)
+        if self._live.get(name) == replica_id:
+            del self._live[name]
+        self._lost[replica_id] = why
+        while len(self._lost) > LOST_KEPT + len(self._previous):
+            self._lost.popitem(last=False)
+        self._place(replica_id)
+
+    def _lose(self, ids: list[str], why: str) -> None:
+        gone = [i for i in ids if i in self._peers and self._peers[i].kind == "pharos"]
+        for replica_id in gone:
+            if self._peers[replica_id].call:
+                self._emit(m.Refuse(replica_id, "LOST", why))
+            self._forget(replica_id, why)
+        members = [i for i in gone if i in self._previous]
+        first = bool(members) and not self._generation.lost
+        self._generation.lost += members
+        if first and self.quorum:
+            self._generation.lost_why = why
+            alive = tuple(i for i in self.quorum.ids if i in self._peers)
+            self._notify(alive, m.MemberLost(self.quorum.quorum_id, tuple(members), why))
+
+    def _is_lost(self, replica_id: str) -> bool:
+        """Tells it so."""
+        if replica_id in self._lost:
+            self._emit(m.Refuse(replica_id, "LOST", self._lost[replica_id]))
+        return replica_id in self._lost
+
+    def _settle_claim(self, member: Member) -> None:
+        """A previous member's claim to the state ends when its name has a new id, or when it says itself that it has none."""
+        claim = self._claims.get(member.name)
+        if claim and (claim[0] != member.replica_id or member.void):
+            del self._claims[member.name]
+
+    # ---- time
+
+    def _forgive_own_pause(self, now_s: float) -> None:
+        """A lighthouse that was itself stopped has missed beats that were sent: silence is counted without the gap."""
+        timeout_s, gap_s = self.config.times.heartbeat_timeout_s, now_s - self._last_tick_s - self.config.tick_s
+        self._last_tick_s = now_s
+        if gap_s > timeout_s / 2:
+            for peer in self._peers.values():
+                peer.seen_s = min(peer.seen_s + gap_s, now_s)
+                peer.called_s = min(peer.called_s + gap_s, now_s)
+            self._claims = {name: (i, min(seen_s + gap_s, now_s)) for name, (i, seen_s) in self._claims.items()}
+            if self._generation.alone_since_s is not None:
+                self._generation.alone_since_s = min(self._generation.alone_since_s + gap_s, now_s)
+
+    def _expire(self, now_s: float) -> None:
+        silent = []
+        for replica_id in self._order:
+            if now_s - self._peers[replica_id].seen_s < self.config.times.heartbeat_timeout_s:
+                break
+            silent.append(replica_id)
+        self._lose(silent, f"silent for {self.config.times.heartbeat_timeout_s:g} s")
+        for replica_id in silent:
+            peer = self._peers.get(replica_id)
+            if peer:  # torchft's: unhealthy until it beats again
+                del self._order[replica_id]
+                if peer.call is None:
+                    del self._peers[replica_id]
+                self._place(replica_id)
+
+    def _expire_claims(self, now_s: float) -> None:
+        takeover_s = self.config.times.takeover_s
+        if takeover_s is None or not self._claims or not self._candidates or self._heirs:
+            return
+        seen = (self._peers[i].seen_s if i in self._peers else seen_s for i, seen_s in self._claims.values())
+        self._claims_expired = self._claims_expired or now_s - max(seen) >= takeover_s
+
+    def _lose_who_holds_up(self, now_s: float) -> None:
+        """A group that alone keeps all others waiting in the collective is as good as dead, though its server beats."""
+        generation, times = self._generation, self.config.times
+        if generation.alone_since_s is None or self.quorum is None:
+            return
+        [last] = self._previous - generation.waiting or {""}
+        healing = any(x.replica_id == last and x.state != self.quorum.reference for x in self.quorum.members)
+        limit_s = times.heal_grace_s if healing else max(times.stall_s, 5 * generation.median_step_s)
+        if now_s - generation.alone_since_s >= limit_s and last not in self._candidates:
+            generation.alone_since_s = None
+            self._lose([last], f"all others waited {limit_s:g} s for it")
+
+    # ---- what to refuse, what to tell
+
+    def _refused(self, event: Call, now_s: float) -> bool:
+        """Whether the call was refused. A lost id, a wrong kind, a second group under one name, another shape, absurd claims."""
+        member = event.member
+        if event.kind == "pharos" and self._is_lost(member.replica_id):
+            return True
+        if not self._candidates and self.quorum is None:
+            self._kind = event.kind
+        if not self._candidates and not self._claims:
+            self._shape = event.shape
+        problem = (
+            absurd(event) or self._kind_differs(event) or self._name_taken(event, now_s) or self._shape_differs(event)
+        )
+        if problem:
+            self._emit(m.Refuse(member.replica_id, *problem))
+        return problem is not None
+
+    def _kind_differs(self, event: Call) -> _Problem:
+        if event.kind == self._kind:
+            return None
+        return (
+            "FAILED_PRECONDITION",
+            f"this job's quorums hold members of {self._kind}; {event.kind} cannot join them",
+        )
+
+    def _name_taken(self, event: Call, now_s: float) -> _Problem:
+        """A newcomer replaces the live id of its name if that is silent; else there are two groups with one id."""
+        name, new = event.member.name, event.member.replica_id
+        old = self._live.get(name)
+        if event.kind == "torchft" or old is None or old == new:
+            return None
+        silent_s = now_s - self._peers[old].seen_s
+        if silent_s < self.config.supersede_s and event.member.formerly != old:
+            return ("ALREADY_EXISTS", f'two groups with one id: "{name}" is {old}, seen {silent_s:.1f} s ago')
+        self._lose([old], f"{new} took its name")
+        return None
+
+    def _shape_differs(self, event: Call) -> _Problem:
+        ours = dict(self._shape)
+        differ = [what for what, digest in event.shape if what in ours and ours[what] != digest]
+        if not differ:
+            return None
+        return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")
+
+    def _announce(self, why: str) -> None:
+        """Once in a generation; those who have called know already."""
+        if self.quorum and not self._generation.change:
+            self._generation.change = why
+            there = tuple(i for i in self.quorum.ids if i in self._peers and i not in self._candidates)
+            self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, why))
+
+    def _bring_up_to_date(self, replica_id: str, known: int) -> None:
+        """A stream starts with all that its group may have missed."""
+        quorum, generation, me = self.quorum, self._generation, (replica_id,)
+        if quorum is None:
+            return
+        if replica_id not in self._previous:
+            if known:
+                self._notify(me, m.Abandoned(known, f"quorum {quorum.quorum_id} goes on without this group"))
+            return
+        if 0 < known < quorum.quorum_id:
+            self._emit(m.Answer(me, quorum))
+        if generation.lost:
+            self._notify(me, m.MemberLost(quorum.quorum_id, tuple(generation.lost), generation.lost_why))
+        if generation.failed:
+            self._notify(me, m.Abandoned(quorum.quorum_id, "the generation failed"))
+        if generation.change:
+            self._notify(me, m.ChangeAnnounced(quorum.quorum_id, generation.change))
+
+    def _persist(self, now_s: float) -> None:
+        self._persisted = (self._settled, now_s)
+        self._emit(m.Persist(self.saved))
+
+    def _notify(self, ids: tuple[str, ...], notice: m.Notice) -> None:
+        if ids and self._kind == "pharos":
+            self._emit(m.Notify(ids, notice))
+
+    def _emit(self, effect: Effect) -> None:
+        self._out.append(effect)
+
+    @property
+    def _current(self) -> Quorum:
+        assert self.quorum is not None
+        return self.quorum
+
+
+_Problem = tuple[Refusal, str] | None
+_HANDLERS: dict[type[Event], Callable[[Lighthouse, Any, float], None]] = {
+    Call: Lighthouse._on_call,
+    m.CallCancelled: Lighthouse._on_cancelled,
+    m.Beat: Lighthouse._on_beat,
+    m.StreamOpened: Lighthouse._on_stream_opened,
+    m.StreamClosed: Lighthouse._on_stream_closed,
+    m.Report: Lighthouse._on_report,
+    m.Leave: Lighthouse._on_leave,
+    m.TakeOver: Lighthouse._on_take_over,
+    m.Evict: Lighthouse._on_evict,
+    m.Tick: Lighthouse._on_tick,
+}
+
+
+def absurd(event: Call) -> _Problem:
+    """What no honest member claims. torchft's may leave world size and addresses out."""
+    member = event.member
+    texts = (member.replica_id, member.address, member.store_address, member.formerly, member.commit_id)
+    if any(len(text) > MAX_TEXT or not text.isprintable() for text in texts) or not member.replica_id:
+        return ("INVALID_ARGUMENT", f"an id or address is empty, not printable or longer than {MAX_TEXT}")
+    if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
+        return ("INVALID_ARGUMENT", f"step {member.step} of quorum {member.commit_quorum_id}: legal is 0 to {MAX_STEP}")
+    if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
+        return ("INVALID_ARGUMENT", f"world size {member.world_size}: legal is 1 to {MAX_WORLD_SIZE}")
+    return None
+
+
+def _put(ids: set[str], replica_id: str, inside: bool) -> None:
+    (ids.add if inside else ids.discard)(replica_id)

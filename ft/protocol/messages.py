@@ -18,6 +18,7 @@ VOID = -1  # the step of a group whose state is incomplete, for it is healing
 UNABLE = -1.0  # in a tail: the slot's group has nothing to give (no valid token, not a number, out of memory)
 
 Kind = Literal["pharos", "torchft"]  # which rules a member plays by
+Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
 
 
 # ------------------------------------------------------------------------------------------------ quorums
@@ -271,7 +272,7 @@ class Refuse(Effect):
     """Fail the waiting calls of the id. LOST: it may return under a new id, with its state."""
 
     replica_id: str
-    code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
+    code: Refusal
     reason: str
 
 
@@ -386,9 +387,9 @@ class LighthouseFailed(Event):
 
 @dataclass(frozen=True)
 class LighthouseRefused(Event):
-    """The lighthouse said no, with a Refuse code."""
+    """The lighthouse said no."""
 
-    code: str
+    code: Refusal
     reason: str
 
 
