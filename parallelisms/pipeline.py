@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import P2POp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -150,12 +151,16 @@ class _Stage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Labels are for the last stage, whichever others this rank has."""
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else None, save_forward_output)
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else {}, save_forward_output)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """torch detaches outputs in place, which no view may be: a norm without anything behind it returns one."""
         out = super().forward_maybe_with_nosync(*args, **kwargs)
         return out.clone() if out._is_view() else out
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        """torch 2.11 opens its connections so; not one to this rank itself, where both stages of a V's tip are."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred, so nothing is to be cleaned up; torch would drop the gradients of earlier calls."""

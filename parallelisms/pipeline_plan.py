@@ -7,8 +7,10 @@ given by the names of its layers, since all else has one name in every model (mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from math import ceil
+from typing import Any
 
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_schedule import (
@@ -94,23 +96,21 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
     """Whole microbatches, in a number that the schedule can take."""
     size, pp = config.pipeline_parallel_microbatch_size, config.pipeline_parallel_degree
     key = f"parallelism.pipeline_parallel_microbatch_size = {size}"
-    legal_count, rule = _microbatch_rule(config)
-    sizes = [
-        s for s in range(1, local_batch_size + 1) if local_batch_size % s == 0 and legal_count(local_batch_size // s)
-    ]
-    if size in sizes:
-        return
-    if sizes:
-        advice = f"nearest: {_nearest(size, sizes)}"
-    else:
-        batch = next(b for b in range(local_batch_size, local_batch_size + 4 * pp) if legal_count(b))
-        advice = f"nearest: 1 with training.local_batch_size = {batch}"
-    if local_batch_size % size:
-        raise ValueError(f"{key}: must divide training.local_batch_size = {local_batch_size}; {advice}")
-    raise ValueError(
-        f"{key}: makes {local_batch_size // size} microbatches of training.local_batch_size = {local_batch_size}, but "
-        f"{schedule_of(config)} on {pp} ranks takes {rule}; {advice}"
-    )
+    legal, rule = _microbatch_rule(config)
+    divisors = [divisor for divisor in range(1, local_batch_size + 1) if local_batch_size % divisor == 0]
+    sizes = [divisor for divisor in divisors if legal(local_batch_size // divisor)]
+    if size not in divisors:
+        raise ValueError(
+            f"{key}: must divide training.local_batch_size = {local_batch_size}; nearest: {_nearest(size, sizes or divisors)}"
+        )
+    if size not in sizes:
+        n_microbatches = local_batch_size // size
+        more = next(n for n in range(n_microbatches, n_microbatches + 2 * pp + 1) if legal(n))
+        raise ValueError(
+            f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but "
+            f"{schedule_of(config)} on {pp} ranks takes {rule}; "
+            f"nearest: {_nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
+        )
 
 
 def _microbatch_rule(config: ParallelismConfig) -> tuple[Callable[[int], bool], str]:
@@ -122,7 +122,10 @@ def _microbatch_rule(config: ParallelismConfig) -> tuple[Callable[[int], bool], 
         return lambda n: n >= 2 * pp, f"{2 * pp} or more"
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
         # they go round in n // pp equal rounds
-        return lambda n: n % max(1, n // pp) == 0, f"equal rounds of at least {pp}, such as {2 * pp} or {3 * pp}"
+        return (
+            lambda n: n % max(1, n // pp) == 0,
+            f"rounds of one length, {pp} or more, such as {2 * pp} or {3 * pp} in all",
+        )
     return lambda n: True, "any number"
 
 
@@ -204,13 +207,17 @@ def _check_weights(config: ParallelismConfig, n_layers: int) -> None:
     """The first and last stage have room for what embedding and head count for."""
     for end, index in (("first", 0), ("last", -1)):
         name = f"pipeline_parallel_{end}_stage_less_layers"
-        weight, n_stages = getattr(config, name), stage_count(config, n_layers)
-        share = _shares(config, n_layers, n_stages)[index]
-        if weight > share:
+        weight, room = getattr(config, name), _room(config, n_layers)[index]
+        if weight > room:
+            smaller: list[dict[str, Any]] = [{name: less} for less in range(weight)]
+            legal = max(less[name] for less in smaller if less[name] <= _room(replace(config, **less), n_layers)[index])
             raise ValueError(
-                f"parallelism.{name} = {weight}: the {end} of {n_stages} stages has room for {share} blocks in all; "
-                f"nearest: {share}"
+                f"parallelism.{name} = {weight}: the {end} of the stages has room for {room} blocks in all; nearest: {legal}"
             )
+
+
+def _room(config: ParallelismConfig, n_layers: int) -> list[int]:
+    return _shares(config, n_layers, stage_count(config, n_layers))
 
 
 def _check_split_backward(config: ParallelismConfig, *, compiled_blocks: bool) -> None:
