@@ -36,6 +36,19 @@ from parallelisms.fsdp import shard_dim
 from parallelisms.mesh import Degrees
 
 
+class _Embedding(ParallelStyle):
+    """As torch's RowwiseParallel, but waits for what it returns: of a tensor that is still on its way a compiled block loses the
+    gradient, without a word (torch 2.13)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _cut_rows(module, device_mesh)
+        module.register_forward_pre_hook(
+            lambda _, args: DTensor.from_local(args[0], device_mesh, [Replicate()], run_check=False)
+        )
+        module.register_forward_hook(lambda _, args, out: out.redistribute(placements=[Shard(1)]).to_local())
+        return module
+
+
 class _Gather(ParallelStyle):
     """The first argument arrives as [Shard(1)] and is seen as [Replicate()], still a DTensor: so the products of the children know
     that their gradients are terms of a sum."""
@@ -46,11 +59,10 @@ class _Gather(ParallelStyle):
 
 
 class _Head(ParallelStyle):
-    """The weight is [Shard(0)]; the hidden state arrives as [Shard(1)], and the loss is given all tokens as a plain tensor."""
+    """The hidden state arrives as [Shard(1)]; the loss is given all tokens as a plain tensor, and the weight as [Shard(0)]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Head)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
+        _cut_rows(module, device_mesh)
 
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return _all_tokens(args[0], device_mesh).to_local(grad_placements=[Partial()]), *args[1:]
@@ -59,13 +71,19 @@ class _Head(ParallelStyle):
         return module
 
 
+def _cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(cut))
+
+
 def _all_tokens(x: Tensor, mesh: DeviceMesh) -> DTensor:  # [B, T/tp, C] -> [B, T, C]
     return DTensor.from_local(x, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
 
 
 # kind -> the style, what may be of it, and which dim of its weight is cut
 _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
-    "embedding": (RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), nn.Embedding, 0),
+    "embedding": (_Embedding(), nn.Embedding, 0),
     "sequence": (SequenceParallel(sequence_dim=1, use_local_output=True), nn.Module, None),
     "gather": (_Gather(), nn.Module, None),
     "column": (ColwiseParallel(), nn.Linear, 0),

@@ -14,7 +14,7 @@ from torch import Tensor
 from models import llama
 from parallelisms.clip import gradient_norm
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import Layout, parallelize
+from parallelisms.parallelize import CompileConfig, Layout, parallelize
 from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
@@ -34,6 +34,7 @@ class Case:
     loss: str = "ours"
     microbatches: int = 1
     dtype: torch.dtype = torch.float32
+    compile: bool = False
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,7 +46,12 @@ def step(case: Case) -> dict[str, Any]:
     """Initial values, and what a step and a look at a batch of unequal sequences give, gathered."""
     with torch.device("meta"):
         model = llama.build(SIZES, vocab_size=case.vocab, max_seq_len=T)
-    layout = Layout(case.parallelism, precision=Precision(compute=case.dtype), loss_chunk_tokens=case.chunk_tokens)
+    layout = Layout(
+        case.parallelism,
+        compile=CompileConfig(case.compile, backend="aot_eager"),
+        precision=Precision(compute=case.dtype),
+        loss_chunk_tokens=case.chunk_tokens,
+    )
     shape = degrees(case.parallelism, dist.get_world_size())
     parallel = parallelize(
         model,
@@ -58,6 +64,7 @@ def step(case: Case) -> dict[str, Any]:
         seed=0,
     )
     initial = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    held = sum(p.to_local().numel() for p in model.parameters())
     inputs, labels = batch(case.vocab)
     here = (
         slice(None, None)
@@ -73,7 +80,7 @@ def step(case: Case) -> dict[str, Any]:
         dist.all_reduce(value)
     norm = gradient_norm(model.parameters())
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return {"initial": initial, "loss": loss, "seen": seen, "norm": norm, "gradients": gradients}
+    return {"initial": initial, "loss": loss, "seen": seen, "norm": norm, "gradients": gradients, "held": held}
 
 
 def rows(dp_rank: int, dp_size: int) -> slice:
@@ -108,6 +115,7 @@ CASES = {
     "tp2-gathered-chunks": (2, Case(GATHERED, chunk_tokens=7)),
     "tp2-another-loss": (2, Case(TP2, loss="plain")),
     "tp2-even": (2, Case(TP2, vocab=64, chunk_tokens=16, microbatches=2)),
+    "tp2-compiled": (2, Case(TP2, chunk_tokens=16, compile=True)),
     "tp4": (4, Case(TP4)),
     "tp4-259-chunks": (4, Case(TP4, vocab=259, chunk_tokens=5)),
     "tp2-shard2": (4, Case(TP2_SHARD2, microbatches=2)),
@@ -123,7 +131,8 @@ CASES = {
 def test_shared_matrices_give_what_one_process_gives(pool: Pool, alone: dict[int, dict[str, Any]], name: str):
     world, case = CASES[name]
     expected = alone[case.vocab]
-    for result in pool.run(world, step, case):
+    results = pool.run(world, step, case)
+    for result in results:
         for parameter, value in expected["initial"].items():
             assert torch.equal(result["initial"][parameter], value), parameter
         for parameter, value in expected["gradients"].items():
@@ -131,6 +140,11 @@ def test_shared_matrices_give_what_one_process_gives(pool: Pool, alone: dict[int
             assert error <= 1e-5, f"{parameter}: {error:.1e}"
         for scalar in ("loss", "seen", "norm"):
             torch.testing.assert_close(result[scalar], expected[scalar], rtol=1e-5, atol=0)
+    # Of the matrices each rank holds its share, of the norms the whole on each tensor-parallel rank
+    norms = (2 * SIZES.n_layers + 1) * SIZES.dim
+    shares = degrees(case.parallelism, world)
+    matrices = shares.dp_replicate * (expected["held"] - norms)
+    assert sum(result["held"] for result in results) == matrices + shares.dp_replicate * shares.tp * norms
 
 
 @pytest.mark.parametrize(("chunk_tokens", "disable_loss_parallel"), [(0, False), (7, False), (7, True)])
