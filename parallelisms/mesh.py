@@ -167,17 +167,6 @@ def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     return Degrees(pp, dp_replicate, left, cp, tp)
 
 
-def least_world_size(config: ParallelismConfig) -> int:
-    """The smallest number of ranks that `config` fits."""
-    return (
-        config.pipeline_parallel_degree
-        * config.data_parallel_replicate_degree
-        * max(1, config.data_parallel_shard_degree)
-        * config.context_parallel_degree
-        * config.tensor_parallel_degree
-    )
-
-
 def _nearest_degree(cause: str, others: int, world_size: int) -> str:
     """ "nearest: 2 or 4; or ", the degrees of the axis in `cause` that fit; "" when none does."""
     degree = int(cause.rpartition(" ")[2])

@@ -15,19 +15,20 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
 
 import torch
 
-from configs.check import check
+from configs.check import check_settings
 from configs.load import load
 from configs.saved import check_saved, save
 from configs.schema import Config, model_module
 from models.contract import Model
 from models.init import draw
-from parallelisms.mesh import least_world_size
+from parallelisms.mesh import ParallelismConfig
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
 from training.checkpoint_files import list_steps, step_folder
 from training.checkpoint_streamed import CHUNK_BYTES, Streamed
@@ -46,16 +47,26 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half written is removed
     try:
         config = load([*argv, "--checkpoint.create_seed_checkpoint=true"])
-        check(config, world_size=least_world_size(config.parallelism))
+        check_settings(for_any_machine(config), world_size=1)
         check_saved(config, config.run_folder)
-        make_seed(config, Log(colour=not config.metrics.disable_color_printing))
     except ValueError as error:
         print(f"make_seed_checkpoint: {error}", file=sys.stderr)
+        return 2
+    try:
+        make_seed(config, Log(colour=not config.metrics.disable_color_printing))
+    except ValueError as error:
+        print(f"make_seed_checkpoint: {config.origin.explain(str(error))}", file=sys.stderr)
         return 2
     except (CheckpointFailed, OSError) as error:
         print(f"make_seed_checkpoint: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def for_any_machine(config: Config) -> Config:
+    """Without what says how many ranks and which devices the run will have: the seed is the same for all."""
+    training = replace(config.training, enable_cpu_offload=False)
+    return replace(config, parallelism=ParallelismConfig(), training=training)
 
 
 def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES) -> None:

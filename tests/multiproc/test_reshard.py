@@ -17,7 +17,7 @@ from ft import SoloManager
 from models import llama
 from models.init import draw
 from parallelisms.clip import scale_gradients
-from parallelisms.mesh import ParallelismConfig, build_mesh, degrees, least_world_size
+from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Layout, parallelize
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Lines
@@ -51,6 +51,16 @@ LAYOUTS = {
         pipeline_parallel_degree=2, pipeline_parallel_schedule="Interleaved1F1B", data_parallel_shard_degree=1
     ),
 }
+
+
+def ranks_of(layout: ParallelismConfig) -> int:
+    return (
+        layout.pipeline_parallel_degree
+        * layout.data_parallel_replicate_degree
+        * layout.data_parallel_shard_degree
+        * layout.context_parallel_degree
+        * layout.tensor_parallel_degree
+    )
 
 
 def meta_model(vocab_size: int, n_layers: int = 4) -> llama.Llama:
@@ -155,7 +165,7 @@ def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each:
     losses: list[float] = []
     for count, name in enumerate(chain):
         layout = LAYOUTS[name]
-        ranks = pool.run(least_world_size(layout), link, folder, layout, vocab_size, each)
+        ranks = pool.run(ranks_of(layout), link, folder, layout, vocab_size, each)
         steps, loaded, (first, *others), saved = zip(*ranks, strict=True)
         assert set(steps) == {count * each}, name
         there = joined(loaded)

@@ -128,7 +128,7 @@ def test_it_refuses_to_write_over_anything_and_says_what_is_in_the_way(capsys: p
     assert seed() == 0
     before = (step_0("tiny") / "__0_0.distcp").read_bytes()
     assert seed() == 2
-    line = f"make_seed_checkpoint: job.name: {step_0('tiny')} is there already; remove it, or give the seed a job.name of its own"
+    line = f"make_seed_checkpoint: tiny.toml: job.name: {step_0('tiny')} is there already; remove it, or give the seed a job.name of its own"
     assert capsys.readouterr().err.splitlines() == [line]
     assert (step_0("tiny") / "__0_0.distcp").read_bytes() == before
     step_0("tiny").rename(step_0("tiny").with_name("step-4"))
@@ -136,13 +136,17 @@ def test_it_refuses_to_write_over_anything_and_says_what_is_in_the_way(capsys: p
     assert "holds step 4 of a run that has begun" in capsys.readouterr().err
 
 
-def test_bad_settings_and_layouts_of_many_ranks(capsys: pytest.CaptureFixture[str]):
+def test_bad_settings_are_told_but_neither_data_nor_machines_are_needed(capsys: pytest.CaptureFixture[str]):
     assert seed("--model.n_heads=3") == 2
     assert "model.n_heads = 3" in capsys.readouterr().err
     assert seed("--checkpoint.enable=false") == 2
     assert "checkpoint.create_seed_checkpoint = true: needs checkpoint.enable = true" in capsys.readouterr().err
+    assert seed("--model.tokenizer_path=nowhere") == 2
+    assert 'model.tokenizer_path = "nowhere": there is no file' in capsys.readouterr().err
     assert not Path("outputs").exists()
-    assert seed("--parallelism.data_parallel_replicate_degree=2") == 0
+    shutil.rmtree("text")
+    assert seed("--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=4") == 0
+    assert list_steps(step_0("tiny").parent) == [0]
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(
