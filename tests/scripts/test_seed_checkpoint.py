@@ -128,7 +128,8 @@ def test_it_refuses_to_write_over_anything_and_says_what_is_in_the_way(capsys: p
     assert seed() == 0
     before = (step_0("tiny") / "__0_0.distcp").read_bytes()
     assert seed() == 2
-    line = f"make_seed_checkpoint: tiny.toml: job.name: {step_0('tiny')} is there already; remove it, or give the seed a job.name of its own"
+    there = f"tiny.toml: job.name: {step_0('tiny')} is there already"
+    line = f"make_seed_checkpoint: {there}; remove it, or give the seed a job.name of its own"
     assert capsys.readouterr().err.splitlines() == [line]
     assert (step_0("tiny") / "__0_0.distcp").read_bytes() == before
     step_0("tiny").rename(step_0("tiny").with_name("step-4"))
