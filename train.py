@@ -151,6 +151,7 @@ class Run:
             config.parallelism,
             config.activation_checkpoint,
             config.compile,
+            config.float8,
             precision,
             cpu_offload=training.enable_cpu_offload,
             loss_chunk_tokens=chunk_tokens(training, self.vocab_size),

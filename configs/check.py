@@ -50,6 +50,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
             lambda: _check_tensor_parallel(config),
             lambda: _check_sequence(config),
             lambda: _check_activation_checkpoint(config),
+            lambda: _check_float8(config),
             lambda: _check_device(config),
             lambda: _check_pipeline(config),
             lambda: _check_schedule(config),
@@ -137,6 +138,14 @@ def _check_activation_checkpoint(config: Config) -> None:
         raise ValueError(
             'activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, '
             'compile.components with model; nearest: "selective"'
+        )
+
+
+def _check_float8(config: Config) -> None:
+    if config.float8.enable and config.parallelism.tensor_parallel_degree > 1:
+        raise ValueError(
+            f"float8.enable = true: parallelism.tensor_parallel_degree = {config.parallelism.tensor_parallel_degree} cuts layers "
+            "in ways that torchao's do not know; nearest: false"
         )
 
 

@@ -14,6 +14,7 @@ from configs.document import Origin
 from models.contract import ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
+from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.parallelize import CompileConfig
 from training.checkpoint import CheckpointConfig
@@ -56,6 +57,7 @@ class Config:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -50,6 +50,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def cuda_capability() -> tuple[int, int]:
+    """What this machine's first CUDA device can, as a version; (0, 0): there is none."""
+    return torch.cuda.get_device_capability(0) if has_cuda() else (0, 0)
+
+
 def pick_device(local_rank: int) -> Device:
     """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
     if has_cuda():

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.contract import Model
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
+from parallelisms.float8 import Float8Config, apply_float8
 from parallelisms.mesh import CP, PP, TP, ParallelismConfig
 from parallelisms.precision import Precision
 
@@ -57,11 +58,12 @@ class Parallelized(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model runs. Whatever is in here, it computes the same."""
+    """How a model runs. Whatever is in here, it computes the same, up to the rounding of the dtypes."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
     precision: Precision = field(default_factory=Precision)
     cpu_offload: bool = False  # parameters and optimizer state in host memory
     loss_chunk_tokens: int = 0  # tokens whose logits exist at once; 0: all
@@ -95,6 +97,7 @@ def parallelize(
             part.output.loss = head_loss(
                 loss, chunk_tokens=layout.loss_chunk_tokens, loss_parallel=by_parts, compile=compile
             )
+        apply_float8(part, layout.float8)
         if mesh[TP].size() > 1:
             apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
         if mesh[CP].size() > 1:

@@ -32,8 +32,8 @@ def written(folder: Path, text: str = "", name: str = "run.toml") -> str:
 
 def test_the_sections() -> None:
     assert list(SECTIONS) == [
-        "job", "model", "training", "optimizer", "lr_scheduler", "parallelism", "compile", "checkpoint", "validation",
-        "metrics", "profiling", "comm", "sample",
+        "job", "model", "training", "optimizer", "lr_scheduler", "parallelism", "activation_checkpoint", "compile",
+        "float8", "checkpoint", "validation", "metrics", "profiling", "comm", "sample",
     ]  # fmt: skip
 
 
