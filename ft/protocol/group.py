@@ -1,10 +1,29 @@
-"""The ranks of one group act as one: one call to the lighthouse, one outcome per vote."""
+"""The ranks of one group act as one: one call to the lighthouse, one outcome per vote, one role in the quorum.
+
+Runs in the group server, a process without torch. Between ranks and lighthouse: ranks' calls are joined into one, its answer is turned
+into each rank's part (plan.py); votes decide whatever determines which collective a rank enters next.
+
+Where the rules leave a choice:
+- A verdict `failed` decides at once, for no commit is possible any more. `again` waits for all votes: what comes next, another attempt
+  or another generation, must be decided by what all ranks have seen.
+- Ranks of one group that report different states are a fault that no healing may paper over: the group ends and starts again.
+- A failed lighthouse call is told to all waiting ranks at once when there are no retries left. By default there always are: a
+  lighthouse that restarts stops nobody, and each rank's own deadline (RankCancelled) bounds the wait.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
-from ft.protocol.messages import Event, Out, Times
+from ft.protocol import messages as m
+from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Quorum, RankCall, Times, Vote
+from ft.protocol.plan import plan
+
+OUTCOMES_KEPT = 16  # of the last ballots; a rank asks again at most for the newest few
+_WORST = {"yes": 0, "again": 1, "failed": 2}
 
 
 @dataclass(frozen=True)
@@ -14,22 +33,300 @@ class GroupConfig:
     address: str = ""
     store_address: str = ""
     times: Times = field(default_factory=Times)
-    retries: int | None = None  # failed lighthouse calls that are tried again; None: as long as the ranks wait
+    retries: int | None = None  # failed lighthouse calls that are tried again; None: as long as a rank waits
     retry_s: float = 1.0
-    spares_above: int | None = None
+    spares_above: int | None = None  # groups that are dealt slots; None: all
 
 
 class Group:
-    """In: RankCall RankCancelled RankStream Vote LighthouseAnswered/Failed/Refused/WantsRestore BeatAnswered AskMetadata notices Tick.
+    """In: RankCall RankCancelled RankStream Vote AskMetadata, LighthouseAnswered/Failed/Refused/WantsRestore, BeatAnswered, notices, Tick.
     Out: CallLighthouse OpenStream AnswerRank FailRank RestoreRank AnswerVote NotifyRank Metadata EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
-        raise NotImplementedError
+        """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
+        self.config = config
+        self.replica_id = config.replica_id  # another one after this group was lost and returned
+        self.quorum: Quorum | None = None
+        self.reason = "no rank has called"
+        self._formerly = ""
+        self._returns = 0
+        self._answered_s = now_s  # when the last answered beat was sent
+        self._waiting: dict[int, RankCall] = {}
+        self._round: dict[int, RankCall] = {}  # the calls that self.quorum answered
+        self._calling: m.Call | None = None
+        self._tries = 0
+        self._metadata: dict[int, str] = {}
+        self._votes: dict[Ballot, dict[int, Vote]] = {}
+        self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
+        self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
+        self._at = (0, 0)  # (step, attempt) of the newest outcome in this generation
+        self._held: Outcome | None = None  # decided, but the lighthouse has not been heard of for too long
+        self._notices: list[Notice] = []  # of the current generation
+        self._streams: set[int] = set()
+        self._out: list[Effect] = []
 
-    @property
-    def replica_id(self) -> str:
-        """The live id: another one after this group was lost and returned."""
-        raise NotImplementedError
+    def handle(self, event: Event, now_s: float) -> m.Out:
+        self._out = []
+        _HANDLERS[type(event)](self, event, now_s)
+        return m.Out(tuple(self._out), self.reason)
 
-    def handle(self, event: Event, now_s: float) -> Out:
-        raise NotImplementedError
+    # ---- one call for all ranks
+
+    def _on_call(self, event: RankCall, now_s: float) -> None:
+        rank, size = event.group_rank, self.config.world_size
+        if not 0 <= rank < size:
+            self._emit(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
+            return
+        self._metadata[rank] = event.checkpoint_metadata
+        if self.quorum and self._round.get(rank) == event:
+            self.reason = f"rank {rank} asked again: its answer got lost"
+            self._answer(rank, self.quorum)
+            return
+        self._waiting[rank] = event
+        if self._calling is not None:
+            self.reason = f"rank {rank} asked again; the lighthouse has been asked"
+            return
+        self.reason = f"{len(self._waiting)} of {size} ranks have asked for a quorum"
+        if len(self._waiting) == size:
+            self._call_lighthouse()
+
+    def _call_lighthouse(self) -> None:
+        calls = [self._waiting[rank] for rank in sorted(self._waiting)]
+        states = {(call.member.state, call.member.restored) for call in calls}
+        if len(states) > 1:
+            found = ", ".join(f"rank {c.group_rank}: step {c.member.step} {c.member.commit_id[:8]}" for c in calls)
+            self._end(f"the ranks of this group hold different states ({found})")
+            return
+        first = calls[0].member
+        member = replace(
+            first,
+            replica_id=self.replica_id,
+            address=self.config.address,
+            store_address=self.config.store_address,
+            world_size=self.config.world_size,
+            formerly=self._formerly,
+            shrink_only=any(c.member.shrink_only for c in calls),
+            writes_checkpoint=any(c.member.writes_checkpoint for c in calls),
+            commit_failures=max(c.member.commit_failures for c in calls),
+            reconfigure_handles=tuple(h for c in calls for h in c.member.reconfigure_handles),
+        )
+        failed = any(c.failed for c in calls)
+        blame = tuple(sorted({other for c in calls for other in c.blame}))
+        self._calling = m.Call(member, "pharos", max(c.known for c in calls), failed, blame, calls[0].shape)
+        self._tries = 0
+        self.reason = "all ranks have asked: the lighthouse is asked"
+        self._emit(m.CallLighthouse(self._calling))
+
+    def _on_cancelled(self, event: m.RankCancelled, now_s: float) -> None:
+        self._waiting.pop(event.group_rank, None)
+        for ranks in self._asking.values():
+            ranks.discard(event.group_rank)
+        if not self._waiting:
+            self._calling = None
+
+    def _on_answered(self, event: m.LighthouseAnswered, now_s: float) -> None:
+        quorum = event.quorum
+        if event.times and (misfits := self.config.times.misfits(event.times)):
+            self._end("the times of this group do not fit the job's: " + "; ".join(misfits))
+            return
+        if self.quorum and quorum.quorum_id < self.quorum.quorum_id:
+            self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
+            return
+        if self._calling is None or self.replica_id not in quorum.ids:
+            self.reason = f"quorum {quorum.quorum_id} is not for this group, or nobody asked"
+            return
+        if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
+            self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
+        self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
+        self.quorum, self._round = quorum, self._waiting
+        self._waiting, self._calling = {}, None
+        for rank in sorted(self._round):
+            self._answer(rank, quorum)
+        self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
+
+    def _answer(self, rank: int, quorum: Quorum) -> None:
+        known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
+        part = plan(quorum, self.replica_id, rank, spares_above=self.config.spares_above, known=known)
+        self._emit(m.AnswerRank(rank, part))
+
+    def _on_failed(self, event: m.LighthouseFailed, now_s: float) -> None:
+        if self._calling is None:
+            return
+        self._tries += 1
+        if self.config.retries is None or self._tries <= self.config.retries:
+            self.reason = f"the lighthouse did not answer ({event.reason}); try {self._tries + 1}"
+            self._emit(m.CallLighthouse(self._calling, self.config.retry_s))
+            return
+        self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {event.reason}")
+
+    def _on_refused(self, event: m.LighthouseRefused, now_s: float) -> None:
+        if event.replica_id != self.replica_id:
+            self.reason = f"{event.replica_id} was refused; this group is {self.replica_id} by now"
+        elif event.code == "LOST":
+            self._return(event.reason)
+        else:
+            self._fail_waiting("FAILED_PRECONDITION", event.reason)
+
+    def _return(self, why: str) -> None:
+        """Lost is final for an id, not for the state: the group goes on under another id, and says who it was."""
+        self._returns += 1
+        self._formerly, self.replica_id = self.replica_id, f"{self.config.replica_id}.{self._returns}"
+        self.reason = f"lost ({why}): returning as {self.replica_id}"
+        self._emit(m.OpenStream(self.replica_id))
+        if self._held:
+            self._decide(replace(self._held, verdict="failed", reason=f"lost before the commit: {why}"))
+        elif self.quorum:
+            self._tell_ranks(m.Abandoned(self.quorum.quorum_id, self.reason))
+        if self._calling:
+            member = replace(self._calling.member, replica_id=self.replica_id, formerly=self._formerly)
+            self._calling = replace(self._calling, member=member)
+            self._emit(m.CallLighthouse(self._calling))
+
+    def _on_wants_restore(self, event: m.LighthouseWantsRestore, now_s: float) -> None:
+        for rank in sorted(self._waiting):
+            self._emit(m.RestoreRank(rank, event.settled))
+        self._waiting, self._calling = {}, None
+        self.reason = f"a checkpoint has to be loaded: step {event.settled} was settled"
+
+    def _fail_waiting(self, code: Any, reason: str) -> None:
+        for rank in sorted(self._waiting):
+            self._emit(m.FailRank(rank, code, reason))
+        self._waiting, self._calling, self.reason = {}, None, reason
+
+    # ---- votes
+
+    def _on_vote(self, vote: Vote, now_s: float) -> None:
+        done = self._outcomes.get(vote.key)
+        if done and self._held is not done:
+            self._emit(m.AnswerVote(vote.group_rank, done))
+            return
+        if stale := self._stale(vote):
+            self.reason = stale
+            self._emit(m.FailRank(vote.group_rank, "STALE", stale))
+            return
+        votes = self._votes.setdefault(vote.key, {})
+        before = votes.get(vote.group_rank)
+        if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
+            votes[vote.group_rank] = vote
+        self._asking.setdefault(vote.key, set()).add(vote.group_rank)
+        self.reason = f"{len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
+        if done is None and (vote.verdict == "failed" or len(votes) == self.config.world_size):
+            self._count(vote.key, now_s)
+
+    def _stale(self, vote: Vote) -> str:
+        current = self.quorum.quorum_id if self.quorum else 0
+        if vote.quorum_id != current:
+            return f"a vote for quorum {vote.quorum_id}; this group is in {current}"
+        if vote.kind != "healed" and (vote.step, vote.attempt) < self._at:
+            return f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {self._at[0]}, attempt {self._at[1]}"
+        if not 0 <= vote.group_rank < self.config.world_size:
+            return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
+        return ""
+
+    def _count(self, key: Ballot, now_s: float) -> None:
+        votes = [self._votes[key][rank] for rank in sorted(self._votes[key])]
+        worst = max(votes, key=lambda vote: _WORST[vote.verdict])
+        outcome = Outcome(
+            kind=worst.kind,
+            quorum_id=worst.quorum_id,
+            attempt=worst.attempt,
+            step=worst.step,
+            verdict=worst.verdict,
+            change=any(vote.change for vote in votes),
+            reason=f"rank {worst.group_rank}: {worst.reason}" if worst.verdict != "yes" else "all ranks said yes",
+            blame=tuple(sorted({other for vote in votes for other in vote.blame})),
+        )
+        if outcome.kind == "commit" and outcome.verdict == "yes" and self._cut_off(now_s):
+            self._held = self._outcomes[key] = outcome
+            self.reason = f"the commit waits: no answer from the lighthouse since {self._answered_s:g}"
+            return
+        self._decide(outcome)
+
+    def _decide(self, outcome: Outcome) -> None:
+        key: Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        self._held = None
+        self._outcomes[key] = outcome
+        if outcome.kind != "healed":
+            self._at = max(self._at, (outcome.step, outcome.attempt))
+        while len(self._outcomes) > OUTCOMES_KEPT:
+            self._outcomes.popitem(last=False)
+        self._votes.pop(key, None)
+        asking = self._asking.pop(key, set())
+        for rank in sorted(asking):
+            self._emit(m.AnswerVote(rank, outcome))
+        if outcome.verdict == "failed" and outcome.kind != "healed":
+            self._tell_ranks(m.Abandoned(outcome.quorum_id, outcome.reason), asking)
+        self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
+
+    def _cut_off(self, now_s: float) -> bool:
+        """Others may have been allowed to take over: whoever commits now might be alone with it."""
+        takeover_s = self.config.times.takeover_s
+        return takeover_s is not None and now_s - self._answered_s > takeover_s / 2
+
+    # ---- notices, streams, beats
+
+    def _on_notice(self, notice: Notice, now_s: float) -> None:
+        current = self.quorum.quorum_id if self.quorum else 0
+        if notice.quorum_id != current:
+            self.reason = f"a notice for quorum {notice.quorum_id}; this group is in {current}"
+            return
+        self._tell_ranks(notice)
+        self.reason = f"{type(notice).__name__} in quorum {current}"
+
+    def _tell_ranks(self, notice: Notice, except_ranks: set[int] | None = None) -> None:
+        """Once each; a rank whose stream opens later gets it then."""
+        if notice in self._notices:
+            return
+        self._notices.append(notice)
+        for rank in sorted(self._streams - (except_ranks or set())):
+            self._emit(m.NotifyRank(rank, notice))
+
+    def _on_stream(self, event: m.RankStream, now_s: float) -> None:
+        if not event.open:
+            self._end(f"rank {event.group_rank} is gone")
+            return
+        self._streams.add(event.group_rank)
+        for notice in self._notices:
+            self._emit(m.NotifyRank(event.group_rank, notice))
+
+    def _on_beat(self, event: m.BeatAnswered, now_s: float) -> None:
+        self._answered_s = max(self._answered_s, event.sent_s)
+        if self._held and not self._cut_off(now_s):
+            self._decide(self._held)
+
+    def _on_metadata(self, event: m.AskMetadata, now_s: float) -> None:
+        if event.group_rank in self._metadata:
+            self._emit(m.Metadata(event.group_rank, self._metadata[event.group_rank]))
+        else:
+            self._emit(m.FailRank(event.group_rank, "INVALID_ARGUMENT", "rank not found"))
+
+    def _on_tick(self, event: m.Tick, now_s: float) -> None:
+        """Nothing here depends on time passing; a held commit waits for an answered beat."""
+
+    def _end(self, why: str) -> None:
+        self._fail_waiting("FAILED_PRECONDITION", why)
+        self._emit(m.EndGroup(why))
+
+    def _emit(self, effect: Effect) -> None:
+        self._out.append(effect)
+
+
+_HANDLERS = cast(
+    "dict[type[Event], Callable[[Group, Any, float], None]]",
+    {
+        RankCall: Group._on_call,
+        m.RankCancelled: Group._on_cancelled,
+        m.RankStream: Group._on_stream,
+        Vote: Group._on_vote,
+        m.AskMetadata: Group._on_metadata,
+        m.LighthouseAnswered: Group._on_answered,
+        m.LighthouseFailed: Group._on_failed,
+        m.LighthouseRefused: Group._on_refused,
+        m.LighthouseWantsRestore: Group._on_wants_restore,
+        m.BeatAnswered: Group._on_beat,
+        m.Tick: Group._on_tick,
+        m.MemberLost: Group._on_notice,
+        m.Abandoned: Group._on_notice,
+        m.ChangeAnnounced: Group._on_notice,
+    },
+)

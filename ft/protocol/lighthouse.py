@@ -186,7 +186,7 @@ class Lighthouse:
         self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._live: dict[str, str] = {}  # name -> its one live id
         self._lost: OrderedDict[str, str] = OrderedDict()  # id -> why
-        self._candidates: dict[str, Member] = {}  # in the order of their calls
+        self._candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
         self._healthy: set[str] = set()
         self._previous: frozenset[str] = frozenset()
         self._gone: set[str] = set()  # previous members that left

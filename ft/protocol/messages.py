@@ -387,8 +387,9 @@ class LighthouseFailed(Event):
 
 @dataclass(frozen=True)
 class LighthouseRefused(Event):
-    """The lighthouse said no."""
+    """The lighthouse said no to this id, on a call or on the stream."""
 
+    replica_id: str
     code: Refusal
     reason: str
 
