@@ -20,6 +20,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*ONE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
 
 _LENGTH = {"F": 1, "B": 2, "I": 1, "W": 1}  # time slots; the convention of the zero-bubble paper, arXiv 2401.10241
+_MEANING = {"F": "F forward", "B": "B backward, = goes on", "I": "I backward for inputs", "W": "W for weights"}
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _MOST_SLOTS = 36  # a picture that fits on a screen; of a longer one the steady middle is left out
 
@@ -217,7 +218,7 @@ def _length(times: list[list[Timed]]) -> int:
 
 
 def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> str:
-    """The schedule as text: a row per rank, a column per time slot, and the share of the bubble."""
+    """The schedule as text: a row per rank, a column per time slot; and the bubble, the share of the ranks' time that is idle."""
     times = timeline(table(schedule, pp, n_stages, n_microbatches))
     n_slots, alone = _length(times), n_stages == pp
     cells = [_row(row, n_slots, alone=alone) for row in times]
@@ -225,16 +226,14 @@ def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> str:
     if n_slots > _MOST_SLOTS:
         half = _MOST_SLOTS // 2
         cells = [[*row[:half], "...", *row[-half:]] for row in cells]
-    lines = [f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)]
-    head = f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time"
-    letters = (
-        "F forward, B backward"
-        if all(t.action.kind in "FB" for row in times for t in row)
-        else ("F forward, B backward, I and W its halves for inputs and weights")
-    )
-    name = "F0: microbatch 0" if alone else "1F0: stage 1, microbatch 0"
+    kinds = {timed.action.kind for row in times for timed in row}
+    legend = ", ".join(meaning for kind, meaning in _MEANING.items() if kind in kinds)
     return "\n".join(
-        (head, *lines, f"bubble {_bubble(times):.1%} of the ranks' time; {name}; {letters}, = it goes on, . idle")
+        (
+            f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time",
+            *(f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)),
+            f"bubble {_bubble(times):.1%}; {'F0: microbatch 0' if alone else '1F0: stage 1, microbatch 0'}; {legend}, . idle",
+        )
     )
 
 
