@@ -1,0 +1,127 @@
+"""The inter-group process groups: a rendezvous that needs everybody, and all-reduces that complete, fail or hang for each rank alone.
+
+What is modelled is what gloo was seen to do (torch 2.13): a dead member's peers get an error, or nothing at all, or, near the end, their
+sums; a stopped or cut-off member leaves them hanging; closing the sockets of a generation ends its pending work here and at the peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.sim.network import Network
+from ft.sim.world import Process, World
+
+Key = tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One rank in one piece of work."""
+
+    process: Process
+    given: Any
+    done: Callable[[Any], None] | None  # called with what all gave, by replica rank, or with None: the work failed
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One collective of one generation: `key` names it, and it runs once all of `size` are there."""
+
+    key: Key
+    size: int
+    members: dict[int, Member] = field(default_factory=dict)  # by replica rank
+    running: bool = False
+    broken: bool = False
+
+
+class Collectives:
+    """All inter-group work of the world. A rank enters with `join`, and leaves a whole generation with `abandon`."""
+
+    def __init__(self, world: World, network: Network, *, seconds: tuple[float, float]) -> None:
+        self.world = world
+        self.network = network
+        self.seconds = seconds
+        self._work: dict[Key, Work] = {}
+        self._of: dict[Process, dict[Work, int]] = {}
+        self._dice = world.dice("collectives")
+
+    def join(
+        self, process: Process, generation: Key, key: Key, rank: int, size: int, given: Any, done: Callable[[Any], None]
+    ) -> None:
+        """`done` is called with the list of what all gave, or None for a failure; or never."""
+        key = (*generation, *key)
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = Work(key, size)
+        assert work.size == size and rank not in work.members, f"{process.name} enters {work.key} as {rank} of {size}"
+        member = work.members[rank] = Member(process, given, done)
+        self._of.setdefault(process, {})[work] = rank
+        if work.broken:
+            self._spoil(work, member)
+        elif len(work.members) == size:
+            work.running = True
+            took_s = self._dice.between(*self.seconds)
+            for other in work.members.values():
+                self.world.after(took_s * self._dice.between(0.9, 1.0), other.process, self._complete, work, other)
+
+    def abandon(self, process: Process, generation: Key) -> None:
+        """Shuts this rank's sockets of a generation: its own work there is over, and its peers' fails or hangs."""
+        mine = self._of.get(process, {})
+        for work in [work for work in mine if work.key[: len(generation)] == generation]:
+            work.members[mine.pop(work)].over = True
+            self._break(work)
+
+    def absent(self, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Who has not come to a rendezvous."""
+        work = self._work.get(generation + key)
+        there = work.members if work is not None else {}
+        return tuple(name for rank, name in enumerate(names) if rank not in there or there[rank].over)
+
+    def dies(self, process: Process) -> None:
+        for work, rank in self._of.pop(process, {}).items():
+            work.members[rank].over = True
+            self._break(work)
+
+    def _complete(self, work: Work, member: Member) -> None:
+        if member.over or work.broken:
+            return
+        processes = [other.process for other in work.members.values()]
+        hindered = any(other.stopped for other in processes) or (
+            bool(self.network.cuts) and any(self.network.is_cut(a, b) for a in processes for b in processes)
+        )
+        if hindered:  # TCP goes on where it was, some time after the hindrance is gone
+            self.world.after(0.2, member.process, self._complete, work, member)
+            return
+        self._end(work, member, [work.members[rank].given for rank in range(work.size)])
+
+    def _break(self, work: Work) -> None:
+        if work.broken:
+            return
+        work.broken = True
+        for member in work.members.values():
+            if not member.over:
+                self._spoil(work, member)
+
+    def _spoil(self, work: Work, member: Member) -> None:
+        """After a member has gone: sums that were all but there arrive, or an error does, or nothing."""
+        fate = self._dice.random()
+        if work.running and fate < 0.3:
+            given = [work.members[rank].given for rank in range(work.size)]
+            self.world.after(self._dice.between(0.0, 0.05), member.process, self._end, work, member, given)
+        elif fate < 0.8 and not any(other.process.dark for other in work.members.values()):
+            self.world.after(self._dice.between(0.0, 0.05), member.process, self._end, work, member, None)
+        else:
+            self.world.seen["collective hung"] += 1
+
+    def _end(self, work: Work, member: Member, result: list[Any] | None) -> None:
+        if not member.over:
+            member.over = True
+            self.world.seen["collective completed" if result is not None else "collective failed"] += 1
+            self._of[member.process].pop(work)
+            if all(other.over for other in work.members.values()) and len(work.members) == work.size:
+                self._work.pop(work.key, None)
+            assert member.done is not None
+            member.done(result)

@@ -1,0 +1,234 @@
+"""What must hold, told by somebody who sees everything: each check runs at the event that could break it, and raises Violation.
+
+The history of the job is a tree of commits. Its trunk is what is settled; an unsettled step may fork, once, until a quorum has chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ft.protocol import messages as m
+
+if TYPE_CHECKING:
+    from ft.sim.cluster import Cluster
+    from ft.sim.ranks import Given, RankNode, Snapshot, Sums
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(holds: bool, *words: Any) -> None:
+    if not holds:
+        raise Violation(" ".join(str(word) for word in words))
+
+
+@dataclass(slots=True, eq=False)
+class Committed:
+    """One version of one step."""
+
+    commit_id: str
+    step: int
+    quorum_id: int
+    parent: Committed | None
+    slots: tuple[int, ...]
+    divisor: float
+    weights: dict[int, int] = field(default_factory=dict)  # by group_rank: each holds another part of the model
+    children: list[Committed] = field(default_factory=list)
+
+    def chain(self) -> Iterator[Committed]:
+        """This step and those before it, newest first."""
+        at: Committed | None = self
+        while at is not None:
+            yield at
+            at = at.parent
+
+    def at(self, step: int) -> Committed | None:
+        return next((c for c in self.chain() if c.step <= step), None)
+
+
+class Truth:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.min_replicas = cluster.setting.lighthouse.min_replicas
+        self.initial: Committed | None = None
+        self.commits_by_id: dict[str, Committed] = {}
+        self.settled: Committed | None = None  # the newest settled step
+        self.last_id = 0
+        self.forgetful = False  # the lighthouse's state file was lost: an id that nobody received may come again
+        self._quorums: dict[tuple[str, int], tuple[str, ...]] = {}  # (epoch, id) -> members, of those issued
+        self._entered: dict[int, tuple[str, ...]] = {}
+        self._base: dict[
+            tuple[int, int], str
+        ] = {}  # (quorum_id, step) -> the one commit_id that its members go on from
+        self._next: dict[tuple[int, int], str] = {}  # ... and that they come to
+        self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
+
+    # -- quorums ----------------------------------------------------------------------------------------------------
+
+    def issued(self, quorum: m.Quorum, listening: set[str]) -> None:
+        """`listening`: the ids that wait for an answer, or hold a stream."""
+        known = self._quorums.get((quorum.epoch, quorum.quorum_id))
+        if known is not None and (known == quorum.ids or not self.forgetful):
+            require(known == quorum.ids, "quorum", quorum.quorum_id, "has two member sets:", known, quorum.ids)
+            return
+        self._quorums[quorum.epoch, quorum.quorum_id] = quorum.ids
+        require(
+            quorum.quorum_id > self.last_id or self.forgetful,
+            f"quorum id {quorum.quorum_id} after {self.last_id}: ids must grow",
+        )
+        self.last_id = max(self.last_id, quorum.quorum_id)
+        require(
+            len(quorum.members) >= self.min_replicas, f"quorum {quorum.quorum_id} of {quorum.ids}: below min_replicas"
+        )
+        require(len(set(quorum.ids)) == len(quorum.ids), "one id twice in", quorum.ids)
+        names = [member.name for member in quorum.members]
+        require(len(set(names)) == len(names), "two lives of one group in", quorum.ids)
+        absent = [replica_id for replica_id in quorum.ids if replica_id not in listening]
+        require(not absent, f"quorum {quorum.quorum_id} names {absent}, who do not listen")
+        best = max((member.state for member in quorum.members if not member.void), default=None)
+        require(best == quorum.reference, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {best}")
+        self._keeps_history(quorum)
+
+    def _keeps_history(self, quorum: m.Quorum) -> None:
+        """A settled step stays, unless nobody who can be reached holds it any more."""
+        step, _, commit_id = quorum.reference
+        if self.settled is None:
+            return
+        chosen = self.commits_by_id.get(commit_id, self.initial)
+        if chosen is not None and step >= self.settled.step and chosen.at(self.settled.step) is self.settled:
+            return
+        holders = self.cluster.holders_of(self.settled)
+        require(
+            not holders,
+            f"quorum {quorum.quorum_id} goes back to step {step}; {holders} hold settled step {self.settled.step}",
+        )
+        self.cluster.world.seen["the job went back to a checkpoint"] += 1
+        self.settled = chosen if chosen is not None and chosen.step else None
+
+    def entered(self, rank: RankNode, part: m.Part) -> None:
+        known = self._entered.setdefault(part.quorum_id, part.members)
+        require(known == part.members, f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
+        require(
+            len(part.members) >= self.min_replicas,
+            f"{rank.process.name} enters a quorum below min_replicas: {part.members}",
+        )
+        require(
+            part.heal or part.reference[0] == 0 or (rank.weights is not None and rank.commit_id == part.reference[2]),
+            f"{rank.process.name} at {rank.commit_id or 'void'} enters quorum {part.quorum_id} without healing; "
+            f"it goes on from {part.reference}",
+        )
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def enters(self, rank: RankNode, key: tuple[Any, ...], first: tuple[Any, ...]) -> None:
+        require(key == first, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
+
+    def gives(self, rank: RankNode, quorum_id: int, step: int, given: Given) -> None:
+        if not given.gradients and not any(count > 0 for count in given.tail[:-4]):
+            return
+        who = rank.process.name
+        require(rank.weights is not None, f"{who} is void and adds to step {step + 1}")
+        stale = [slot for slot, weights in given.gradients.items() if weights != rank.weights]
+        require(not stale, f"{who} adds gradients of {stale} that are not of its weights")
+        base = self._base.setdefault((quorum_id, step), rank.commit_id)
+        require(
+            base == rank.commit_id, f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}"
+        )
+
+    def commits(self, rank: RankNode, effect: m.CommitStep, quorum_id: int, sums: Sums, parent_id: str) -> None:
+        who, commit_id = rank.process.name, effect.commit_id
+        key = (quorum_id, effect.step)
+        require(
+            self._next.setdefault(key, commit_id) == commit_id,
+            f"{who}: two versions of step {effect.step} in one quorum",
+        )
+        tokens = sum(sums.tokens.values())
+        require(
+            effect.divisor == tokens,
+            f"{who}: step {effect.step} is divided by {effect.divisor}, {tokens} tokens went in",
+        )
+        require(
+            effect.contributors == sums.contributors,
+            f"{who}: contributors {effect.contributors}, not {sums.contributors}",
+        )
+        require(
+            effect.quorum_size >= self.min_replicas,
+            f"{who} commits step {effect.step} in a quorum of {effect.quorum_size}",
+        )
+        record = self.commits_by_id.get(commit_id)
+        if record is None:
+            record = self._new(
+                effect, quorum_id, tuple(sums.gradients), self.commits_by_id.get(parent_id, self.initial)
+            )
+        require(
+            record.parent is None or record.parent.commit_id == parent_id or record.step == 1,
+            f"{who}: {commit_id} after {parent_id}, elsewhere after another",
+        )
+        weights = record.weights.setdefault(rank.group_rank, rank.weights or 0)
+        require(weights == rank.weights, f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
+
+    def _new(self, effect: m.CommitStep, quorum_id: int, slots: tuple[int, ...], parent: Committed | None) -> Committed:
+        record = Committed(effect.commit_id, effect.step, quorum_id, parent, slots, effect.divisor)
+        self.commits_by_id[effect.commit_id] = record
+        before = parent.step if parent is not None else 0
+        require(record.step == before + 1, f"step {record.step} follows step {before}")
+        if self.settled is not None and record.step <= self.settled.step:
+            require(False, f"step {record.step} is committed again, as {record.commit_id}, and was settled")
+        if parent is not None:
+            parent.children.append(record)
+            if len(parent.children) > 1:
+                self.cluster.world.seen["an unsettled step has two versions"] += 1
+            rivals = [
+                other
+                for other in (parent.parent.children if parent.parent else ())
+                if other is not parent and other.children
+            ]
+            require(
+                not rivals, f"a fork two steps deep: {record.commit_id} and {[r.children[0].commit_id for r in rivals]}"
+            )
+        for slot in slots:
+            twice = [other for other in self._trained.get(slot, ()) if record.at(other.step) is other]
+            require(not twice, f"slot {slot} is trained on in step {record.step} and in step {[t.step for t in twice]}")
+            self._trained.setdefault(slot, []).append(record)
+        return record
+
+    def settles(self, rank: RankNode, step: int) -> None:
+        own = self.commits_by_id.get(rank.commit_id)
+        record = own.at(step) if own is not None else None
+        if record is None or step == 0:
+            return
+        require(record.step == step, f"{rank.process.name} settles step {step} and is at {rank.commit_id}")
+        if self.settled is None or step > self.settled.step:
+            require(
+                self.settled is None or record.at(self.settled.step) is self.settled,
+                f"{rank.process.name}: settled step {step} does not follow the settled step {self.settled and self.settled.step}",
+            )
+            self.settled = record
+        else:
+            require(self.settled.at(step) is record, f"{rank.process.name}: a second version of settled step {step}")
+
+    def heals(self, rank: RankNode, snapshot: Snapshot) -> None:
+        record = self.commits_by_id.get(snapshot.commit_id)
+        if record is not None:
+            weights = record.weights.get(rank.group_rank)
+            require(
+                weights == snapshot.weights, f"{rank.process.name} healed to other weights than {snapshot.commit_id}'s"
+            )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def ledger(self, who: str, commit_id: str, state: dict[str, Any]) -> None:
+        """Every position before the cursor is in exactly one commit of this history, or still open, or skipped by rule."""
+        record = self.commits_by_id.get(commit_id)
+        trained = [slot for c in (record.chain() if record else ()) for slot in c.slots]
+        require(len(trained) == len(set(trained)), f"{who}: slots in two commits")
+        missing = set(range(int(state["position"]))) - set(trained) - set(state["holes"]) - set(state["skipped"])
+        require(not missing, f"{who}: slots {sorted(missing)[:9]} are lost")
+        extra = set(trained) & (set(state["holes"]) | set(state["skipped"]))
+        require(
+            not extra and all(slot < state["position"] for slot in trained),
+            f"{who}: trained slots {extra} count as open",
+        )

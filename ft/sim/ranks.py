@@ -1,0 +1,399 @@
+"""A trainer's rank: drives the real step.Step and stands in for what surrounds it (forward, backward, optimizer, weights).
+
+Weights are one number, the hash of all that made them. A gradient names its slot and the weights it was computed with, so that a sum
+shows who gave what, and from which state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from ft.protocol import messages as m
+from ft.protocol.ledger import Ledger
+from ft.protocol.step import Step, StepConfig
+from ft.sim.world import Process
+
+if TYPE_CHECKING:
+    from ft.sim.servers import GroupNode
+
+RETRY_S = 0.5
+VOTE_TRIES = 20
+INITIAL = 1  # the weights before the first step, the same everywhere
+
+
+def digest(*parts: Any) -> int:
+    return crc32(repr(parts).encode())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank offers to those who heal, or writes into a checkpoint."""
+
+    weights: int
+    state: dict[str, Any]  # Step.state_dict()
+
+    @property
+    def commit_id(self) -> str:
+        return str(self.state["commit_id"])
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a rank puts into a collective: the tail, and a gradient per slot (none: zeros)."""
+
+    tail: tuple[float, ...]
+    gradients: dict[int, int]  # slot -> the weights it was computed with
+    tokens: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What comes out."""
+
+    gradients: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, float] = field(default_factory=dict)
+    contributors: tuple[int, ...] = ()  # replica ranks
+
+
+class RankNode:
+    """One process. `feed` gives an event to the machine and carries out what it wants."""
+
+    def __init__(self, group: GroupNode, group_rank: int, config: StepConfig) -> None:
+        self.cluster = cluster = group.cluster
+        self.world, self.network, self.truth = cluster.world, cluster.network, cluster.truth
+        self.group = group
+        self.group_rank = group_rank
+        host = group.name if group_rank == 0 or not cluster.setting.spread else f"{group.name}.{group_rank}"
+        self.process = Process(f"{group.process.name}/{group_rank}", host, group.name)
+        self.machine = cluster.machines.step(config, cluster.machines.ledger(1))
+        self.weights: int | None = INITIAL  # None: void, the state is arriving
+        self.commit_id = ""  # of the weights, as the truth knows them
+        self.settled = 0
+        self.waiting = False
+        self.leaving = False
+        self.progress_s = self.world.now_s
+        self._part: m.Part | None = None
+        self._kept = Given((), {}, {})
+        self._sums = Sums()
+        self._held: dict[int, Sums] = {}
+        self._arrived: Snapshot | None = None
+        self._offer: tuple[m.State, Snapshot] | None = None
+        self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
+        self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
+        self._fetching = 0
+        self._checkpoints: dict[int, Snapshot] = {}
+        self._do: dict[type[m.Effect], Callable[[Any], None]] = {
+            m.AskQuorum: self._ask_quorum,
+            m.Configure: self._configure,
+            m.Compute: self._compute,
+            m.LaunchTail: self._launch,
+            m.StopWaiting: self._stop_waiting,
+            m.CastVote: self._cast_vote,
+            m.AbandonGeneration: self._abandon,
+            m.DropGradients: self._drop_gradients,
+            m.Fence: self._fence,
+            m.CommitStep: self._commit,
+            m.HoldSums: self._hold,
+            m.DropHeld: self._drop_held,
+            m.LoadState: self._load_state,
+            m.LoadCheckpoint: self._load_checkpoint,
+            m.Settled: self._settle,
+            m.GiveUp: self._give_up,
+            m.Stop: self._stop,
+        }
+
+    def start(self) -> None:
+        stream = self.network.open(self.process, self.group.address, m.RankStream(self.group_rank, open=True))
+        if stream is None:
+            self.exit("no group server")
+            return
+        stream.message = self.feed
+        stream.closed = lambda: self.exit("the group server is gone")
+        self.process.at_death.append(lambda: self.cluster.collectives.dies(self.process))
+        self.process.at_death.append(lambda: self.network.forget(self.process))
+        self.feed(m.Begin())
+        self._tick()
+
+    def feed(self, event: m.Event) -> None:
+        if not self.process.alive:
+            return
+        out = self.machine.handle(event, self.world.now_s)
+        self.cluster.saw(self.process.name, event, out)
+        for effect in out.effects:
+            if self.process.alive:
+                self._do[type(effect)](effect)
+
+    def exit(self, why: str) -> None:
+        if self.process.alive:
+            self.world.note(self.process.name, f"exits: {why}")
+            self.world.kill(self.process)
+
+    def _tick(self) -> None:
+        self.feed(m.Tick())
+        self.world.after(1.0, self.process, self._tick)
+
+    # -- quorum -----------------------------------------------------------------------------------------------------
+
+    def _ask_quorum(self, effect: m.AskQuorum) -> None:
+        self._asked += 1
+        self._ask(effect, self._asked)
+
+    def _ask(self, effect: m.AskQuorum, number: int) -> None:
+        def answered(reply: Any) -> None:
+            if number != self._asked:
+                return
+            if reply is None:  # broken or timed out: the group still wants an answer
+                self.world.after(RETRY_S, self.process, self._ask, effect, number)
+            else:
+                self._asked += 1
+                self.feed(reply)
+
+        if number == self._asked:
+            self.network.call(self.process, self.group.address, effect.call, answered, timeout_s=30.0)
+
+    def _configure(self, effect: m.Configure) -> None:
+        part = effect.part
+        self._part = part
+        self.truth.entered(self, part)
+        if part.heals:
+            self._offer = (part.reference, self.snapshot())
+        if part.heal:
+            self._fetch(part)
+        if part.known:
+            self.feed(m.Configured(part.quorum_id, ok=True))
+            return
+        self._meet(part)
+
+    def _meet(self, part: m.Part) -> None:
+        """The rendezvous: stands when all are there, is given up on a notice or after its time."""
+        open_question = [True]
+
+        def end(ok: bool, reason: str = "", blame: tuple[str, ...] = ()) -> None:
+            if open_question:
+                open_question.clear()
+                self._pending.pop(part.quorum_id, None)
+                if not ok:
+                    self.cluster.collectives.abandon(self.process, self._generation(part.quorum_id))
+                self.feed(m.Configured(part.quorum_id, ok, reason, blame))
+
+        def late() -> None:
+            if open_question:
+                absent = self.cluster.collectives.absent(
+                    self._generation(part.quorum_id), self._meeting(), part.members
+                )
+                end(False, "rendezvous: not all came", absent)
+
+        self._pending[part.quorum_id] = lambda: end(False, "rendezvous given up")
+        self.world.after(self.cluster.times.rendezvous_s, self.process, late)
+        self.cluster.collectives.join(
+            self.process,
+            self._generation(part.quorum_id),
+            self._meeting(),
+            part.replica_rank,
+            len(part.members),
+            None,
+            lambda given: end(given is not None, "" if given is not None else "rendezvous broke"),
+        )
+
+    def _generation(self, quorum_id: int) -> tuple[Any, ...]:
+        assert self._part is not None
+        return (self._part.epoch, quorum_id)
+
+    def _meeting(self) -> tuple[Any, ...]:
+        return ("meet", self.group_rank)
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, effect: m.Compute) -> None:
+        self.progress_s = self.world.now_s
+        self.group.enter(self, ("forward", effect.step, effect.slots), self._computed, effect)
+
+    def _computed(self, effect: m.Compute) -> None:
+        able = not self.group.poisoned(effect)
+        tokens = {slot: 100.0 + digest(slot) % 50 for slot in effect.slots}
+        weights = self.weights
+        self._kept = Given((), dict.fromkeys(effect.slots, weights or 0) if able else {}, tokens)
+        self.feed(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
+
+    def _launch(self, effect: m.LaunchTail) -> None:
+        kept = self._kept
+        given = Given(effect.tail, {}, {}) if effect.zeros else Given(effect.tail, kept.gradients, kept.tokens)
+        self.truth.gives(self, effect.quorum_id, effect.step, given)
+        part = self._part
+        assert part is not None
+        key = (effect.quorum_id, effect.attempt, effect.step)
+        open_work = [True]
+
+        def end(result: list[Given] | None, reason: str = "") -> None:
+            if not open_work:
+                return
+            open_work.clear()
+            self.waiting = False
+            self._pending.pop(effect.quorum_id, None)
+            if result is None:
+                self.cluster.collectives.abandon(self.process, self._generation(effect.quorum_id))
+                self.feed(m.ReduceFailed(*key, reason or "connection reset"))
+                return
+            self._sums = add(result)
+            tails = [given.tail for given in result]
+            self.feed(m.Reduced(*key, tuple(sum(column) for column in zip(*tails, strict=True))))
+
+        self.waiting = True
+        self._pending[effect.quorum_id] = lambda: end(None, "given up")
+        self.cluster.collectives.join(
+            self.process,
+            self._generation(effect.quorum_id),
+            ("reduce", effect.step, effect.attempt, self.group_rank),
+            part.replica_rank,
+            len(part.members),
+            given,
+            end,
+        )
+
+    def _stop_waiting(self, effect: m.StopWaiting) -> None:
+        give_up = self._pending.get(effect.quorum_id)
+        if give_up is not None:  # the sockets are shut, then the error comes
+            self.world.after(0.01, self.process, give_up)
+
+    def _cast_vote(self, effect: m.CastVote) -> None:
+        self._vote(effect.vote, VOTE_TRIES)
+
+    def _vote(self, vote: m.Vote, tries: int) -> None:
+        def answered(reply: Any) -> None:
+            if isinstance(reply, m.Outcome):
+                self.feed(reply)
+            elif tries == 0:
+                self.exit(f"no outcome of the vote {vote.key}")
+            else:
+                self.world.after(RETRY_S, self.process, self._vote, vote, tries - 1)
+
+        self.network.call(self.process, self.group.address, vote, answered, timeout_s=10.0)
+
+    def _abandon(self, effect: m.AbandonGeneration) -> None:
+        self._pending.pop(effect.quorum_id, None)
+        self.waiting = False
+        if self._part is not None:
+            self.cluster.collectives.abandon(self.process, self._generation(effect.quorum_id))
+
+    def _drop_gradients(self, effect: m.DropGradients) -> None:
+        self._kept = Given((), {}, {})
+
+    def _fence(self, effect: m.Fence) -> None:
+        if self._offer is not None and self.cluster.dice.chance(0.1):
+            self.world.seen["heal: offer withdrawn"] += 1
+            self._offer = None
+
+    def _commit(self, effect: m.CommitStep) -> None:
+        sums = self._held.pop(effect.step) if effect.held else self._sums
+        assert self.weights is not None, f"{self.process.name} commits on a void state"
+        self.weights = digest(self.weights, sorted(sums.gradients.items()), effect.divisor)
+        parent, self.commit_id = self.commit_id, effect.commit_id
+        self.progress_s = self.world.now_s
+        assert self._part is not None
+        self.truth.commits(self, effect, self._part.quorum_id, sums, parent)
+        if effect.step % self.cluster.setting.checkpoint_every == 0:
+            self._checkpoints[effect.step] = self.snapshot()
+        if self.leaving:
+            self.group.rank_left()
+
+    # -- healing ----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        assert self.weights is not None, f"{self.process.name} offers a void state"
+        return Snapshot(self.weights, self.machine.state_dict())
+
+    def offered(self, reference: m.State) -> Snapshot | None:
+        """What this rank serves of that state, if its offer stands."""
+        return self._offer[1] if self._offer is not None and self._offer[0] == reference else None
+
+    def _fetch(self, part: m.Part) -> None:
+        """Asks the sources in turn, again and again until the grace is over."""
+        self._fetching += 1
+        number, until_s = self._fetching, self.world.now_s + self.cluster.times.heal_grace_s
+        took_s = self.cluster.dice.between(0.05, 3.0) * (5.0 if self.cluster.dice.chance(0.1) else 1.0)
+        self.weights, self._arrived = None, None
+
+        def ask(turn: int) -> None:
+            if number != self._fetching:
+                return
+            if not part.sources or self.world.now_s > until_s:
+                blame = tuple(part.members[source.replica_rank] for source in part.sources)
+                self.feed(m.HealEnded(part.quorum_id, ok=False, reason="no source", blame=blame))
+                return
+            source = part.sources[turn % len(part.sources)]
+            asked = ("state", self.group_rank, part.reference)
+            self.network.call(self.process, source.address, asked, lambda reply: came(turn, reply), timeout_s=5.0)
+
+        def came(turn: int, reply: Any) -> None:
+            if isinstance(reply, Snapshot):
+                self.world.after(took_s, self.process, complete, turn, reply)
+            else:
+                self.world.after(0.3, self.process, ask, turn + 1)
+
+        def complete(turn: int, snapshot: Snapshot) -> None:
+            if number != self._fetching:
+                return
+            source = part.sources[turn % len(part.sources)]
+            if not self.cluster.serves(source.address, self.group_rank, self.process, part.reference):
+                ask(turn + 1)
+                return
+            self._arrived = snapshot
+            self.feed(m.HealEnded(part.quorum_id, ok=True, state=snapshot.state))
+
+        ask(0)
+
+    def _hold(self, effect: m.HoldSums) -> None:
+        self._held[effect.step] = self._sums
+
+    def _drop_held(self, effect: m.DropHeld) -> None:
+        self._held.clear()
+        self._arrived = None
+        self._fetching += 1
+
+    def _load_state(self, effect: m.LoadState) -> None:
+        assert self._arrived is not None, f"{self.process.name} loads a state that has not arrived"
+        self._take(self._arrived)
+        self.truth.heals(self, self._arrived)
+        self._arrived = None
+
+    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
+        snapshot = self.cluster.newest_checkpoint(self.group_rank)
+        if snapshot is None:
+            self.weights, self.commit_id = INITIAL, ""
+        else:
+            self._take(snapshot)
+        self.world.after(0.1, self.process, self.feed, m.Restored(snapshot.state if snapshot else None))
+
+    def _take(self, snapshot: Snapshot) -> None:
+        self.weights, self.commit_id = snapshot.weights, snapshot.commit_id
+        self.progress_s = self.world.now_s
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, effect: m.Settled) -> None:
+        self.settled = max(self.settled, effect.step)
+        self.truth.settles(self, effect.step)
+        for step in [step for step in self._checkpoints if step <= effect.step]:
+            self.cluster.publish(step, self.group, self.group_rank, self._checkpoints.pop(step))
+
+    def _give_up(self, effect: m.GiveUp) -> None:
+        self.group.leave(clean=False, reason=effect.reason)
+
+    def _stop(self, effect: m.Stop) -> None:
+        self.cluster.job_stopped(effect.reason)
+
+
+def add(given: list[Given]) -> Sums:
+    gradients: dict[int, int] = {}
+    tokens: dict[int, float] = {}
+    for one in given:
+        for slot, weights in one.gradients.items():
+            assert slot not in gradients, f"slot {slot} is in one sum twice"
+            gradients[slot], tokens[slot] = weights, one.tokens[slot]
+    return Sums(gradients, tokens, tuple(rank for rank, one in enumerate(given) if one.gradients))
+
+
+__all__ = ["Given", "Ledger", "RankNode", "Snapshot", "Step", "Sums"]

@@ -1,0 +1,153 @@
+"""One seed, many seeds, and what to make of them: tables, and the shortest telling of a run that failed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from ft.sim import faults
+from ft.sim.cluster import Cluster, Machines, Setting, setting
+from ft.sim.world import World
+
+ENOUGH = 1000  # in so many seeds everything that can happen has to happen
+LAST_LINES = 60  # of a failed run's trace
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one seed. `failure` is empty if every invariant held."""
+
+    setting: Setting
+    failure: str = ""
+    events: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    trace: tuple[str, ...] = ()
+
+
+def groups_of(seed: int) -> int:
+    """70 % of the seeds have 2 to 5 groups, 25 % 6 to 15, 5 % 50."""
+    dice = World(seed).dice("groups")
+    place = dice.random()
+    return 2 + dice.index(4) if place < 0.7 else 6 + dice.index(10) if place < 0.95 else 50
+
+
+def run(
+    seed: int,
+    groups: int | None = None,
+    steps: int = 200,
+    *,
+    machines: Machines | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> Run:
+    return play(setting(seed, groups or groups_of(seed), steps), machines or Machines(), trace)
+
+
+def play(drawn: Setting, machines: Machines, trace: Callable[[str], None] | None = None) -> Run:
+    cluster = Cluster(drawn, machines, trace)
+    failure = ""
+    try:
+        cluster.run()
+    except Exception as error:  # noqa: BLE001 - a machine that raises has failed the run, as one that breaks an invariant
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        where = f"{at.tb_frame.f_code.co_filename.rpartition('ft/')[2]}:{at.tb_lineno}" if at else ""
+        failure = f"{cluster.world.now_s:.3f} s: {type(error).__name__} ({where}): {error}"
+    return Run(drawn, failure, cluster.world.events, _seen(cluster))
+
+
+def _seen(cluster: Cluster) -> Counter[str]:
+    seen = Counter(cluster.world.seen)
+    for (event, effects), times in cluster.transitions.items():
+        seen.update({f"event: {event.__name__}": times})
+        for effect in effects:
+            seen.update({f"effect: {effect.__name__}": times})
+    for reason, times in cluster.reasons.items():
+        seen[f"reason: {generally(reason)}"] += times
+    return seen
+
+
+def generally(reason: str) -> str:
+    """A reason without its names and figures."""
+    return re.sub(r"\bg\d+:\d+\b", "G", re.sub(r"-?\d+(\.\d+)?", "N", re.sub(r"\bg\d+:\d+\S*", "G", reason)))
+
+
+# ------------------------------------------------------------------------------------------------ many
+
+
+def run_many(
+    seeds: Iterable[int], groups: int | None, steps: int, *, workers: int | None = None, bar: bool = False
+) -> list[Run]:
+    """In the order of the seeds."""
+    jobs = [(seed, groups, steps) for seed in seeds]
+    found: list[Run] = []
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for one in pool.imap(_job, jobs, chunksize=1):
+            found.append(one)
+            if bar:
+                done = 40 * len(found) // len(jobs)
+                failed = sum(bool(r.failure) for r in found)
+                sys.stderr.write(f"\r[{'#' * done}{'.' * (40 - done)}] {len(found)}/{len(jobs)}, {failed} failed ")
+                sys.stderr.flush()
+    if bar:
+        sys.stderr.write("\n")
+    return found
+
+
+def _job(job: tuple[int, int | None, int]) -> Run:
+    return run(*job)
+
+
+# ------------------------------------------------------------------------------------------------ telling
+
+
+def table(found: list[Run]) -> str:
+    total: Counter[str] = Counter()
+    for one in found:
+        total.update(one.seen)
+    width = max((len(what) for what in total), default=0)
+    return "\n".join(f"{what:<{width}}  {times:>12,}" for what, times in sorted(total.items()))
+
+
+def never_seen(found: list[Run]) -> list[str]:
+    total: Counter[str] = Counter()
+    for one in found:
+        total.update(one.seen)
+    return [what for what in must_occur() if not total[what]]
+
+
+def must_occur() -> list[str]:
+    return [f"fault: {kind}" for kind in faults.KINDS]
+
+
+def tell(one: Run) -> str:
+    """The seed, the fewest faults and steps with which it fails in the same way, and the end of that run's trace."""
+    short = shorten(one)
+    lines: deque[str] = deque(maxlen=LAST_LINES)
+    again = play(short, Machines(), lines.append)
+    listed = "\n".join(f"  {fault}" for fault in short.faults) or "  none"
+    return (
+        f"\nseed {one.setting.seed} failed: {one.failure}\n"
+        f"python -m ft.sim --seed {one.setting.seed} --groups {one.setting.groups} --steps {one.setting.steps} --trace\n"
+        f"with these faults alone it is {again.failure}\n{listed}\n" + "\n".join(lines)
+    )
+
+
+def shorten(one: Run, machines: Machines | None = None) -> Setting:
+    """Leaves out what is not needed for the same kind of failure: one fault after the other."""
+    kind = _kind(one.failure)
+    best = one.setting
+    for fault in reversed(one.setting.faults):
+        fewer = replace(best, faults=tuple(f for f in best.faults if f is not fault))
+        if _kind(play(fewer, machines or Machines()).failure) == kind:
+            best = fewer
+    return best
+
+
+def _kind(failure: str) -> str:
+    """The place that found it."""
+    return failure.partition("(")[2].partition(")")[0]

@@ -1,0 +1,357 @@
+"""The lighthouse's process and a group server's: thin drivers of the real machines, as ft/rpc's are, over the simulated network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ft.protocol import messages as m
+from ft.protocol.group import GroupConfig
+from ft.protocol.step import StepConfig
+from ft.sim.network import Call, End, Service
+from ft.sim.ranks import RankNode
+from ft.sim.world import Process
+
+if TYPE_CHECKING:
+    from ft.sim.cluster import Cluster
+
+LIGHTHOUSE = "lighthouse"
+
+
+class LighthouseNode:
+    """One start of the lighthouse. Its state file is `cluster.state_file`, which outlives it."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster, self.world, self.network = cluster, cluster.world, cluster.network
+        self.process = Process(f"lighthouse.{number}", LIGHTHOUSE, LIGHTHOUSE)
+        self.config = cluster.setting.lighthouse
+        file = cluster.state_file
+        self.machine = cluster.machines.lighthouse(
+            self.config,
+            self.world.now_s,
+            epoch=f"e{number}",
+            saved=m.Saved.from_dict(file) if file else None,
+            fresh=file == {},
+        )
+        self.dies_writing = False  # a fault: the next write is the last thing it does
+        self._waiting: dict[str, list[Call]] = {}
+        self._streams: dict[str, End] = {}
+        self._do: dict[type[m.Effect], Callable[[Any], None]] = {
+            m.Persist: self._persist,
+            m.Answer: self._answer,
+            m.Refuse: self._refuse,
+            m.MustRestore: self._must_restore,
+            m.Notify: self._notify,
+        }
+
+    def start(self) -> None:
+        self.network.listen(LIGHTHOUSE, Service(self.process, self._called, self._opened))
+        self.process.at_death.append(lambda: self.network.forget(self.process))
+        self._tick()
+
+    def feed(self, event: m.Event) -> None:
+        out = self.machine.handle(event, self.world.now_s)
+        self.cluster.saw(self.process.name, event, out)
+        for effect in out.effects:
+            if self.process.alive:  # it may die between two of them
+                self._do[type(effect)](effect)
+
+    def _tick(self) -> None:
+        """Twice through the queue, so that what arrived during a stop is handled before the tick that ends it."""
+        self.world.after(0.0, self.process, self.feed, m.Tick())
+        self.world.after(self.config.tick_s, self.process, self._tick)
+
+    def _called(self, call: Call) -> None:
+        event = call.request
+        if isinstance(event, m.Call):
+            replica_id = event.member.replica_id
+            self._waiting.setdefault(replica_id, []).append(call)
+            call.at_cancel = lambda: self._cancelled(replica_id, call)
+        else:
+            call.answer(True)
+        self.feed(event)
+
+    def _cancelled(self, replica_id: str, call: Call) -> None:
+        calls = self._waiting.get(replica_id, [])
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                del self._waiting[replica_id]
+                self.feed(m.CallCancelled(replica_id))
+
+    def _opened(self, hello: m.StreamOpened, end: End) -> None:
+        replica_id = hello.replica_id
+        old = self._streams.get(replica_id)
+        self._streams[replica_id] = end
+        end.message = lambda message: self._heard(end, *message)
+        end.closed = lambda: self._stream_closed(replica_id, end)
+        if old is not None:
+            old.close()
+        self.feed(hello)
+
+    def _heard(self, end: End, sent_s: float, report: m.Report) -> None:
+        self.feed(report)
+        end.send(m.BeatAnswered(sent_s))
+
+    def _stream_closed(self, replica_id: str, end: End) -> None:
+        if self._streams.get(replica_id) is end:
+            del self._streams[replica_id]
+            self.feed(m.StreamClosed(replica_id))
+
+    # -- effects ----------------------------------------------------------------------------------------------------
+
+    def _persist(self, effect: m.Persist) -> None:
+        self.cluster.state_file = effect.saved.to_dict()
+        if self.dies_writing:
+            self.world.seen["lighthouse died between writing and answering"] += 1
+            self.world.kill(self.process)
+
+    def _answer(self, effect: m.Answer) -> None:
+        self.cluster.truth.issued(effect.quorum, {*self._waiting, *self._streams})
+        answer = m.LighthouseAnswered(effect.quorum, self.config.times)
+        for replica_id in effect.replica_ids:
+            if not self._reply(replica_id, answer) and replica_id in self._streams:
+                self._streams[replica_id].send(answer)
+
+    def _refuse(self, effect: m.Refuse) -> None:
+        refusal = m.LighthouseRefused(effect.replica_id, effect.code, effect.reason)
+        if not self._reply(effect.replica_id, refusal) and effect.replica_id in self._streams:
+            self._streams[effect.replica_id].send(refusal)
+
+    def _must_restore(self, effect: m.MustRestore) -> None:
+        for replica_id in effect.replica_ids:
+            self._reply(replica_id, m.LighthouseWantsRestore(effect.settled))
+
+    def _notify(self, effect: m.Notify) -> None:
+        for replica_id in effect.replica_ids:
+            if replica_id in self._streams:
+                self._streams[replica_id].send(effect.notice)
+
+    def _reply(self, replica_id: str, reply: m.Event) -> bool:
+        calls = self._waiting.pop(replica_id, [])
+        for call in calls:
+            call.answer(reply)
+        return bool(calls)
+
+
+class GroupNode:
+    """One start of a group: its server, its ranks, and the launcher that starts it again when it ends."""
+
+    def __init__(self, cluster: Cluster, name: str, number: int) -> None:
+        self.cluster, self.world, self.network, self.truth = cluster, cluster.world, cluster.network, cluster.truth
+        self.name = name
+        self.process = Process(f"{name}.{number}", name, name)
+        self.address = f"http://{self.process.name}"
+        world_size = cluster.setting.world_size
+        config = GroupConfig(
+            replica_id=f"{name}:{number}",
+            world_size=world_size,
+            address=self.address,
+            store_address=f"{self.process.name}:1",
+            times=cluster.times,
+        )
+        self.machine = cluster.machines.group(config, self.world.now_s)
+        self.slow = 1.0
+        self.ended = False
+        self.left = False
+        self.nan_attempts = 0
+        self._nan_asked = 0
+        self._departed = 0
+        self.compute_s = cluster.dice.between(0.9, 1.1)
+        self._quorum: m.Quorum | None = None
+        self._stream: End | None = None
+        self._stream_id = ""
+        self._asked = 0
+        self._rank_calls: dict[int, list[Call]] = {}
+        self._votes: dict[int, list[Call]] = {}
+        self._rank_streams: dict[int, End] = {}
+        self._entered: list[
+            tuple[Any, ...]
+        ] = []  # the collectives inside the group, in order, as the first rank entered them
+        self._counts = [0] * world_size
+        self._inside: list[tuple[Callable[[Any], None], Any, Process]] = []
+        steps = [StepConfig(group_rank=rank, **cluster.setting.step) for rank in range(world_size)]
+        self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]
+        self._do: dict[type[m.Effect], Callable[[Any], None]] = {
+            m.CallLighthouse: self._call_lighthouse,
+            m.OpenStream: self._open_stream,
+            m.AnswerRank: lambda e: self._answer(self._rank_calls, e.group_rank, e.part),
+            m.FailRank: self._fail_rank,
+            m.RestoreRank: lambda e: self._answer(self._rank_calls, e.group_rank, m.WantsRestore(e.settled)),
+            m.AnswerVote: lambda e: self._answer(self._votes, e.group_rank, e.outcome),
+            m.NotifyRank: self._notify_rank,
+            m.EndGroup: lambda e: self.end(e.reason),
+        }
+
+    def start(self) -> None:
+        self.network.listen(self.address, Service(self.process, self._called, self._opened))
+        self.process.at_death.append(lambda: self.network.forget(self.process))
+        self._open_stream(m.OpenStream(self.machine.replica_id))
+        self._tick()
+        self._beat()
+        for rank in self.ranks:
+            self.world.after(self.cluster.dice.between(0.0, 0.3), rank.process, rank.start)
+
+    def feed(self, event: m.Event) -> None:
+        out = self.machine.handle(event, self.world.now_s)
+        self.cluster.saw(self.process.name, event, out)
+        for effect in out.effects:
+            if self.process.alive:
+                self._do[type(effect)](effect)
+
+    def _tick(self) -> None:
+        self.feed(m.Tick())
+        self.world.after(0.5, self.process, self._tick)
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
+
+    def _called(self, call: Call) -> None:
+        event = call.request
+        if isinstance(event, tuple):  # another group's rank asks for state
+            _, group_rank, reference = event
+            call.answer(self.ranks[group_rank].offered(reference) if self.ranks[group_rank].process.alive else None)
+            return
+        waiting = self._votes if isinstance(event, m.Vote) else self._rank_calls
+        waiting.setdefault(event.group_rank, []).append(call)
+        call.at_cancel = lambda: self._cancelled(waiting, event.group_rank, call)
+        self.feed(event)
+
+    def _cancelled(self, waiting: dict[int, list[Call]], group_rank: int, call: Call) -> None:
+        if call in waiting.get(group_rank, []):
+            waiting[group_rank].remove(call)
+            self.feed(m.RankCancelled(group_rank))
+
+    def _answer(self, waiting: dict[int, list[Call]], group_rank: int, reply: Any) -> None:
+        for call in waiting.pop(group_rank, []):
+            call.answer(reply)
+
+    def _fail_rank(self, effect: m.FailRank) -> None:
+        self._answer(self._votes, effect.group_rank, m.QuorumFailed(effect.reason))
+        self._answer(self._rank_calls, effect.group_rank, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
+
+    def _opened(self, hello: m.RankStream, end: End) -> None:
+        end.closed = lambda: self.feed(m.RankStream(hello.group_rank, open=False))
+        self._rank_streams[hello.group_rank] = end
+        self.feed(hello)
+
+    def _notify_rank(self, effect: m.NotifyRank) -> None:
+        end = self._rank_streams.get(effect.group_rank)
+        if end is not None:
+            end.send(effect.notice)
+
+    def enter(self, rank: RankNode, key: tuple[Any, ...], do: Callable[[Any], None], given: Any) -> None:
+        """A collective among the ranks of the group. All enter the same ones in the same order, or hang for ever."""
+        place = self._counts[rank.group_rank]
+        self._counts[rank.group_rank] += 1
+        if place == len(self._entered):
+            self._entered.append(key)
+        self.truth.enters(rank, key, self._entered[place])
+        self._inside.append((do, given, rank.process))
+        if len(self._inside) == len(self.ranks):
+            inside, self._inside = self._inside, []
+            took_s = self.cluster.setting.compute_s * self.compute_s * self.slow
+            for do_, given_, process in inside:
+                self.world.after(took_s, process, do_, given_)
+
+    def poisoned(self, effect: m.Compute) -> bool:
+        """Whether this computation gives something that is no number: the same on all ranks, for the loss is summed."""
+        if self.nan_attempts and effect.slots:
+            self._nan_asked += 1
+            if self._nan_asked % len(self.ranks) == 0:
+                self.nan_attempts -= 1
+            return True
+        return False
+
+    # -- the lighthouse ---------------------------------------------------------------------------------------------
+
+    def _call_lighthouse(self, effect: m.CallLighthouse) -> None:
+        self._asked += 1
+        self.world.after(effect.delay_s, self.process, self._call_now, effect.call, self._asked)
+
+    def _call_now(self, call: m.Call, number: int) -> None:
+        def answered(reply: Any) -> None:
+            if number == self._asked:
+                self._heard(reply if reply is not None else m.LighthouseFailed("no answer"))
+
+        if number == self._asked and not self.ended:
+            self.network.call(self.process, LIGHTHOUSE, call, answered, timeout_s=20.0)
+
+    def _heard(self, event: m.Event) -> None:
+        if isinstance(event, m.LighthouseAnswered):
+            self._quorum = event.quorum
+        self.feed(event)
+
+    def _open_stream(self, effect: m.OpenStream) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream_id = effect.replica_id
+        self._connect(effect.replica_id)
+
+    def _connect(self, replica_id: str) -> None:
+        if self.ended or replica_id != self._stream_id:
+            return
+        hello = m.StreamOpened(replica_id, self._quorum, self._settled())
+        stream = self._stream = self.network.open(self.process, LIGHTHOUSE, hello)
+        again = self.cluster.dice.between(0.2, 0.6)
+        if stream is None:
+            self.world.after(again, self.process, self._connect, replica_id)
+            return
+        stream.message = self._heard
+        stream.closed = lambda: self.world.after(again, self.process, self._connect, replica_id)
+
+    def _beat(self) -> None:
+        if self._stream is not None and self._stream.open:
+            self._stream.send((self.world.now_s, self._report()))
+        self.world.after(self.cluster.times.beat_s, self.process, self._beat)
+
+    def _report(self) -> m.Report:
+        machines = [rank.machine for rank in self.ranks]
+        state = machines[0].state_dict()
+        void = any(rank.weights is None for rank in self.ranks)
+        return m.Report(
+            self.machine.replica_id,
+            m.VOID if void else int(state["step"]),
+            int(state["commit_quorum_id"]),
+            all(rank.waiting for rank in self.ranks),
+            0.3,
+            self._settled(),
+        )
+
+    def _settled(self) -> int:
+        return max(rank.settled for rank in self.ranks)
+
+    def wants_to_leave(self) -> None:
+        """Scale-down, SIGTERM: the ranks go after their next commit, and nobody starts them again."""
+        self.cluster.name_of(self).wanted = False
+        for rank in self.ranks:
+            rank.leaving = True
+            rank.feed(m.Leaving())
+
+    def rank_left(self) -> None:
+        self._departed += 1
+        if self._departed == len(self.ranks):
+            self.left = self.ended = True
+            self.leave(clean=True, reason="left")
+            self.world.after(0.1, None, self.kill)
+
+    def leave(self, *, clean: bool, reason: str) -> None:
+        self.network.call(
+            self.process, LIGHTHOUSE, m.Leave(self.machine.replica_id, clean, reason), lambda _: None, timeout_s=5.0
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def end(self, reason: str) -> None:
+        """EndGroup: a Leave that is already on its way when the processes go."""
+        if not self.ended:
+            self.ended = True
+            self.world.note(self.process.name, f"ends: {reason}")
+            self.leave(clean=False, reason=reason)
+            self.world.after(0.01, None, self.kill)
+
+    def kill(self) -> None:
+        """Everything of the group goes; the launcher notices."""
+        self.ended = True
+        for process in (*(rank.process for rank in self.ranks), self.process):
+            self.world.kill(process)
+        self.cluster.gone(self)
