@@ -7,16 +7,27 @@ from collections.abc import Iterable, Sequence
 
 # What torchtitan's versions and other trainers call our keys. With a section: that key exactly; without: in any.
 OTHER_NAMES = {
+    "activation_checkpoint.type": "activation_checkpoint.mode",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "debug.seed": "training.seed",
+    "experimental.enable_loss_parallel": "parallelism.disable_loss_parallel",
+    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
+    "experimental.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "float8.enable_float8_linear": "float8.enable",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "metrics.enable_color_printing": "metrics.disable_color_printing",
+    "model.converters": "float8.enable",
     "model.hf_assets_path": "model.tokenizer_path",
     "optimizer.betas": "optimizer.beta1",
     "optimizer.fused": "optimizer.implementation",
+    "parallelism.enable_loss_parallel": "parallelism.disable_loss_parallel",
+    "parallelism.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
     "training.compile": "compile.enable",
     "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.enable_float8_linear": "float8.enable",
+    "training.enable_loss_parallel": "parallelism.disable_loss_parallel",
     "batch_size": "training.local_batch_size",
     "clip_grad": "training.max_norm",
     "compile": "compile.enable",
@@ -48,6 +59,12 @@ GONE = {
     "job.config_file": "the config file is the first argument",
     "job.custom_config_module": "a model's keys are the Config of models/<model.name>.py",
     "checkpoint.interval_type": "checkpoint.interval counts steps",
+    "activation_checkpoint.early_stop": "what nobody needs is never computed again",
+    "activation_checkpoint.preserve_rng_state": "what is computed again draws the same random numbers",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": 'selective_ac_option = "op" keeps every other product',
+    "experimental.enable_compiled_autograd": "backwards are compiled with their forwards",
+    "parallelism.enable_compiled_autograd": "backwards are compiled with their forwards",
+    "quantize.linear": "float8 is a section of its own: [float8]",
 }
 _SAME_SECTION = 0.15  # how much likeness a candidate of the same section has ahead of others
 

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
-    layers: nn.ModuleDict  # a dict, so that names survive the deletion of other layers
+    layers: nn.ModuleDict  # "0", "1", ...: a dict, so that names survive the deletion of other layers
     norm: nn.Module | None
     output: Head | None
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name, * for any part -> kind: parallelisms/tensor.py

@@ -7,6 +7,7 @@ so does the head. torchao is imported only where it is used.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -49,7 +50,7 @@ class Float8Config:
 
     def _missing(self) -> str:
         if importlib.util.find_spec("torchao") is None:
-            return "torchao is not installed: pip install torchao, or the extra float8"
+            return f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
         if self.emulate or (capability := cuda_capability()) >= CAPABILITY:
             return ""
         has = f"its compute capability is {'.'.join(map(str, capability))}" if any(capability) else "there is none here"
