@@ -9,11 +9,13 @@ The truth is one process with plain modules and the whole batch at once. A case 
 optimizer, with or without gradient accumulation, an odd or even vocabulary, and the loss in chunks or not; its ranks start from
 the truth's seed checkpoint, and the sequences have unequal numbers of targets. Compared are
 
-    SGD, 3 steps        each parameter's gradient in each step: ||g - g1|| / ||g1||, over the whole tensor
-    AdamW, 5 steps      the losses; how far each weight has gone; each step's gradients from the truth's weights before it
-    both                loss, gradient norm, number of targets, and that every parameter is there once, with its shape
+    in each step    each parameter's gradient, ||g - g1|| / ||g1|| over the whole tensor; the loss, the gradient norm, the number of
+                    targets; and that every parameter is there once, with its shape
+    SGD             3 steps, one after the other
+    AdamW           5 steps, then how far each weight has gone, and the last step once more from the truth's weights
 
-on every rank, in fp32. Prints a line per case; exit code 0 if all hold, 1 if not, 2 for bad input.
+on every rank, in fp32. Prints a line per case, with what is nearest to its bound; exit code 0 if all hold, 1 if not, 2 for bad
+input.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from math import inf, nan
+from math import inf, isfinite
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -57,15 +59,29 @@ TINY = {  # of configs/llama.toml, where no CONFIG is given
 }
 CASE_TIMEOUT_S = 120.0
 
-GRADIENT_BOUND = 1e-5  # relative; rounding in another order gives 1e-6
-NORM_BOUND = 1e-5  # relative
-LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}  # relative
-# How far a weight has gone under AdamW, relative. Where a gradient is near 0 the sign of a rounding error decides about a whole
-# step: one process, computing in another order, ends 3e-5 from another.
-MOVE_BOUND = 3e-4
+LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
+NORM_BOUND = 1e-5
+GRADIENT_BOUND = 1e-5  # from the same weights; rounding in another order makes 1e-6
+# Under AdamW the sign of a rounding error decides about a whole step of a weight whose gradient is near 0, and the next gradients
+# are those of other weights. Seen on the way: gradients 1e-4 apart, even where one process computes in another order. So this wider
+# bound holds between the first step and the last, which is taken again from the truth's weights; and for how far a weight has gone.
+ADAMW_BOUND = 1e-3
 
 
-_deviation = attrgetter("deviation")
+@dataclass(frozen=True)
+class Deviation:
+    """How far something is from the truth, relative, and how far it may be."""
+
+    what: str
+    apart: float
+    bound: float
+
+    @property
+    def share(self) -> float:
+        return self.apart / self.bound
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.apart:.1e} apart, allowed {self.bound:.0e}"
 
 
 @dataclass(frozen=True)
@@ -73,66 +89,71 @@ class Verdict:
     """A case's line."""
 
     case: Case
-    deviation: float  # the largest of a gradient
-    parameter: str  # which one
+    worst: Deviation  # next to its bound, or the farthest beyond
     problems: tuple[str, ...]  # none: it holds
     seconds: float = 0.0
 
 
 def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
     """`truth` by step, `seen` by rank."""
-    problems = list(_problems(case, truth, seen))
-    gradients = [g for rank in seen for step in rank.steps for g in step.gradients]
-    worst = max(gradients, key=_deviation, default=Compared("no gradient", (), inf))
-    return Verdict(case, worst.deviation, worst.name, tuple(dict.fromkeys(problems)))
-
-
-def _problems(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Iterator[str]:
-    for name in {name: None for rank in seen for name in rank.drawn_differently}:
-        yield f"{name}: initial values are not those of one process"
-    if any(len(rank.steps) != len(truth) for rank in seen):
-        yield "a rank did not take every step"
+    assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
+    drawn = {name for rank in seen for name in rank.drawn_differently}
+    problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
+    deviations = list[Deviation]()
     for number, expected in enumerate(truth):
-        steps = [rank.steps[number] for rank in seen]
-        for step in steps:
-            if step.tokens != expected.tokens:
-                yield f"step {number + 1}: {step.tokens:.0f} targets, not {expected.tokens:.0f}"
-            yield from _near(f"step {number + 1}: loss", step.loss, expected.loss, LOSS_BOUND[case.optimizer])
-            yield from _near(f"step {number + 1}: gradient norm", step.norm, expected.norm, NORM_BOUND)
-        held = [(rank.seat.pp_rank, step.gradients) for rank, step in zip(seen, steps, strict=True)]
-        yield from (f"step {number + 1}: {problem}" for problem in _missing(held, expected.gradients))
-        yield from _apart(
-            f"step {number + 1}: gradient of ", [g for step in steps for g in step.gradients], GRADIENT_BOUND
-        )
+        adamw_on_its_way = case.optimizer == "AdamW" and number > 0
+        bound = ADAMW_BOUND if adamw_on_its_way else GRADIENT_BOUND
+        steps = [(rank.seat.pp_rank, rank.steps[number]) for rank in seen]
+        problems += _miscounted(f"step {number + 1}", steps, expected)
+        deviations += _deviations(f"step {number + 1}", steps, expected, LOSS_BOUND[case.optimizer], bound)
     if case.optimizer == "AdamW":
-        yield from _missing([(rank.seat.pp_rank, rank.moves) for rank in seen], truth[0].gradients)
-        yield from _apart("way gone by ", [move for rank in seen for move in rank.moves], MOVE_BOUND)
+        steps = [(rank.seat.pp_rank, rank.again) for rank in seen if rank.again is not None]
+        problems += _miscounted("last step", steps, truth[-1])
+        deviations += _deviations(
+            "last step from the same weights", steps, truth[-1], LOSS_BOUND["SGD"], GRADIENT_BOUND
+        )
+        problems += _unmatched("moves", [(rank.seat.pp_rank, rank.moves) for rank in seen], truth[0].gradients)
+        moves = (move for rank in seen for move in rank.moves)
+        deviations += [Deviation(f"move of {move.name}", move.deviation, ADAMW_BOUND) for move in moves]
+    beyond = sorted((d for d in set(deviations) if d.share > 1), key=_share, reverse=True)
+    return Verdict(case, max(deviations, key=_share), (*dict.fromkeys(problems), *map(str, beyond)))
 
 
-def _near(what: str, value: float, expected: float, bound: float) -> Iterator[str]:
-    apart = abs(value - expected) / abs(expected)
-    if not apart <= bound:  # nan is not near either
-        yield f"{what} {value:.7g}, not {expected:.7g}: {apart:.1e} apart, allowed {bound:.0e}"
+_share = attrgetter("share")
+Held = Sequence[tuple[int, Sequence[Compared]]]  # by rank: the stage of the pipeline that it has, and what it has of it
 
 
-def _apart(what: str, compared: Sequence[Compared], bound: float) -> Iterator[str]:
-    worst = max(compared, key=_deviation, default=None)
-    if worst is not None and worst.deviation > bound:
-        yield f"{what}{worst.name} {worst.deviation:.1e} apart, allowed {bound:.0e}"
+def _deviations(
+    when: str, steps: Sequence[tuple[int, Step]], truth: Step, loss_bound: float, gradient_bound: float
+) -> Iterator[Deviation]:
+    for _, step in steps:
+        yield Deviation(f"{when}: loss", _apart(step.loss, truth.loss), loss_bound)
+        yield Deviation(f"{when}: gradient norm", _apart(step.norm, truth.norm), NORM_BOUND)
+        yield from (Deviation(f"{when}: {g.name}", g.deviation, gradient_bound) for g in step.gradients)
 
 
-def _missing(held: Sequence[tuple[int, Sequence[Compared]]], truth: Sequence[Compared]) -> Iterator[str]:
-    """Whether the ranks of a stage hold the same, and the stages together every parameter once; `held` by rank, with its stage."""
+def _apart(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected) if isfinite(value) else inf
+
+
+def _miscounted(when: str, steps: Sequence[tuple[int, Step]], truth: Step) -> Iterator[str]:
+    for tokens in {step.tokens for _, step in steps} - {truth.tokens}:
+        yield f"{when}: {tokens:.0f} targets, not {truth.tokens:.0f}"
+    yield from _unmatched(when, [(stage, step.gradients) for stage, step in steps], truth.gradients)
+
+
+def _unmatched(when: str, held: Held, truth: Sequence[Compared]) -> Iterator[str]:
+    """Whether the ranks of a stage hold the same, and the stages together every parameter once, with its shape."""
     stages: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for stage, tensors in held:
         here = [(tensor.name, tensor.shape) for tensor in tensors]
         if stages.setdefault(stage, here) != here:
-            yield f"ranks of stage {stage} hold different parameters"
+            yield f"{when}: ranks of stage {stage} hold different parameters"
     found = Counter(tensor for stage in stages.values() for tensor in stage)
     expected = Counter((tensor.name, tensor.shape) for tensor in truth)
-    for kind, surplus in (("missing", expected - found), ("too many", found - expected)):
+    for kind, surplus in (("missing", expected - found), ("one too many", found - expected)):
         for name, shape in surplus:
-            yield f"{kind}: {name} {list(shape)}"
+            yield f"{when}: {kind}: {name} {list(shape)}"
 
 
 class Proof:
@@ -154,7 +175,7 @@ class Proof:
             seen = self._pool.run(case.world_size, beside, self._task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:
-            found = Verdict(case, nan, "", (str(error).strip(),))
+            found = Verdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), (str(error).strip(),))
         return replace(found, seconds=time.monotonic() - began)
 
 
@@ -170,9 +191,9 @@ def row(verdict: Verdict) -> tuple[str, ...]:
         str(case.microsteps),
         str(case.vocab_size),
         f"by {chunk} tokens" if chunk else "whole",
-        f"{verdict.deviation:.1e}",
-        verdict.parameter,
-        f"{GRADIENT_BOUND:.0e}",
+        f"{verdict.worst.apart:.1e}",
+        verdict.worst.what,
+        f"{verdict.worst.bound:.0e}",
         f"{verdict.seconds:.1f}",
         "FAIL" if verdict.problems else "pass",
     )
@@ -246,7 +267,8 @@ def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
 
 def _run(proof: Proof, chosen: Sequence[Case], say: Callable[..., None]) -> Iterator[Verdict]:
     """Says a line for each as it is done."""
-    blank = [row(Verdict(case, 0.0, "layers.0.attention_norm.weight", ())) for case in chosen]
+    longest = Deviation("step 1: layers.0.attention_norm.weight", 0.0, GRADIENT_BOUND)
+    blank = [row(Verdict(case, longest, ())) for case in chosen]
     widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
     say(_line("", HEAD, widths))
     for number, case in enumerate(chosen, start=1):
@@ -293,8 +315,11 @@ def _page(verdicts: Sequence[Verdict], facts: dict[str, Any], end: str) -> str:
     table = [f"| ranks | {' | '.join(HEAD)} |", f"|---|{'---|' * len(HEAD)}"]
     table += [f"| {verdict.case.world_size} | {' | '.join(row(verdict))} |" for verdict in verdicts]
     bounds = (
-        f"Allowed: a gradient {GRADIENT_BOUND:.0e} of its norm, the gradient norm {NORM_BOUND:.0e}, a loss {LOSS_BOUND['SGD']:.0e} under "
-        f"SGD and {LOSS_BOUND['AdamW']:.0e} under AdamW, the way of a weight under AdamW {MOVE_BOUND:.0e}."
+        f"Allowed, relative: {GRADIENT_BOUND:.0e} for a gradient and {NORM_BOUND:.0e} for the gradient norm, {LOSS_BOUND['SGD']:.0e} for "
+        f"a loss under SGD and {LOSS_BOUND['AdamW']:.0e} under AdamW. After AdamW's first step the weights are no longer the same: where "
+        "a gradient is near 0, the sign of a rounding error decides about a whole step. So gradients on its way, and how far each "
+        f"weight has gone, may be {ADAMW_BOUND:.0e} apart, even one process from another; from the same weights it is "
+        f"{GRADIENT_BOUND:.0e} again."
     )
     seen = "; ".join(f"{key} {value}" for key, value in facts.items())
     return "\n".join(

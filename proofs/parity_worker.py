@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +103,8 @@ class Seen:
     seat: Seat
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
     steps: tuple[Step, ...]
-    moves: tuple[Compared, ...]  # AdamW: the way that each weight has gone by the last step
+    moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
+    again: Step | None = None  # AdamW: the last step, from the weights that the truth had before it
 
 
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
@@ -149,24 +150,21 @@ def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[Step, 
 
 
 def beside(task: Task, case: Case) -> Seen:
-    """Runs the case's steps on this rank, from the seed checkpoint, and compares every step's gradients with the truth.
+    """Runs the case's steps on this rank, from the seed checkpoint, and compares what comes out with the truth.
 
-    Under AdamW not on the way: where a gradient is near 0 the sign of a rounding error decides about a whole step, so after one
-    step the weights are no longer the same, and the gradients of even one process, computed in another order, are 1e-5 apart. So
-    losses and weights are compared on the way, and then each step's gradients from the truth's weights.
+    Under AdamW the ways part: where a gradient is near 0 the sign of a rounding error decides about a whole step. So its last
+    step is taken once more from the truth's weights, where gradients must be as near as under SGD.
     """
     _clear_sharding_prop_cache()  # it remembers meshes of the case before, whose process groups are gone
     rank = Rank(task, case)
     drawn = {name: local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
     rank.load_weights(0)
     loaded = ModelState(rank.parallel.parts).state_dict()
-    drawn_differently = [name for name, value in loaded.items() if not torch.equal(local(value), drawn[name])]
-    steps = rank.train(compare=case.optimizer == "SGD")
-    moves = []
-    if case.optimizer == "AdamW":
-        moves = rank.moves()
-        steps = [replace(rank.from_truth(step), loss=seen.loss) for step, seen in enumerate(steps)]
-    return Seen(rank.seat, tuple(drawn_differently), tuple(steps), tuple(moves))
+    drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local(value), drawn[name]))
+    steps = tuple(rank.train())
+    if case.optimizer == "SGD":
+        return Seen(rank.seat, drawn_differently, steps)
+    return Seen(rank.seat, drawn_differently, steps, tuple(rank.moves()), rank.last_step_again())
 
 
 class Rank:
@@ -196,21 +194,18 @@ class Rank:
             seed=task.seed,
         )
 
-    def train(self, *, compare: bool) -> list[Step]:
+    def train(self) -> Iterator[Step]:
         """All steps, one after the other, from the weights as they are."""
-        steps = []
         for step in range(len(self.truth)):
-            steps.append(self._forward_backward(step, compare=compare))
+            yield self._forward_backward(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return steps
 
-    def from_truth(self, step: int) -> Step:
-        """One step's gradients from the weights that the truth had before it."""
-        self.load_weights(step)
-        seen = self._forward_backward(step, compare=True)
-        self.optimizer.zero_grad()
-        return seen
+    def last_step_again(self) -> Step:
+        """Its gradients from the weights that the truth had before it."""
+        last = len(self.truth) - 1
+        self.load_weights(last)
+        return self._forward_backward(last)
 
     def moves(self) -> list[Compared]:
         """The way from the seed checkpoint to the weights as they are."""
@@ -234,7 +229,7 @@ class Rank:
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
         state.load_state_dict(fit.states["model"])
 
-    def _forward_backward(self, step: int, *, compare: bool) -> Step:
+    def _forward_backward(self, step: int) -> Step:
         """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
         task, case = self.task, self.case
         inputs, labels = batch(task, case.vocab_size, step)
@@ -250,7 +245,7 @@ class Rank:
         norm = gradient_norm(parameters).item() / divisor
         scale_gradients(parameters, 1 / divisor)
         gradients = _gathered((name, p.grad) for name, p in self._parameters() if p.grad is not None)
-        return Step(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])) if compare else ())
+        return Step(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
