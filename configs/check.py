@@ -16,7 +16,7 @@ from configs.errors import Problems
 from configs.load import section_types
 from parallelisms.device import has_cuda
 from parallelisms.mesh import degrees
-from parallelisms.pipeline_plan import check_pipeline
+from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
@@ -175,6 +175,12 @@ def _check_pipeline(config: Config) -> None:
         local_batch_size=config.training.local_batch_size,
         compiled_blocks=config.compile.enable and "model" in config.compile.components,
     )
+    if config.activation_checkpoint.mode != "none" and splits_backward(config.parallelism):
+        raise ValueError(
+            f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}": {schedule_of(config.parallelism)} computes the '
+            "backward in two halves, and for the second a block would be computed again for each of its weights; "
+            'nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
+        )
 
 
 def _check_schedule(config: Config) -> None:

@@ -220,16 +220,19 @@ def _room(config: ParallelismConfig, n_layers: int) -> list[int]:
     return _shares(config, n_layers, stage_count(config, n_layers))
 
 
-def _check_split_backward(config: ParallelismConfig, *, compiled_blocks: bool) -> None:
-    """Halves of a backward need the graph of the forward, and the gathered parameters, for as long as both take."""
+def splits_backward(config: ParallelismConfig) -> bool:
+    """Whether the schedule computes gradients of inputs first and those of weights later."""
     schedule = schedule_of(config)
     if config.pipeline_parallel_schedule_csv:
-        halves = any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)
-    else:
-        halves = schedule in SPLIT_BACKWARD
-    if not halves:
+        return any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)
+    return schedule in SPLIT_BACKWARD
+
+
+def _check_split_backward(config: ParallelismConfig, *, compiled_blocks: bool) -> None:
+    """Halves of a backward need the graph of the forward, and the gathered parameters, for as long as both take."""
+    if not splits_backward(config):
         return
-    why = f"{schedule} computes the backward in two halves"
+    why = f"{schedule_of(config)} computes the backward in two halves"
     other = 'parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
     if compiled_blocks:
         raise ValueError(f"compile.enable = true: {why}, which a compiled block cannot; nearest: false, or {other}")
