@@ -70,13 +70,13 @@ def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
 
 
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
-    """Which dim FSDP cuts of a parameter whose rows tensor parallelism has cut: the rows again where that leaves equal pieces, else
-    the columns, which must then be even; None: neither is possible.
+    """Which dim FSDP cuts of a parameter whose rows tensor parallelism has cut: the rows again where those pieces are equal, else the
+    columns, which must then be even; None: neither is possible.
 
-    torch's layout of a dim that is cut twice is only right for equal pieces: of 61 rows on 2 x 2 ranks, say, it takes the wrong ones
-    when it gathers or saves them.
+    Of unequal pieces that are cut again torch's layout may name the wrong rows, when a tensor is gathered, saved or loaded: so it is
+    with 259 rows on 2 ranks and then 3 shards (torch 2.13).
     """
-    if shards == 1 or shape[0] % (tp * shards) == 0:
+    if shards == 1 or shape[0] % tp == 0:
         return 0
     return 1 if len(shape) > 1 and shape[1] % shards == 0 else None
 

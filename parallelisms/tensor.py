@@ -142,8 +142,8 @@ def _check_cut(cause: str, shape: torch.Size, dim: int, degrees: Degrees) -> Non
         raise ValueError(f"{cause}is too small to give every rank a part")
     if dim == 0 and shard_dim(shape, tp=tp, shards=shards) is None:
         raise ValueError(
-            f"{cause}has neither rows that {tp * shards} ranks can share evenly nor columns that {shards} can; nearest: "
-            f"parallelism.data_parallel_replicate_degree = {degrees.dp_shard} in place of shards"
+            f"{cause}has neither rows that {tp} ranks can share evenly nor columns that {shards} shards can; nearest: rows in multiples "
+            f"of {tp}, or parallelism.data_parallel_replicate_degree = {degrees.dp_shard} in place of shards"
         )
 
 

@@ -76,7 +76,7 @@ def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
         (
             ["--parallelism.tensor_parallel_degree=2"],
             6,
-            "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 6 ranks can share evenly nor columns that 3 can; nearest: parallelism.data_parallel_replicate_degree = 3 in place of shards",
+            "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 2 ranks can share evenly nor columns that 3 shards can; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
         ),
         (
             ["--parallelism.enable_async_tensor_parallel"],
@@ -144,6 +144,111 @@ def test_what_contradicts_itself(folder: Path, argv: list[str], world_size: int,
         assert str(error.value) == expected
         return
     assert complaints(folder, *argv, world_size=world_size) == [expected]
+
+
+def cp(degree: int, *others: str) -> list[str]:
+    return [f"--parallelism.context_parallel_degree={degree}", *others]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "expected"),
+    [
+        (
+            cp(4, "--training.seq_len=60"),
+            4,
+            "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
+        ),
+        (
+            cp(4, "--training.seq_len=62", "--parallelism.context_parallel_load_balancer=none"),
+            4,
+            "--training.seq_len = 62: the ranks of parallelism.context_parallel_degree = 4 share it: must be a multiple of 4; nearest: 60 or 64",
+        ),
+        (
+            cp(2, "--training.seq_len=60", "--parallelism.tensor_parallel_degree=2"),
+            4,
+            "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 2 and parallelism.tensor_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
+        ),
+        (
+            cp(4, "--training.seq_len=3"),
+            4,
+            "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
+        ),
+        (
+            cp(2, "--parallelism.context_parallel_rotate_method=ring"),
+            2,
+            '--parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
+        ),
+        (
+            ["--training.enable_cpu_offload"],
+            1,
+            "--training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; nearest: false",
+        ),
+        (
+            ["--activation_checkpoint.mode=memory_budget"],
+            1,
+            '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"',
+        ),
+        (
+            ["--activation_checkpoint.selective_ac_option=2nd"],
+            1,
+            '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or the text of a number >= 1; nearest: "1"',
+        ),
+        (
+            [
+                "--activation_checkpoint.mode=full",
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+            ],
+            2,
+            '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
+        ),
+        (
+            ["--float8.recipe_name=rowwise", "--float8.enable_fsdp_float8_all_gather"],
+            1,
+            '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" has no scale before rows are gathered; nearest: false',
+        ),
+        (
+            ["--float8.precompute_float8_dynamic_scale_for_fsdp"],
+            1,
+            "--float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; nearest: false",
+        ),
+    ],
+)
+def test_layouts_that_cannot_run(
+    folder: Path, argv: list[str], world_size: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.check.has_cuda", lambda: False)
+    assert complaints(folder, *argv, world_size=world_size) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((0, 0), "needs a CUDA device of compute capability 8.9 or more, there is none here; nearest: false"),
+        (
+            (8, 0),
+            "needs a CUDA device of compute capability 8.9 or more, its compute capability is 8.0; nearest: false",
+        ),
+        ((9, 0), ""),
+    ],
+)
+def test_float8_needs_its_hardware(
+    folder: Path, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("parallelisms.float8.cuda_capability", lambda: capability)
+    found = complaints(folder, "--float8.enable")
+    assert found == ([f"--float8.enable = true: {expected}"] if expected else [])
+    assert complaints(folder, "--float8.enable", "--float8.emulate") == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    [found] = complaints(folder, "--float8.enable", "--float8.emulate")
+    assert found.startswith("--float8.enable = true: needs the package torchao, which is not installed: ")
+
+
+def test_what_cuda_has_is_not_refused_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("configs.check.has_cuda", lambda: True)
+    ring = cp(2, "--parallelism.context_parallel_rotate_method=ring", "--training.enable_cpu_offload")
+    assert complaints(folder, *ring, world_size=2) == []
 
 
 def test_the_nearest_offers_are_legal(folder: Path) -> None:

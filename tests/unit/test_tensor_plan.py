@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from models import llama
+from parallelisms.fsdp import shard_dim
 from parallelisms.mesh import Degrees
 from parallelisms.tensor import check_plan
 
@@ -57,13 +63,39 @@ def test_a_module_that_a_fork_adds_is_refused_by_name() -> None:
         check_plan(model, degrees(2))
 
 
-def test_pieces_that_torch_would_lay_out_wrong_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"tok_embeddings.weight \[61, 24\] has neither rows that 10 ranks can share .* that 5 can"
-    ):
-        check_plan(meta(), degrees(2, shards=5))
-    with pytest.raises(ValueError, match=r"tok_embeddings.weight \[61, 24\] has neither rows that 32 ranks can share"):
-        check_plan(meta(), degrees(2, shards=4, cp=4))
+def test_rows_that_torch_would_mistake_are_not_cut_twice() -> None:
+    """Where shard_dim says rows, torch's layout names those that a rank has; without its rule it would not."""
+    right, wrong = 0, 0
+    for rows, shards, tp in product((*range(8, 40), 61, 259), (1, 2, 3, 4), (2, 3, 4)):
+        same = all(
+            held_rows(rows, tp, shards, tp_rank, shard) == torchs_rows(rows, tp, shards, tp_rank, shard)
+            for tp_rank, shard in product(range(tp), range(shards))
+        )
+        if shard_dim((rows, 12), tp=tp, shards=shards) == 0:
+            assert same, (rows, tp, shards)
+            right += 1
+        wrong += not same
+    assert right and wrong
+
+
+def held_rows(rows: int, tp: int, shards: int, tp_rank: int, shard: int) -> list[int]:
+    """Cut for tensor parallelism first, then for FSDP, each time as torch.chunk does."""
+    piece = torch.arange(rows).split(-(-rows // tp))[tp_rank:][:1]
+    return [x for part in piece for pieces in part.chunk(shards)[shard : shard + 1] for x in pieces.tolist()]
+
+
+def torchs_rows(rows: int, tp: int, shards: int, tp_rank: int, shard: int) -> list[int]:
+    placements = (_StridedShard(0, split_factor=tp), Shard(0))
+    [length], [first] = _compute_local_shape_and_global_offset((rows,), (shards, tp), [shard, tp_rank], placements)
+    return list(range(first, first + length))
+
+
+def test_what_can_be_cut_neither_by_rows_nor_by_columns_is_refused() -> None:
+    message = r"tok_embeddings.weight \[61, 24\] has neither rows that 2 ranks can share evenly nor columns that {} shards can"
+    for shards, cp in ((5, 1), (4, 4)):
+        with pytest.raises(ValueError, match=message.format(shards * cp)):
+            check_plan(meta(), degrees(2, shards=shards, cp=cp))
+        check_plan(meta(vocab=62), degrees(2, shards=shards, cp=cp))
 
 
 def test_a_vocabulary_too_small_for_the_ranks_is_refused() -> None:
