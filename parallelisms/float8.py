@@ -6,9 +6,9 @@ so does the head. torchao is imported only where it is used.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from torch import nn
@@ -49,7 +49,7 @@ class Float8Config:
             raise ValueError(f"float8.enable = true: {reason}; nearest: false")
 
     def _missing(self) -> str:
-        if importlib.util.find_spec("torchao") is None:
+        if find_spec("torchao") is None:
             return f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
         if self.emulate or (capability := cuda_capability()) >= CAPABILITY:
             return ""

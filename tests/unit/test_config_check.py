@@ -235,12 +235,12 @@ def test_layouts_that_cannot_run(
 def test_float8_needs_its_hardware(
     folder: Path, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("parallelisms.float8.find_spec", lambda name: name)
     monkeypatch.setattr("parallelisms.float8.cuda_capability", lambda: capability)
     found = complaints(folder, "--float8.enable")
     assert found == ([f"--float8.enable = true: {expected}"] if expected else [])
     assert complaints(folder, "--float8.enable", "--float8.emulate") == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("parallelisms.float8.find_spec", lambda name: None)
     [found] = complaints(folder, "--float8.enable", "--float8.emulate")
     assert found.startswith("--float8.enable = true: needs the package torchao, which is not installed: ")
 
