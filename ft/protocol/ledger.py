@@ -8,6 +8,7 @@ the ledger that is saved knows nothing of groups and ranks.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,12 @@ class Ledger:
             slots = [*self.holes, *(self.position + i * self.slot_size for i in range(new))]
             self.pending = dict(zip(slots, participants, strict=False))
         return dict(self.pending)
+
+    @property
+    def deal_id(self) -> str:
+        """Equal names, equal deals, given equal ledgers. Empty: there is no open deal."""
+        text = "/".join(f"{slot} {replica_id}" for slot, replica_id in self.pending.items())
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
     def drop(self) -> None:
         """Returns the open deal: all its slots, as if they had never been dealt."""

@@ -42,7 +42,8 @@ class Member:
     formerly: str = ""  # the id under which this very process was a member before it was lost
     restored: int | None = None  # "restored from checkpoint s"; 0: there is none, and that is meant
     writes_checkpoint: bool = False  # a source to be spared
-    dealt: int = 0  # slots of a deal that a failed attempt left open
+    dealt: int = 0  # slots of the open deal of its next step
+    deal_id: str = ""  # names that deal
     init_sync: bool = False  # initial states differ: at step 0 all heal from one
 
     @property
@@ -107,6 +108,12 @@ _RUNGS = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "take
 
 def _fits(rung: str, below: float, length: float) -> bool:
     return below <= length if rung in ("takeover_s", "collective_s") else below < length
+
+
+def process_of(replica_id: str) -> str:
+    """The id without the count of its returns: "left:4f2a.2" was "left:4f2a" before it was lost, and is the same process."""
+    name, colon, unique = replica_id.partition(":")
+    return name + colon + unique.partition(".")[0]
 
 
 def name_of(replica_id: str) -> str:
@@ -514,7 +521,7 @@ class Part(Event):
     sources: tuple[Source, ...]  # at most two; empty unless heal
     heals: tuple[int, ...]  # replica_ranks that heal from this group
     participants: tuple[str, ...]  # who is dealt slots, by replica_rank
-    dealt: int  # slots of an open deal that the reference members hold; 0: a new deal is made
+    dealt: int  # slots of the open deal that the reference members hold; 0: they hold none, or not the same, and make a new one
     known: bool = False  # the rank has this very generation already: keep the process group
 
 
@@ -722,7 +729,8 @@ class DropHeld(Effect):
 
 @dataclass(frozen=True)
 class LoadState(Effect):
-    """All ranks have all of it: take the fetched state into use, before the commits that follow."""
+    """All ranks have all of it: take the fetched state into use, before the commits that follow. Checkpoints of this group that were
+    not yet published are not of this state, and never will be."""
 
     step: int
 
@@ -743,7 +751,8 @@ class Settled(Effect):
 
 @dataclass(frozen=True)
 class GiveUp(Effect):
-    """Send Leave(clean=False) and return under a new id: this group holds the others up."""
+    """This group holds the others up: send Leave(clean=False), and tell the group machine LighthouseRefused(id, "LOST", reason), so that
+    it returns under a new id. Each rank asks for it; once is enough."""
 
     reason: str
 

@@ -62,7 +62,7 @@ def plan(
         sources=tuple(Source(rank, members[rank].address) for rank in sources[role.healing.index(me)]) if heal else (),
         heals=tuple(rank for rank, from_ranks in zip(role.healing, sources, strict=True) if me in from_ranks),
         participants=tuple(members[rank].replica_id for rank in role.whole)[:spares_above],
-        dealt=max((m.dealt for m in holders), default=0),
+        dealt=holders[0].dealt if len({m.deal_id for m in holders}) == 1 else 0,
         known=known,
     )
 

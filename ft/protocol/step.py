@@ -1,40 +1,600 @@
-"""One rank's step, from begin to commit."""
+"""One rank's step, from begin to commit: what to do next after each thing that happened.
+
+    BOUNDARY --Begin--> (quorum due?) ASKING --Part--> CONFIGURING --Configured--> AGREEING --yes--> COMPUTING
+        ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
+        |                                                                                  Reduced, or failed
+        +-- commit: yes -- VOTING <---------------------------------------------------------------------+
+                           VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
+                           VOTING: failed -> ASKING; after the new generation stands: kept gradients again
+
+A healing group passes the same phases with zeros. Its commits are held until its state has arrived; when too many are held it waits
+(AWAITING). All ranks of a group take the same way, for each fork hangs on an answer of the group (a Part, an Outcome) or on the
+tail: a notice alone never decides what comes next. It ends a wait; the forward and backward are finished, and the vote is no.
+
+Where the rules leave a choice:
+- A deal is made when its quorum is answered, or at the commit before, unless that commit's tail announced a change. So those who hold a
+  state hold the same deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
+- commit_id is made of the tokens per slot alone: whole numbers, exact in fp32. The loss's last bits depend on where it lies in the
+  bucket, which differs between the ranks of a group.
+- A group marks a slot that it cannot use by UNABLE in the tail, so all ledgers count alike, also those that were not there before.
+- Once a rank has an open heal, it asks for no quorum before the group's word on it: else one rank might ask as void, another as whole.
+- A group that is dealt nothing (it came in for a retry, or has just healed) gives zeros and announces a change, to be dealt next time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from ft.protocol.ledger import Ledger
-from ft.protocol.messages import Event, Out
+from ft.protocol import messages as m
+from ft.protocol.ledger import MAX_UNABLE, Ledger
+from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, Vote
 
 
 @dataclass(frozen=True)
 class StepConfig:
     group_rank: int = 0
     keep_gradients: bool = True
-    every_step: bool = False
-    heal_backlog: int = 2
+    every_step: bool = False  # a quorum before each step, as the peer does
+    heal_backlog: int = 2  # steps that may be held while the state arrives
     heal_grace_s: float = 30.0
-    max_failures: int | None = None
-    skip_unable: bool = False
-    init_sync: bool = False
+    max_failures: int | None = None  # failed attempts in a row, then stop; None: never
+    skip_unable: bool = False  # a slot that was unable too often is skipped instead of ending the job
+    init_sync: bool = False  # initial states differ between groups
+    writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
+
+
+class Phase(Enum):
+    BOUNDARY = "between two steps"
+    ASKING = "waits for a quorum"
+    CONFIGURING = "builds the process group"
+    AGREEING = "waits whether all ranks have built it"
+    COMPUTING = "forward, backward and reduction"
+    VOTING = "waits whether the step holds"
+    AWAITING = "waits for the state it heals"
+    CLOSING = "the generation failed, waits whether the heal was complete"
+    STOPPED = "has stopped"
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last elements of the last bucket, summed over groups like the gradients before them."""
+
+    tokens: tuple[float, ...]  # per slot of the deal; 0: nothing came, UNABLE: its group cannot
+    loss_sum: float
+    ok: float  # groups whose gradients may be used
+    change: float  # groups that want a quorum before the next step
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Tail:
+        return Tail(tuple(values[:-3]), *values[-3:])
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return (*self.tokens, self.loss_sum, self.ok, self.change)
+
+    @property
+    def divisor(self) -> float:
+        return sum(count for count in self.tokens if count > 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is left who was dealt a slot, and nobody was unable: there is no step here, only a deal to be made anew."""
+        return not any(self.tokens)
+
+
+def next_commit_id(previous: str, step: int, quorum_id: int, tokens: Sequence[float]) -> str:
+    """Names the state after `step`: the same previous state and the same contributions, hence the same weights."""
+    text = f"{previous}/{step}/{quorum_id}/{','.join(str(round(count)) for count in tokens)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Step:
     """In: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving notices Tick.
     Out: AskQuorum Configure Compute LaunchTail StopWaiting CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums DropHeld
-    LoadState LoadCheckpoint Settled GiveUp Stop."""
-
-    step: int  # committed; that of the state in hand
+    LoadState LoadCheckpoint Settled GiveUp Stop. What does not fit the phase (late, twice, of another generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
-        raise NotImplementedError
+        self.config, self.ledger = config, ledger
+        self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
+        self.step, self.commit_id, self.commit_quorum_id = 0, "", 0  # of the state in hand
+        self.settled = 0
+        self.void = False
+        self.part: Part | None = None
+        self._due = True  # the next step begins with a quorum
+        self._failed = False  # the generation did
+        self._doomed = ""  # a notice said that it will
+        self._wants_change = ""  # to be announced in the next tail
+        self._leaving = False
+        self._restored: int | None = None
+        self._place = 0  # the step that the group's collectives are at: `step`, or further when sums are held
+        self._attempt = 0
+        self._agains = 0
+        self._failures = 0
+        self._width = 0  # slots in the tail of this step
+        self._mine: m.Computed | None = None  # this group's figures; its gradients are kept
+        self._excused = False  # the others know that this group's slot is of no use
+        self._failure: m.ReduceFailed | None = None
+        self._tail: Tail | None = None
+        self._offering = False
+        self._held: list[tuple[Tail, bool]] = []  # and whether a quorum was due after it
+        self._emptied = False  # the last step of the generation was none, and its deal was returned
+        self._heal: _Heal | None = None  # open: fetching, or waiting for the group's word
+        self._heal_failed = False
+        self._awaits_since_s = 0.0
+        self._out: list[Effect] = []
 
-    def handle(self, event: Event, now_s: float) -> Out:
-        raise NotImplementedError
+    def handle(self, event: Event, now_s: float) -> m.Out:
+        self._out = []
+        handler = _ALWAYS.get(type(event)) or _TABLE.get((self.phase, type(event)))
+        if handler is None or self.phase is Phase.STOPPED:
+            return m.Out((), f"{type(event).__name__} does not fit: this rank {self.phase.value}")
+        handler(self, event, now_s)
+        return m.Out(tuple(self._out), self.reason)
 
     def state_dict(self) -> dict[str, Any]:
         """step, commit_id, commit_quorum_id, ledger: JSON. To be read at a step's boundary; part of what is healed and saved."""
-        raise NotImplementedError
+        state = {"step": self.step, "commit_id": self.commit_id, "commit_quorum_id": self.commit_quorum_id}
+        return {**state, "ledger": self.ledger.state_dict()}
+
+    # ---- a step begins
+
+    def _on_begin(self, event: m.Begin, now_s: float) -> None:
+        self._go_on(now_s)
+
+    def _go_on(self, now_s: float) -> None:
+        """From the boundary into the next step, if there is one to be had."""
+        if self._heal and (self._due or len(self._held) >= self.config.heal_backlog):
+            self.phase, self._awaits_since_s = Phase.AWAITING, now_s
+            self.reason = f"{len(self._held)} steps are held, the state has not arrived"
+        elif self._due:
+            self._ask("a quorum is due")
+        elif self._heal_failed and len(self._held) >= self.config.heal_backlog:
+            self._fail("the heal failed, and no more steps can be held", now_s)
+        else:
+            self._attempt = 0
+            self._start()
+
+    def _ask(self, why: str) -> None:
+        self.phase, self.reason = Phase.ASKING, why
+        blame = self._failure.blame if self._failure else ()
+        known = self.part.quorum_id if self.part else 0
+        member = Member(
+            replica_id="",
+            step=VOID if self.void else self.step,
+            commit_id=self.commit_id,
+            commit_quorum_id=self.commit_quorum_id,
+            restored=self._restored,
+            writes_checkpoint=self.config.writes_checkpoint,
+            dealt=0 if self.void else len(self.ledger.pending),
+            deal_id="" if self.void else self.ledger.deal_id,
+            init_sync=self.config.init_sync,
+        )
+        call = m.RankCall(self.config.group_rank, member, "", known, self._failed, blame, self.config.shape)
+        self._emit(m.AskQuorum(call))
+
+    def _on_part(self, part: Part, now_s: float) -> None:
+        same = part.known and self.part is not None and part.reference[0] == self._place
+        self._attempt = self._attempt + 1 if same else 0
+        self.part, self._place = part, part.reference[0]
+        self._width = part.dealt or len(part.participants)
+        self._due, self._failed, self._doomed, self._wants_change, self._failure = False, False, "", "", None
+        self._agains, self._emptied = 0, False
+        self._offering = bool(part.heals)
+        if part.heal:
+            self._become_void(part)
+        else:
+            self._settle(part.reference[0])
+            self._agree_on_deal(part)
+        self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
+        self._emit(m.Configure(part, self._attempt))
+
+    def _agree_on_deal(self, part: Part) -> None:
+        """The open deal is kept if all hold the same; else all return theirs and make a new one. Kept gradients follow the slots."""
+        before = self._slots()
+        if part.dealt == 0:
+            self.ledger.drop()
+            self.ledger.deal(part.participants)
+        if self._slots() != before:
+            self._drop_gradients()
+
+    def _become_void(self, part: Part) -> None:
+        """Whatever this group had, it is not the state that the others go on from."""
+        self.void, self._heal_failed = True, False
+        self._heal = _Heal(part.quorum_id, self._attempt, part.reference[0])
+        self._drop_gradients()
+        self._drop_held()
+
+    def _on_configured(self, event: m.Configured, now_s: float) -> None:
+        if self.part is None or event.quorum_id != self.part.quorum_id:
+            return
+        if not event.ok:
+            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._place, event.reason, event.blame)
+        ok = event.ok and not self._doomed
+        self._vote("configured", "yes" if ok else "failed", reason=event.reason or self._doomed, blame=event.blame)
+        self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else event.reason or self._doomed
+
+    def _on_agreed(self, outcome: Outcome, now_s: float) -> None:
+        if not self._is_current(outcome, "configured"):
+            return
+        if outcome.verdict == "yes":
+            self._start()
+        else:
+            self._fail(f"the process group does not stand: {outcome.reason}", now_s)
+
+    # ---- forward, backward, reduction
+
+    def _start(self) -> None:
+        """Computes, or launches what there is without computing: kept gradients, or zeros."""
+        assert self.part is not None
+        self._tail = self._failure = None
+        self.phase = Phase.COMPUTING
+        slots = self._slots()
+        if slots and self._mine is None:
+            self.reason = f"step {self._place}: slots {slots}"
+            self._emit(m.Compute(self._place, slots, self._attempt))
+            return
+        self.reason = f"step {self._place}: " + (
+            "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
+        )
+        if not slots and not self.void and self.part.replica_id not in self.part.participants:
+            self._wants_change = "healed, to be dealt"
+        self._launch(again=bool(slots))
+
+    def _slots(self) -> tuple[int, ...]:
+        """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
+        if self.void or self.part is None:
+            return ()
+        return tuple(slot for slot, owner in self.ledger.pending.items() if _same_process(owner, self.part.replica_id))
+
+    def _launch(self, *, again: bool) -> None:
+        assert self.part is not None
+        if self._doomed:
+            self._failure = self._failure or m.ReduceFailed(
+                self.part.quorum_id, self._attempt, self._place, self._doomed
+            )
+            self._vote_on_commit()
+            return
+        mine, slots = self._mine or m.Computed(), self._slots()
+        usable = bool(slots) and mine.able and any(count > 0 for count in mine.tokens)
+        unable = bool(slots) and not usable
+        figures = (
+            dict(zip(slots, mine.tokens, strict=False))
+            if usable
+            else dict.fromkeys(slots, UNABLE if self._excused else 0.0)
+        )
+        order = list(self.ledger.pending) if not self.void else [None] * self._width
+        tail = Tail(
+            tokens=tuple(float(figures.get(slot, 0.0)) if slot is not None else 0.0 for slot in order),
+            loss_sum=mine.loss_sum if usable else 0.0,
+            ok=0.0 if unable and not self._excused else 1.0,
+            change=1.0 if self._wants_change or self._leaving else 0.0,
+        )
+        zeros = not usable
+        self._emit(
+            m.LaunchTail(self.part.quorum_id, self._attempt, self._place, tail.values, zeros, again and not zeros)
+        )
+
+    def _on_computed(self, event: m.Computed, now_s: float) -> None:
+        if self._mine is not None or not self._slots():
+            return
+        self._mine, self.reason = event, "the gradients are complete"
+        if self._failure:
+            self._vote_on_commit()
+        else:
+            self._launch(again=False)
+
+    def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
+        if self._at(event) and (self._mine or not self._slots()):
+            self._tail, self._failure = Tail.of(event.tail), None
+            self._vote_on_commit()
+
+    def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
+        if not self._at(event):
+            return
+        self._failure, self.reason = self._failure or event, event.reason
+        if self._mine or not self._slots():
+            self._vote_on_commit()
+
+    def _vote_on_commit(self) -> None:
+        assert self.part is not None
+        self.phase = Phase.VOTING
+        if self._tail is None:
+            assert self._failure is not None
+            self.reason = self._failure.reason
+            self._vote("commit", "failed", reason=self._failure.reason, blame=self._failure.blame)
+            return
+        able = round(self._tail.ok) >= len(self.part.members)
+        self.reason = (
+            "all sums are there" if able else f"{round(self._tail.ok)} of {len(self.part.members)} groups were able"
+        )
+        self._vote("commit", "yes" if able else "again", change=self._tail.change > 0, reason=self.reason)
+
+    # ---- the outcome
+
+    def _on_decided(self, outcome: Outcome, now_s: float) -> None:
+        if not self._is_current(outcome, "commit"):
+            return
+        if outcome.verdict == "failed" or self._tail is None:
+            self._fail(outcome.reason, now_s)
+        elif outcome.verdict == "again":
+            self._try_again()
+        else:
+            self._commit_or_hold(self._tail, change=outcome.change, now_s=now_s)
+
+    def _try_again(self) -> None:
+        """Somebody could not compute: no generation is to blame. The same one goes on, without that group's slot."""
+        self._attempt, self._agains, self._tail = self._attempt + 1, self._agains + 1, None
+        if self._agains >= MAX_UNABLE:
+            slots = tuple(self.ledger.pending)
+            self._stop(
+                f"step {self._place}: {self._agains} attempts in a row, and each time some group was unable", slots
+            )
+            return
+        self.phase, self._excused = Phase.COMPUTING, True
+        self.reason = f"attempt {self._attempt} on the same generation"
+        self._launch(again=True)
+
+    def _commit_or_hold(self, tail: Tail, *, change: bool, now_s: float) -> None:
+        self.phase, self._due, self._failures = Phase.BOUNDARY, change or self.config.every_step, 0
+        if tail.is_empty:
+            self._emptied = True
+            self._return_deal()
+            self._due, self.reason = True, f"step {self._place}: nobody is left who was dealt a slot; a new deal"
+            self._go_on(now_s)
+        elif tail.divisor == 0:
+            self._stop(f"step {self._place}: no slot of it has anything to learn from", tuple(self.ledger.pending))
+        elif self.void:
+            self._held.append((tail, self._due))
+            self._place += 1
+            assert self.part is not None
+            self._width = len(self.part.participants)
+            self._emit(m.HoldSums(self._place))
+            self._go_on(now_s)
+        else:
+            self._commit(tail)
+
+    def _commit(self, tail: Tail, *, held: bool = False) -> None:
+        """The only place where anything becomes visible."""
+        part = self.part
+        assert part is not None
+        if self._offering and not held:
+            self._emit(m.Fence(self.step))
+            self._offering = False
+        owners = dict(self.ledger.pending)
+        entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
+        if self.commit_quorum_id == part.quorum_id:
+            self._settle(self.step)
+        self.step += 1
+        self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
+        self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
+        gave = {owners[slot] for slot in entry.contributed}
+        contributors = tuple(
+            rank for rank, i in enumerate(part.members) if any(_same_process(owner, i) for owner in gave)
+        )
+        loss = tail.loss_sum / tail.divisor
+        self._emit(m.CommitStep(self.step, self.commit_id, tail.divisor, contributors, loss, len(part.members), held))
+        self._mine, self._excused, self._agains = None, False, 0
+        self.reason = f"step {self.step} is committed"
+        if not self._due:
+            self._width = len(self.ledger.deal(part.participants))
+        if entry.useless and not self.config.skip_unable:
+            self._stop(f"slots {entry.useless} were of no use {MAX_UNABLE} times", entry.useless)
+
+    def _fail(self, why: str, now_s: float) -> None:
+        """The generation is over. What was computed is kept for the next one."""
+        self._failed, self._due = True, True
+        self._failures += 1
+        if self.part:
+            self._emit(m.AbandonGeneration(self.part.quorum_id))
+        if not self.config.keep_gradients:
+            self._return_deal()
+        if self.config.max_failures is not None and self._failures > self.config.max_failures:
+            self._stop(
+                f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
+            )
+        elif self._heal:
+            if not self._heal.voted:
+                self._vote_on_heal("failed", why)
+            self.phase, self.reason = Phase.CLOSING, why
+        else:
+            self._drop_held()
+            self._ask(why)
+
+    def _return_deal(self) -> None:
+        self.ledger.drop()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        if self._mine:
+            self._emit(m.DropGradients())
+        self._mine, self._excused = None, False
+
+    # ---- healing
+
+    def _on_heal_ended(self, event: m.HealEnded, now_s: float) -> None:
+        heal = self._heal
+        if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
+            return
+        assert self.part is not None
+        found = (event.state.get("step"), event.state.get("commit_quorum_id"), event.state.get("commit_id"))
+        whole = event.ok and found == self.part.reference
+        heal.state = event.state
+        self._vote_on_heal("yes" if whole else "failed", event.reason or f"the state is {found}", event.blame)
+
+    def _vote_on_heal(self, verdict: Any, reason: str, blame: tuple[str, ...] = ()) -> None:
+        heal = self._heal
+        assert heal is not None
+        heal.voted = True
+        why = "" if verdict == "yes" else reason
+        vote = Vote(
+            self.config.group_rank, "healed", heal.quorum_id, heal.attempt, heal.step, verdict, False, why, blame
+        )
+        self._emit(m.CastVote(vote))
+
+    def _on_healed(self, outcome: Outcome, now_s: float) -> None:
+        heal = self._heal
+        if heal is None or (outcome.quorum_id, outcome.attempt, outcome.step) != (
+            heal.quorum_id,
+            heal.attempt,
+            heal.step,
+        ):
+            return
+        self._heal, self._heal_failed = None, outcome.verdict != "yes"
+        if self._heal_failed:
+            self._wants_change, self.reason = "the heal failed", outcome.reason
+        else:
+            self._take_state(heal.state)
+        if self.phase is Phase.AWAITING:
+            self.phase = Phase.BOUNDARY
+            self._go_on(now_s)
+        elif self.phase is Phase.CLOSING:
+            self._drop_held()
+            self._ask(self.reason)
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
+        assert self.part is not None
+        self._load(state, keep_deal=True)
+        self.void, self._wants_change = False, "healed, to be dealt"
+        self._emit(m.LoadState(self.step))
+        held, self._held = self._held, []
+        due = self._due
+        for tail, self._due in held:
+            self._commit(tail, held=True)
+        self._due = due
+        if self._emptied:
+            self.ledger.drop()
+        self.reason = f"healed, {len(held)} held steps applied: step {self.step}"
+
+    def _load(self, state: dict[str, Any], *, keep_deal: bool) -> None:
+        self.step, self.commit_id = int(state["step"]), str(state["commit_id"])
+        self.commit_quorum_id = int(state["commit_quorum_id"])
+        self.ledger.load_state_dict(state["ledger"], keep_deal=keep_deal)
+
+    def _drop_held(self) -> None:
+        if self._held or self.void:
+            self._emit(m.DropHeld())
+        self._held = []
+
+    # ---- checkpoints
+
+    def _on_wants_restore(self, event: m.WantsRestore, now_s: float) -> None:
+        self._drop_gradients()
+        self._emit(m.LoadCheckpoint(event.settled))
+        self.reason = f"step {event.settled} was settled, and nobody holds it any more"
+
+    def _on_restored(self, event: m.Restored, now_s: float) -> None:
+        self._load(event.state or _INITIAL, keep_deal=False)
+        self.void, self._restored, self.settled = False, self.step, self.step
+        self.reason = f"restored from checkpoint {self.step}"
+        if self.phase is Phase.ASKING:
+            self._ask(self.reason)
+
+    def _on_quorum_failed(self, event: m.QuorumFailed, now_s: float) -> None:
+        self._stop(f"no quorum: {event.reason}")
+
+    def _settle(self, step: int) -> None:
+        if step > self.settled:
+            self.settled = step
+            self._emit(m.Settled(step))
+
+    # ---- what may come at any time
+
+    def _on_broken(self, notice: m.MemberLost | m.Abandoned, now_s: float) -> None:
+        """The generation cannot complete. Sums that are complete all the same are voted on as if nothing had been said."""
+        if self.part is None or notice.quorum_id != self.part.quorum_id or self._failed or self._doomed:
+            return
+        self._doomed = f"{type(notice).__name__}: {notice.reason}"
+        self.reason = self._doomed
+        if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
+            self._emit(m.StopWaiting(notice.quorum_id, self._doomed))
+        elif self.phase is Phase.AWAITING:
+            self._fail(self._doomed, now_s)
+
+    def _on_change(self, notice: m.ChangeAnnounced, now_s: float) -> None:
+        if self.part and notice.quorum_id == self.part.quorum_id and self.phase is not Phase.ASKING:
+            self._wants_change = self.reason = notice.reason or "announced"
+
+    def _on_leaving(self, event: m.Leaving, now_s: float) -> None:
+        self._leaving, self.reason = True, "leaves after the next commit"
+
+    def _on_tick(self, event: m.Tick, now_s: float) -> None:
+        if self.phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
+            why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
+            self._emit(m.GiveUp(why))
+            self._fail(why, now_s)
+
+    # ---- small things
+
+    def _vote(
+        self, kind: Any, verdict: Any, *, change: bool = False, reason: str = "", blame: tuple[str, ...] = ()
+    ) -> None:
+        assert self.part is not None
+        rank, why = self.config.group_rank, "" if verdict == "yes" else reason
+        vote = Vote(rank, kind, self.part.quorum_id, self._attempt, self._place, verdict, change, why, blame)
+        self._emit(m.CastVote(vote))
+
+    def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
+        if outcome.kind == "healed":
+            self._on_healed(outcome, now_s)
+        elif self.phase is Phase.AGREEING:
+            self._on_agreed(outcome, now_s)
+        elif self.phase is Phase.VOTING:
+            self._on_decided(outcome, now_s)
+
+    def _is_current(self, outcome: Outcome, kind: str) -> bool:
+        return outcome.kind == kind and self._at(outcome)
+
+    def _at(self, event: Outcome | m.Reduced | m.ReduceFailed) -> bool:
+        where = (event.quorum_id, event.attempt, event.step)
+        return self.part is not None and where == (self.part.quorum_id, self._attempt, self._place)
+
+    def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
+        self.phase, self.reason = Phase.STOPPED, why
+        self._emit(m.Stop(why, slots))
+
+    def _emit(self, effect: Effect) -> None:
+        self._out.append(effect)
+
+
+@dataclass
+class _Heal:
+    quorum_id: int
+    attempt: int
+    step: int
+    voted: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+_INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}
+_Handler = Callable[[Step, Any, float], None]
+_TABLE: dict[tuple[Phase, type[Event]], _Handler] = {
+    (Phase.BOUNDARY, m.Begin): Step._on_begin,
+    (Phase.BOUNDARY, m.Restored): Step._on_restored,
+    (Phase.ASKING, Part): Step._on_part,
+    (Phase.ASKING, m.WantsRestore): Step._on_wants_restore,
+    (Phase.ASKING, m.Restored): Step._on_restored,
+    (Phase.ASKING, m.QuorumFailed): Step._on_quorum_failed,
+    (Phase.CONFIGURING, m.Configured): Step._on_configured,
+    (Phase.COMPUTING, m.Computed): Step._on_computed,
+    (Phase.COMPUTING, m.Reduced): Step._on_reduced,
+    (Phase.COMPUTING, m.ReduceFailed): Step._on_reduce_failed,
+}
+_ALWAYS: dict[type[Event], _Handler] = {
+    Outcome: Step._on_outcome,  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
+    m.HealEnded: Step._on_heal_ended,
+    m.MemberLost: Step._on_broken,
+    m.Abandoned: Step._on_broken,
+    m.ChangeAnnounced: Step._on_change,
+    m.Leaving: Step._on_leaving,
+    m.Tick: Step._on_tick,
+}
+
+
+def _same_process(owner: str, replica_id: str) -> bool:
+    return m.process_of(owner) == m.process_of(replica_id)
