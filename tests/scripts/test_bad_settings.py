@@ -102,9 +102,25 @@ CASES = [
     ),
     Case(
         "ranks do not fit the layout",
-        "--parallelism.data_parallel_shard_degree = 4: the degrees must multiply to the number of ranks, 2; nearest: 2, or -1 for all of them; or start 4 ranks (NPROC=4)",
+        "--parallelism.data_parallel_shard_degree = 4: the degrees must multiply to the number of ranks, 2; nearest: 2, or -1 for all that are left; or start 4 ranks (NPROC=4)",
         ("--parallelism.data_parallel_shard_degree=4",),
     ),
+    Case(
+        "degree that ranks do not fit",
+        "--parallelism.data_parallel_replicate_degree = 3: the degrees multiply to 3, which must divide the number of ranks, 2; nearest: 2; or start a multiple of 3 ranks (NPROC=3)",
+        ("--parallelism.data_parallel_replicate_degree=3",),
+    ),
+    Case(
+        "sequence that ranks cannot share",
+        "--training.seq_len = 63: the ranks of parallelism.context_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 4; nearest: 60 or 64",
+        ("--training.seq_len=63", "--parallelism.context_parallel_degree=2"),
+    ),
+    Case("heads that ranks cannot share", "--parallelism.tensor_parallel_degree = 2: must divide model.n_kv_heads = 1; nearest: 1", ("--parallelism.tensor_parallel_degree=2", "--model.n_kv_heads=1")),
+    Case("ring without CUDA", '--parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"', ("--parallelism.context_parallel_rotate_method=ring",)),
+    Case("offloading without CUDA", "--training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; nearest: false", ("--training.enable_cpu_offload",)),
+    Case("budget without a compiler", '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"', ("--activation_checkpoint.mode=memory_budget",)),
+    Case("blocks that are not counted", '--activation_checkpoint.selective_ac_option = "two": must be "op" or the text of a number >= 1; nearest: "1"', ("--activation_checkpoint.selective_ac_option=two",)),
+    Case("another trainer's name", "run.toml:2: training.enable_loss_parallel: no such key; did you mean parallelism.disable_loss_parallel?", toml="[training]\nenable_loss_parallel = true\n"),
     Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03", ("--validation.enable", "--training.dataset_held_out=0")),
     # files
     Case("data missing", '--training.dataset_path = "corpus/*": no file matches corpus/*; there is no folder corpus', FILES, nproc=1),
@@ -169,6 +185,7 @@ def start(case: Case, folder: Path) -> Told:
             "SPY": str(spy / "processes"),
             "NPROC": str(case.nproc),
             "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # some messages say that there is none
         },
         capture_output=True,
         text=True,
