@@ -198,6 +198,8 @@ class Cluster:
         return next(name for name in self.names if name.name == group.name)
 
     def job_stopped(self, reason: str) -> None:
+        unable = any(fault.kind == "not a number" for fault in self.setting.faults)
+        require(unable, f"the job stops without a cause: {reason}")
         self.world.seen["the job stopped by rule"] += 1
         self.stopped_because = reason
 
@@ -296,6 +298,8 @@ class Cluster:
             self._for(fault.lasts_s, lambda: setattr(group, "slow", 1.0))
         elif fault.kind == "group leaves" and len(live) > self.setting.lighthouse.min_replicas + 1:
             group.wants_to_leave()
+        elif fault.kind == "shrink asked":
+            group.shrink = True
         elif fault.kind == "not a number":
             group.nan_attempts = 1 + int(fault.share * 3.5)
 

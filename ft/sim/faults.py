@@ -28,6 +28,7 @@ KINDS = {
     "group leaves": 4,
     "group joins": 5,
     "not a number": 6,
+    "shrink asked": 3,
 }
 
 

@@ -127,7 +127,7 @@ class Truth:
         require(key == first, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
 
     def gives(self, rank: RankNode, quorum_id: int, step: int, given: Given) -> None:
-        if not given.gradients and not any(count > 0 for count in given.tail[:-4]):
+        if not given.gradients and not any(count > 0 for count in given.tail[:-3]):
             return
         who = rank.process.name
         require(rank.weights is not None, f"{who} is void and adds to step {step + 1}")

@@ -231,7 +231,7 @@ class Network:
         low, high = self.quality.delay_s
         if source.host == target.host:
             return low
-        if self.quality.late and source.site != target.site and self._happens("late", self.quality.late):
+        if self.quality.late and self._happens("late", self.quality.late):
             return self._dice.between(high, 1.0)
         return self._dice.between(low, high)
 

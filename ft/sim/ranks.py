@@ -7,7 +7,7 @@ shows who gave what, and from which state.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ft.sim.servers import GroupNode
 
 RETRY_S = 0.5
+OPTIMIZER_S = 0.01
 VOTE_TRIES = 20
 INITIAL = 1  # the weights before the first step, the same everywhere
 
@@ -152,7 +153,10 @@ class RankNode:
                 self.feed(reply)
 
         if number == self._asked:
-            self.network.call(self.process, self.group.address, effect.call, answered, timeout_s=30.0)
+            call = effect.call
+            if self.group.shrink:
+                call = replace(call, member=replace(call.member, shrink_only=True))
+            self.network.call(self.process, self.group.address, call, answered, timeout_s=30.0)
 
     def _configure(self, effect: m.Configure) -> None:
         part = effect.part
@@ -296,8 +300,10 @@ class RankNode:
         self.truth.commits(self, effect, self._part.quorum_id, sums, parent)
         if effect.step % self.cluster.setting.checkpoint_every == 0:
             self._checkpoints[effect.step] = self.snapshot()
-        if self.leaving:
+        if self.leaving and not effect.held:
             self.group.rank_left()
+        elif not effect.held:
+            self.world.after(OPTIMIZER_S, self.process, self.feed, m.Begin())
 
     # -- healing ----------------------------------------------------------------------------------------------------
 
@@ -383,7 +389,10 @@ class RankNode:
         self.group.leave(clean=False, reason=effect.reason)
 
     def _stop(self, effect: m.Stop) -> None:
-        self.cluster.job_stopped(effect.reason)
+        if effect.reason.startswith("no quorum"):
+            self.exit(effect.reason)
+        else:
+            self.cluster.job_stopped(effect.reason)
 
 
 def add(given: list[Given]) -> Sums:

@@ -154,6 +154,7 @@ class GroupNode:
         self.slow = 1.0
         self.ended = False
         self.left = False
+        self.shrink = False  # its next quorum is to have previous members alone
         self.nan_attempts = 0
         self._nan_asked = 0
         self._departed = 0
@@ -279,6 +280,7 @@ class GroupNode:
     def _heard(self, event: m.Event) -> None:
         if isinstance(event, m.LighthouseAnswered):
             self._quorum = event.quorum
+            self.shrink = False
         self.feed(event)
 
     def _open_stream(self, effect: m.OpenStream) -> None:

@@ -1,0 +1,117 @@
+"""Ten bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
+
+Where a peer or an earlier draft had the bug, it says so. `python -m tests.sim.planted NAME` searches for the first seed that finds one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ft.protocol import messages as m
+from ft.protocol.group import Group
+from ft.protocol.lighthouse import Lighthouse, View
+from ft.protocol.step import Step
+from ft.sim import runs
+from ft.sim.cluster import Machines
+
+
+class NoMajority(Lighthouse):
+    """Rule 5 is gone: less than half of the healthy groups may go on."""
+
+    def _view(self, now_s: float) -> View:
+        view = super()._view(now_s)
+        return replace(view, healthy=min(view.healthy, max(1, 2 * len(view.candidates) - 1)))
+
+
+class IdsRestart(Lighthouse):
+    """The peer's: after a restart quorum ids begin at 1, whatever members report."""
+
+    def __init__(self, *args: Any, saved: m.Saved | None = None, **more: Any) -> None:
+        super().__init__(*args, saved=saved, **more)
+        self._last_id = 0
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        last_id = self._last_id
+        if isinstance(event, m.Call):
+            event = replace(event, known=0, member=replace(event.member, commit_quorum_id=0, commit_id=""))
+        out = super().handle(event, now_s)
+        self._last_id = min(self._last_id, last_id + 1)
+        return out
+
+
+class EmptyShrink(Lighthouse):
+    """The peer's: min_replicas is tested before the shrink filter, so that a shrink may leave nobody."""
+
+    def _evaluate(self, now_s: float) -> None:
+        view = self._view(now_s)
+        if view.shrinkers and view.previous and not view.present and len(view.candidates) >= view.min_replicas:
+            self._emit(m.Answer((), m.Quorum(self._last_id + 1, (), epoch=self._epoch)))
+        super()._evaluate(now_s)
+
+
+class GhostCaller(Lighthouse):
+    """The peer's: a caller that is gone stays a candidate until the next quorum."""
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        if isinstance(event, m.StreamClosed | m.CallCancelled):
+            peer = self._peers.get(event.replica_id)
+            if peer is not None and peer.call is not None:
+                return m.Out()
+        return super().handle(event, now_s)
+
+
+class Forgetful(Lighthouse):
+    """After a restart it knows the last id, but not who was in: a lone newcomer takes the job over."""
+
+    def __init__(self, *args: Any, saved: m.Saved | None = None, fresh: bool = False, **more: Any) -> None:
+        super().__init__(*args, saved=replace(saved, quorum=None, settled=0) if saved else None, fresh=True, **more)
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        if isinstance(event, m.StreamOpened):
+            event = replace(event, quorum=None, settled=0)
+        return super().handle(event, now_s)
+
+
+class StaleVote(Group):
+    """A vote of an earlier attempt counts for the current one."""
+
+    def _on_vote(self, vote: m.Vote, now_s: float) -> None:
+        open_ballots = [key for key in self._votes if key[3] == vote.kind]
+        if self._stale(vote) and open_ballots:
+            quorum_id, step, attempt, _ = open_ballots[-1]
+            vote = replace(vote, quorum_id=quorum_id, step=step, attempt=attempt)
+        super()._on_vote(vote, now_s)
+
+
+class NoCommitIds(Group):
+    """Two groups at one step are taken to be equal, whichever version of that step they hold."""
+
+    def _answer(self, rank: int, quorum: m.Quorum) -> None:
+        before = len(self._out)
+        super()._answer(rank, quorum)
+        for place, effect in enumerate(self._out[before:], before):
+            assert isinstance(effect, m.AnswerRank)
+            part = effect.part
+            me = quorum.members[part.replica_rank]
+            if part.heal and me.step == part.reference[0]:
+                self._out[place] = replace(effect, part=replace(part, heal=False, sources=()))
+
+
+@dataclass(frozen=True)
+class Bug:
+    machines: Machines
+    seed: int  # the first that finds it
+    found: str  # what the simulator says then
+
+
+def search(machines: Machines, seeds: range, tell: Callable[[str], None] = print) -> runs.Run | None:
+    """The first of `seeds` that finds the bug."""
+    for seed in seeds:
+        run = runs.run(seed, machines=machines)
+        if run.failure:
+            tell(f"seed {seed}: {run.failure}")
+            return run
+    return None

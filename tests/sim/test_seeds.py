@@ -1,0 +1,63 @@
+"""A thousand runs of the real machines in the simulated world; every invariant after every event.
+
+PHAROS_SEEDS sets how many (30 take seconds); `make sim` runs ten thousand.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ft.sim import runs
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = int(os.environ.get("PHAROS_SEEDS", "1000"))
+REGRESSIONS = [
+    tuple(int(word) for word in line.split()[:3])
+    for line in (Path(__file__).parent / "regressions.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+@pytest.mark.timeout(600)
+def test_a_thousand_seeds():
+    found = runs.run_many(range(SEEDS), None, 200)
+    assert len(found) == SEEDS and min(one.events for one in found) > 500
+    failed = [one for one in found if one.failure]
+    assert not failed, f"{len(failed)} of {SEEDS} seeds failed" + "".join(runs.tell(one) for one in failed[:2])
+    never = runs.never_seen(found) if SEEDS >= runs.ENOUGH else []
+    assert not never, f"never seen: {never}"
+
+
+@pytest.mark.parametrize(("seed", "groups", "steps"), REGRESSIONS)
+def test_seeds_that_failed_once(seed: int, groups: int, steps: int):
+    run = runs.run(seed, groups, steps)
+    assert not run.failure, runs.tell(run)
+
+
+def told(seed: int, hash_seed: str, python: str = sys.executable) -> str:
+    """The trace of a run in a process of its own."""
+    command = [python, "-m", "ft.sim", "--seed", str(seed), "--groups", "4", "--steps", "40", "--trace"]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout.rpartition("\n1 seeds")[0]
+
+
+def test_one_seed_is_one_run():
+    """Also when sets of names have another order in memory."""
+    first = told(7, "1")
+    assert len(first.splitlines()) > 200 and first == told(7, "2") != told(8, "1")
+
+
+def test_torch_is_never_imported():
+    code = (
+        "import sys; from ft.sim import runs; assert not runs.run(0, 2, 5).failure;"
+        "print(sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'numpy', 'grpc', 'asyncio')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
