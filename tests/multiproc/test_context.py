@@ -12,7 +12,7 @@ from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.clip import gradient_norm
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import Layout, parallelize
+from parallelisms.parallelize import CompileConfig, Layout, parallelize
 from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
@@ -67,6 +67,7 @@ def cp(degree: int, **others: Any) -> ParallelismConfig:
     return ParallelismConfig(context_parallel_degree=degree, **others)
 
 
+COMPILED = CompileConfig(enable=True, components=("model",), backend="aot_eager")
 LAYOUTS = {
     "two": (2, cp(2), EVERYTHING),
     "two, full": (2, cp(2, fsdp_reshard_after_forward="never"), FULL),
@@ -76,6 +77,7 @@ LAYOUTS = {
     "four, one piece each": (4, cp(4, context_parallel_load_balancer="none"), EVERYTHING),
     "two, and two shards": (4, cp(2, data_parallel_shard_degree=2), FULL),
     "two, and two copies": (4, cp(2, data_parallel_replicate_degree=2), BY_OPERATION),
+    "two, and two parts of each matrix": (4, cp(2, tensor_parallel_degree=2), BY_OPERATION),
 }
 
 
@@ -88,6 +90,13 @@ def test_gradients_are_those_of_one_process(pool: Pool, alone: dict, name: str) 
             assert error <= 1e-5, f"{parameter}: {error:.1e}"
         torch.testing.assert_close(result["loss"], alone["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(result["norm"], alone["norm"], rtol=1e-5, atol=0)
+
+
+def test_compiled_blocks_see_the_collectives(pool: Pool, alone: dict) -> None:
+    for result in pool.run(2, step, Layout(cp(2), BY_OPERATION, COMPILED)):
+        for parameter, value in alone["gradients"].items():
+            error = (result["gradients"][parameter] - value).norm() / value.norm()
+            assert error <= 1e-5, f"{parameter}: {error:.1e}"
 
 
 def test_bf16_gradients_are_near(pool: Pool, alone: dict) -> None:
