@@ -17,7 +17,7 @@ from ft import SoloManager
 from models import llama
 from models.init import draw
 from parallelisms.clip import scale_gradients
-from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.mesh import ParallelismConfig, Seat, build_mesh, degrees
 from parallelisms.parallelize import Layout, parallelize
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Lines
@@ -26,6 +26,7 @@ from training.checkpoint_streamed import Streamed
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, ParameterGroup, build_optimizer
 
+pytestmark = pytest.mark.timeout(300)  # a chain is many runs of the pool, each with its own time limit
 T, BATCH = 16, 4
 SEED, NOT_LOADED = 7, 8  # of the seed checkpoint, and of the values that a load must replace
 SIZES = llama.Config(dim=32, n_heads=4, n_kv_heads=2, hidden_dim=40)
@@ -63,16 +64,35 @@ def ranks_of(layout: ParallelismConfig) -> int:
     )
 
 
-def meta_model(vocab_size: int, n_layers: int = 4) -> llama.Llama:
+def meta_model(vocab_size: int, n_layers: int = 2) -> llama.Llama:
     with torch.device("meta"):
         return llama.build(replace(SIZES, n_layers=n_layers), vocab_size=vocab_size, max_seq_len=T)
+
+
+class Place:
+    """What a loader of a stream keeps: the place of this rank's share, which all ranks that see the same sequences know."""
+
+    def __init__(self, seat: Seat, of: int) -> None:
+        self.key, self.place = f"rank {seat.dp_rank} of {of}", ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state[self.key]
 
 
 class Run:
     """The model under one layout, with all that a checkpoint of train.py holds of a run, but for the data's own name."""
 
     def __init__(
-        self, folder: Path, parallelism: ParallelismConfig, vocab_size: int, n_layers: int = 4, **settings: Any
+        self,
+        folder: Path,
+        parallelism: ParallelismConfig,
+        vocab_size: int,
+        n_layers: int = 2,
+        streamed: bool = False,
+        **settings: Any,
     ) -> None:
         self.vocab_size = vocab_size
         self.degrees = degrees(parallelism, dist.get_world_size())
@@ -95,6 +115,9 @@ class Run:
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,
         }
+        self.place = Place(self.seat, self.degrees.data_parallel)
+        if streamed:
+            self.states["loader"] = self.place
         self.checkpointer = Checkpointer(CheckpointConfig(**settings), folder, self.states, log=self.log)
 
     def train(self, steps: int) -> list[float]:
@@ -181,7 +204,7 @@ def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each:
 # 61 and 259 rows are divided by no layout: FSDP over TP cuts 31 and 30 rows again.
 CHAINS = [
     ("fsdp4 > one > hsdp4 > ddp2 > fsdp2", 61),
-    ("fsdp4 > fsdp2 tp2 > tp2 cp2 > one > ddp2 tp2 > fsdp2 cp2 > tp2", 259),
+    ("fsdp2 tp2 > tp2 cp2 > one > ddp2 tp2 > fsdp2 cp2 > tp2", 259),
     ("pp2 fsdp2 > fsdp2 tp2 > pp2 tp2 > cp2 > pp2 looped > hsdp4", 61),
 ]
 
@@ -204,7 +227,7 @@ def begin_with(seed: Path, parallelism: ParallelismConfig, exclude: tuple[str, .
 
 def test_what_is_excluded_may_be_on_one_rank_alone(pool: Pool, tmp_path: Path):
     seed = make_seed(tmp_path / "seed", 61)
-    excluded = ("model.layers.3", "model.output", "model.tok_embeddings.weight")
+    excluded = ("model.layers.1", "model.output", "model.tok_embeddings.weight")
     there = joined(pool.run(2, begin_with, tmp_path / "seed", LAYOUTS["pp2"], excluded))
     model = meta_model(61)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -221,22 +244,44 @@ def refusal(folder: Path, parallelism: ParallelismConfig, vocab_size: int, n_lay
 
 @pytest.mark.parametrize("layout", ["pp2", "fsdp2"])
 @pytest.mark.parametrize(
-    ("vocab_size", "n_layers", "said"),
+    ("vocab_size", "n_layers", "names", "said"),
     [
-        (61, 3, "model.layers.3.attention.wk.weight is there and not here; "),
-        (61, 5, "model.layers.4.attention_norm.weight is here and not there; "),
-        (
-            60,
-            4,
-            "model.tok_embeddings.weight is [61, 32] there and [60, 32] here; model.output.weight is [61, 32] there",
-        ),
+        (61, 1, ("1.attention.wk", "1.attention.wo", "1.attention.wq"), "is there and not here"),
+        (61, 3, ("2.attention_norm", "2.attention.wq", "2.attention.wk"), "is here and not there"),
+        (60, 2, (), "[61, 32] there and [60, 32] here"),
     ],
 )
 def test_a_name_that_no_rank_holds_or_that_is_missing_is_told_once(
-    pool: Pool, tmp_path: Path, layout: str, vocab_size: int, n_layers: int, said: str
+    pool: Pool, tmp_path: Path, layout: str, vocab_size: int, n_layers: int, names: tuple[str, ...], said: str
 ):
     make_seed(tmp_path, 61)
-    first, second = pool.run(2, refusal, tmp_path, LAYOUTS[layout], vocab_size, n_layers)
-    assert first == second and said in first
-    phrases = first.split("; ")
-    assert len(set(phrases)) == len(phrases)
+    text = "; ".join(f"model.layers.{name}.weight {said}" for name in names) + " (and 6 more)"
+    if not names:
+        text = f"model.tok_embeddings.weight is {said}; model.output.weight is {said}"
+    assert pool.run(2, refusal, tmp_path, LAYOUTS[layout], vocab_size, n_layers) == [text] * 2
+
+
+def save_places(folder: Path, parallelism: ParallelismConfig) -> None:
+    run = Run(folder, parallelism, 61, streamed=True)
+    run.place.place = f"record {run.seat.dp_rank}"
+    run.checkpointer.save(1)
+
+
+def load_place(folder: Path, parallelism: ParallelismConfig) -> tuple[int, str]:
+    """Which sequences this rank sees, and where it goes on in them; or why it cannot."""
+    run = Run(folder, parallelism, 61, streamed=True)
+    try:
+        run.checkpointer.load()
+    except ValueError as error:
+        return run.seat.dp_rank, str(error).partition("does not fit this run: ")[2]
+    return run.seat.dp_rank, run.place.place
+
+
+def test_a_stream_is_taken_up_by_as_many_data_parallel_ranks_in_any_layout(pool: Pool, tmp_path: Path):
+    pool.run(4, save_places, tmp_path, LAYOUTS["pp2 fsdp2"])
+    for layout in (LAYOUTS["fsdp2"], LAYOUTS["fsdp2 tp2"]):
+        for dp_rank, place in pool.run(ranks_of(layout), load_place, tmp_path, layout):
+            assert place == f"record {dp_rank}"
+    text = "loader.rank 0 of 4 is here and not there; loader.rank 1 of 4 is here and not there; "
+    for _, place in pool.run(4, load_place, tmp_path, LAYOUTS["hsdp4"]):
+        assert place.startswith(text)
