@@ -1,11 +1,12 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs resume
+.PHONY: help check test compat size lock docs resume parity
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
 	@echo "make compat  every Python found here        make size    lines per package"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit"
+	@echo "make parity  every layout against one process; renews docs/parity.md (the best part of an hour on two cores)"
 
 check:
 	@./scripts/run_checks.sh
@@ -27,3 +28,6 @@ docs:
 
 resume:
 	@.venv/bin/python proofs/resume.py
+
+parity:
+	@.venv/bin/python proofs/parity.py --ranks 1,2,4,8 --write docs/parity.md

@@ -160,19 +160,19 @@ class Proof:
     """Truths and workers, once for all cases."""
 
     def __init__(self, task: Task, pool: Pool) -> None:
-        self._task, self._pool = task, pool
+        self.task, self._pool = task, pool
         self._truths: dict[tuple[int, OptimizerName], tuple[Step, ...]] = {}
 
     def truth(self, case: Case) -> tuple[Step, ...]:
         key = case.vocab_size, case.optimizer
         if key not in self._truths:
-            [self._truths[key]] = self._pool.run(1, alone, self._task, *key, timeout_s=CASE_TIMEOUT_S)
+            [self._truths[key]] = self._pool.run(1, alone, self.task, *key, timeout_s=CASE_TIMEOUT_S)
         return self._truths[key]
 
     def verdict(self, case: Case) -> Verdict:
         truth, began = self.truth(case), time.monotonic()
         try:
-            seen = self._pool.run(case.world_size, beside, self._task, case, timeout_s=CASE_TIMEOUT_S)
+            seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:
             found = Verdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), (str(error).strip(),))

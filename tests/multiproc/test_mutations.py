@@ -1,0 +1,211 @@
+"""Code broken on purpose must make proofs/parity.py fail: one break at a time, inside the workers, judged by the proof itself.
+
+A break is a context in which a rank runs its case; it replaces something for as long and reaches no file. Each is named after the
+mistake that it stands for, with words that the verdict must then contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import Partial
+
+from models import llama, ops
+from parallelisms import clip, context, parallelize, pipeline
+from parallelisms.mesh import Seat
+from proofs import parity, parity_worker
+from proofs.parity_worker import Case, Seen, Task, beside, local
+from tests.multiproc.pool import Pool
+from tests.multiproc.test_parity import case, task
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def one_division_skipped(patch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    divide = parity_worker.scale_gradients
+
+    def scale(parameters: Any, factor: float) -> None:
+        calls.append(None)
+        if len(calls) != 2:
+            divide(parameters, factor)
+
+    patch.setattr(parity_worker, "scale_gradients", scale)
+
+
+def reduce_scatter_dropped(patch: pytest.MonkeyPatch) -> None:
+    def own_part(_: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> None:
+        output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    patch.setattr(_fsdp_collectives.DefaultReduceScatter, "__call__", own_part)
+
+
+def all_reduce_of_copies_dropped(patch: pytest.MonkeyPatch) -> None:
+    without = SimpleNamespace(**{**vars(dist), "all_reduce": lambda *args, **kwargs: None})
+    patch.setattr(_fsdp_collectives, "dist", without)
+
+
+def sum_over_tp_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Of the norms' gradients: each rank keeps that of its own tokens."""
+    patch.setattr(Partial, "_reduce_value", lambda self, tensor, mesh, mesh_dim: tensor)
+
+
+def one_gradient_doubled(patch: pytest.MonkeyPatch) -> None:
+    def double(model: Any) -> None:
+        local(model.layers["1"].attention.wk.weight.grad).mul_(2)
+
+    _after_backward(patch, double)
+
+
+def one_gradient_lost(patch: pytest.MonkeyPatch) -> None:
+    def lose(model: Any) -> None:
+        model.norm.weight.grad = None
+
+    _after_backward(patch, lose)
+
+
+def _after_backward(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    whole = parallelize.Whole.forward_backward
+
+    def forward_backward(self: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+        loss = whole(self, inputs, labels)
+        change(self.parts[0])
+        return loss
+
+    patch.setattr(parallelize.Whole, "forward_backward", forward_backward)
+
+
+def shares_of_the_loss_not_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(parallelize.Whole, "_share", lambda self, loss_sum: loss_sum)
+
+
+def every_rank_counts_its_targets(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "counts", True)
+
+
+def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clip, "_first_to_hold", lambda parameter: True)
+
+
+def queries_aligned_with_the_first_keys(patch: pytest.MonkeyPatch) -> None:
+    """The causal mask of a piece as if the keys began where its queries do."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.causal_attention(q, k[:, : q.shape[1]], v[:, : q.shape[1]])
+
+    patch.setattr(context, "ops", SimpleNamespace(causal_attention=attend))
+
+
+def positions_of_each_rank_from_zero(patch: pytest.MonkeyPatch) -> None:
+    right = context.positions
+
+    def positions(pieces: Any, seq_len: int) -> list[Tensor]:
+        first, *others = right(pieces, seq_len)
+        return [first, *(other - other.min() for other in others)]
+
+    patch.setattr(context, "positions", positions)
+
+
+def gradients_divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
+    _scheduled(patch, scale_grads=True)
+
+
+def _scheduled(patch: pytest.MonkeyPatch, **options: Any) -> None:
+    runtime = pipeline._PipelineScheduleRuntime
+    patch.setattr(pipeline, "_PipelineScheduleRuntime", lambda *args, **kwargs: runtime(*args, **{**kwargs, **options}))
+
+
+def a_block_in_two_stages(patch: pytest.MonkeyPatch) -> None:
+    _staged(patch, lambda first, last: [first, ["layers.1", *last]])
+
+
+def a_block_in_no_stage(patch: pytest.MonkeyPatch) -> None:
+    _staged(patch, lambda first, last: [[name for name in first if name != "layers.1"], last])
+
+
+def _staged(patch: pytest.MonkeyPatch, change: Callable[[list[str], list[str]], list[list[str]]]) -> None:
+    right = pipeline.stage_modules
+    patch.setattr(pipeline, "stage_modules", lambda config, layers: change(*right(config, layers)))
+
+
+def drawn_by_rank(patch: pytest.MonkeyPatch) -> None:
+    right = llama.normal_
+
+    def normal(parameter: Any, name: str, seed: int, **options: Any) -> None:
+        right(parameter, name, seed + dist.get_rank(), **options)
+
+    patch.setattr(llama, "normal_", normal)
+
+
+def a_weight_never_updated(patch: pytest.MonkeyPatch) -> None:
+    right = parity_worker.build_optimizer
+
+    def build(config: Any, parts: Any) -> Any:
+        optimizer = right(config, parts)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not parts[0].layers["2"].ffn_norm.weight]
+        return optimizer
+
+    patch.setattr(parity_worker, "build_optimizer", build)
+
+
+BREAKS = [  # what, in which layout, under which optimizer, what the verdict must say
+    (one_division_skipped, "fsdp 2", "SGD", "step 2: tok_embeddings.weight"),
+    (reduce_scatter_dropped, "fsdp 2", "SGD", "step 1: output.weight"),
+    (all_reduce_of_copies_dropped, "ddp 2", "SGD", "step 1: output.weight"),
+    (all_reduce_of_copies_dropped, "hsdp 2x2", "SGD", "step 1: output.weight"),
+    (sum_over_tp_dropped, "tp 2", "SGD", "step 1: layers.0.attention_norm.weight"),
+    (one_gradient_doubled, "fsdp 2", "SGD", "step 1: layers.1.attention.wk.weight"),
+    (one_gradient_doubled, "fsdp 2", "AdamW", "step 1: layers.1.attention.wk.weight"),
+    (one_gradient_lost, "fsdp 2", "SGD", "step 1: missing: norm.weight [32]"),
+    (shares_of_the_loss_not_taken, "tp 2", "SGD", "step 1: loss"),
+    (every_rank_counts_its_targets, "tp 2", "SGD", "targets, not"),
+    (norm_of_copies_counted_on_each, "tp 2", "SGD", "step 1: gradient norm"),
+    (queries_aligned_with_the_first_keys, "cp 2", "SGD", "step 1: layers.1.attention_norm.weight"),
+    (positions_of_each_rank_from_zero, "cp 2", "SGD", "step 1: layers.0.attention.wq.weight"),
+    (gradients_divided_by_microbatches, "pp 2", "SGD", "step 1: output.weight"),
+    (a_block_in_two_stages, "pp 2", "SGD", "step 1: one too many: layers.1.attention.wq.weight [32, 32]"),
+    (a_block_in_no_stage, "pp 2", "SGD", "step 1: missing: layers.1.attention.wq.weight [32, 32]"),
+    (drawn_by_rank, "fsdp 2", "SGD", "layers.0.attention.wq.weight: initial values are not those of one process"),
+    (a_weight_never_updated, "fsdp 2", "AdamW", "move of layers.2.ffn_norm.weight"),
+]
+
+
+@pytest.fixture(scope="module")
+def proof(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
+    return parity.Proof(task(tmp_path_factory.mktemp("mutations")), pool)
+
+
+@pytest.mark.parametrize(("wrong", "layout", "optimizer", "said"), BREAKS)
+def test_a_break_fails(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str, said: str):
+    problems = found(proof, pool, wrong, layout, optimizer)
+    assert [problem for problem in problems if said in problem], problems[:5]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), sorted({(layout, optimizer) for _, layout, optimizer, _ in BREAKS}))
+def test_without_a_break_it_holds(proof: parity.Proof, pool: Pool, layout: str, optimizer: str):
+    assert not found(proof, pool, nothing, layout, optimizer)
+
+
+def found(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str) -> tuple[str, ...]:
+    chosen = case(proof.task, layout, optimizer)
+    truth = proof.truth(chosen)
+    seen = pool.run(chosen.world_size, broken, wrong.__name__, proof.task, chosen)
+    return parity.judge(chosen, truth, seen).problems
+
+
+def broken(wrong: str, task: Task, chosen: Case) -> Seen:
+    """On a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        globals()[wrong](patch)
+        return beside(task, chosen)

@@ -1,0 +1,120 @@
+"""proofs/parity.py on a few layouts of each kind, which layouts it would run, and how it reads bad input.
+
+That it can fail is shown by test_mutations.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from models import llama
+from proofs import parity
+from proofs.parity_layouts import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
+from proofs.parity_worker import Case, Task
+from tests.multiproc.pool import Pool
+from training.optimizer import OptimizerConfig
+
+SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=4, hidden_dim=64)
+
+
+@pytest.fixture(scope="module")
+def proof(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
+    return parity.Proof(task(tmp_path_factory.mktemp("parity")), pool)
+
+
+def task(folder: Path) -> Task:
+    return Task(SIZES, OptimizerConfig(), seq_len=16, global_batch_size=16, seed=0, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        ("one rank", "AdamW"),
+        ("fsdp 2, prefetch 2", "SGD"),
+        ("ddp 2", "SGD"),
+        ("tp 2", "SGD"),
+        ("tp 2, whole logits", "AdamW"),
+        ("cp 2", "AdamW"),
+        ("cp 2, cp unbalanced", "SGD"),
+        ("pp 2", "AdamW"),
+        ("pp 2, ZBVZeroBubble", "SGD"),
+        ("pp 2, CSV file", "SGD"),
+        ("hsdp 2x2", "AdamW"),
+        ("fsdp 2 + tp 2", "SGD"),
+        ("fsdp 2 + cp 2, reshard always, cp unbalanced, AC op", "SGD"),
+        ("pp 2 + tp 2", "SGD"),
+    ],
+)
+def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout: str, optimizer: str):
+    verdict = proof.verdict(case(proof.task, layout, optimizer))
+    assert not verdict.problems, "\n".join(verdict.problems)
+    assert 0 < verdict.worst.share < 1  # something was compared, and another order of sums leaves a trace
+
+
+def case(task: Task, layout: str, optimizer: str) -> Case:
+    [found] = [
+        case
+        for ranks in (1, 2, 4)
+        for case in cases(task, ranks)
+        if (case.title, case.optimizer) == (layout, optimizer)
+    ]
+    return found
+
+
+def test_every_way_to_share_the_ranks_is_there(tmp_path: Path):
+    for ranks, ways in ((1, 1), (2, 5), (4, 15)):
+        found = cases(task(tmp_path), ranks)
+        assert len({case.degrees for case in found}) == ways  # so many products of five factors
+        assert all(case.world_size == ranks for case in found)
+        assert len({(case.title, case.optimizer) for case in found}) == len(found)
+
+
+def test_what_the_model_cannot_share_is_left_out(tmp_path: Path):
+    found = {case.degrees for case in cases(task(tmp_path), 8)}
+    assert max(degrees.tp for degrees in found) == 4  # heads
+    assert max(degrees.pp for degrees in found) == 4  # blocks
+    assert max(degrees.cp for degrees in found) == 8
+
+
+def test_each_option_comes_alone_and_in_company(tmp_path: Path):
+    titles = [case.title for ranks in (2, 4) for case in cases(task(tmp_path), ranks)]
+    for axis, options in OPTIONS.items():
+        for option in options:
+            assert any(re.fullmatch(rf"\w+ \d, {option.title}", title) for title in titles), (axis, option.title)
+    several = [title for title in titles if "+" in title]
+    for kind in ("LoopedBFS", "reshard", "cp unbalanced", "whole logits", *(option.title for option in RECOMPUTATION)):
+        assert any(kind in title for title in several), kind
+
+
+def test_the_two_cases_of_a_layout_differ_in_everything(tmp_path: Path):
+    found = cases(task(tmp_path), 4)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one.title == other.title
+        assert (one.optimizer, other.optimizer) == ("SGD", "AdamW")
+        assert {one.microsteps, other.microsteps} == {1, 2}
+        assert {one.vocab_size, other.vocab_size} == set(VOCABULARIES)
+        assert (one.layout.loss_chunk_tokens == 0) != (other.layout.loss_chunk_tokens == 0)
+    assert len({(case.microsteps, case.vocab_size, case.layout.loss_chunk_tokens) for case in found[::2]}) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "3"], "3: a step of 32 sequences is shared by [1, 2, 4, 8, 16]; nearest: 2"),
+        (["--ranks", "two"], '"two": wanted numbers of ranks, such as 1,2,4'),
+        (["--ranks", "2", "--only", "tq"], '--only "tq": no layout of [2] ranks has that in its name'),
+        (["no.toml"], "no.toml"),
+        (["--", "--model.dims", "64"], "model.dim"),
+        (["--", "--model.n_heads", "7"], "model.n_heads = 7"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], said: str):
+    try:
+        code = parity.main(words)
+    except SystemExit as leaving:  # argparse
+        code = leaving.code
+    assert code == 2
+    assert said in capsys.readouterr().err
