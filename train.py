@@ -4,6 +4,7 @@
     python train.py CONFIG [--section.key value ...]             one rank
     torchrun --nproc-per-node N train.py CONFIG ...              N ranks
     python train.py --help [section]                             every key
+    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     what it would take and do; nothing is started
 
 Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 the rest.
 """
@@ -31,7 +32,7 @@ from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import build_mesh, degrees
-from parallelisms.parallelize import Layout, parallelize
+from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState
@@ -39,7 +40,7 @@ from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.garbage import GarbageCollection
 from training.log import Log
-from training.loss import IGNORED, chunk_tokens, cross_entropy_sum
+from training.loss import IGNORED, cross_entropy_sum
 from training.metrics import Meter
 from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
@@ -64,6 +65,10 @@ def main(argv: Sequence[str]) -> int:
         if "--help" in argv or "-h" in argv:
             print(help_text(next((word for word in argv if not word.startswith("-")), None)))
             return 0
+        if "--explain" in argv:
+            from scripts.explain import main as explain  # not on the way of those who train
+
+            return explain(argv)
         config = load(argv)
         check(config, world_size=launched_world_size())
         check_saved(config, config.run_folder)
@@ -147,20 +152,11 @@ class Run:
         precision = choose_precision(
             training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, self.world.device
         )
-        layout = Layout(
-            config.parallelism,
-            config.activation_checkpoint,
-            config.compile,
-            config.float8,
-            precision,
-            cpu_offload=training.enable_cpu_offload,
-            loss_chunk_tokens=chunk_tokens(training, self.vocab_size),
-        )
         self.model = parallelize(
             model,
             build_mesh(self.degrees, self.device.type),
             cross_entropy_sum,
-            layout,
+            config.layout(precision, vocab_size=self.vocab_size),
             local_batch_size=training.local_batch_size,
             seq_len=training.seq_len,
             device=self.device,

@@ -16,9 +16,11 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
-from parallelisms.parallelize import CompileConfig
+from parallelisms.parallelize import CompileConfig, Layout
+from parallelisms.precision import Precision
 from training.checkpoint import CheckpointConfig
 from training.config import TrainingConfig
+from training.loss import chunk_tokens
 from training.metrics import MetricsConfig
 from training.optimizer import OptimizerConfig
 from training.profiling import ProfilingConfig
@@ -72,6 +74,18 @@ class Config:
     def run_folder(self) -> Path:
         """<run>: everything the run leaves is in here."""
         return Path(self.job.dump_folder) / self.job.name
+
+    def layout(self, precision: Precision, *, vocab_size: int) -> Layout:
+        """How these settings have the model run."""
+        return Layout(
+            self.parallelism,
+            self.activation_checkpoint,
+            self.compile,
+            self.float8,
+            precision,
+            cpu_offload=self.training.enable_cpu_offload,
+            loss_chunk_tokens=chunk_tokens(self.training, vocab_size),
+        )
 
 
 def model_module(name: str) -> ModuleType:

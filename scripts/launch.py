@@ -66,6 +66,10 @@ def main(argv: list[str]) -> int:
     try:
         plan = Plan.read(os.environ)
         set_defaults(os.environ, nproc=plan.nproc or 1)
+        if "--explain" in argv:
+            from scripts.explain import main as explain
+
+            return explain(argv)
         config = load(argv)
         nproc = ranks_here(plan)
         alone = nproc == plan.nnodes == 1 and plan.max_restarts == 0

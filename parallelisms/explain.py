@@ -1,0 +1,383 @@
+"""train.py CONFIG --explain: what a run would be, as text, before anything is started.
+
+scripts/explain.py (flags and settings) -> here -> explain_rank.py (what each rank holds, takes and sends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from math import prod
+from textwrap import wrap
+
+from parallelisms.explain_rank import Group, Job, Kind, Rank, ranks
+from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees
+from parallelisms.pipeline_plan import schedule_of
+from parallelisms.pipeline_schedule import bubble, picture
+
+WIDTH = 110
+_MOST_ROWS = 16  # of a table; of a longer one the middle is left out
+_AXES = {
+    "pp": "the layers: each rank has some of them",
+    "dp_replicate": "sequences: each rank, or group that shards, has its own and all of the parameters",
+    "dp_shard": "sequences, and parameters, gradients and optimizer state: each rank has its own",
+    "cp": "tokens of a sequence; parameters are sharded over it, too",
+    "tp": "matrices, and between them tokens: each rank has some rows or columns",
+}
+# What a ring sends: of n ranks each one this share of the whole
+_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
+_CARDS = {24: "RTX 4090", 40: "A100 40", 80: "A100, H100", 141: "H200", 180: "B200"}  # GB
+_USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspaces, gaps between blocks
+
+
+def explain(job: Job) -> str:
+    """The text: at most WIDTH columns, ends in a newline."""
+    acted = ranks(job)
+    sections = [
+        ("", _head(job)),
+        ("BATCH AND FLOPS", _batch(job)),
+        ("DTYPES", _dtypes(job)),
+        ("MESH", _mesh(job.degrees)),
+        ("RANKS", _ranks(job)),
+        ("MODULES", _modules(acted)),
+        ("PARAMETERS, by kind, on the first rank", _parameters(job, acted)),
+        ("MEMORY of a rank's device, in a step", _memory(job, acted)),
+        ("COMMUNICATION of a rank, in a step", _communication(job, acted)),
+        ("FSDP", _fsdp(job, acted[0])),
+        ("PIPELINE", _pipeline(job, acted)),
+        ("WARNINGS", _warnings(job, acted)),
+    ]
+    lines = []
+    for title, body in sections:
+        if rows := list(body):
+            lines += ([title] if title else []) + ["  " * bool(title) + row for row in rows] + [""]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _head(job: Job) -> Iterator[str]:
+    where = {"cpu": "on CPUs", "cuda": "on one CUDA GPU each"}[job.device_type]
+    n = job.degrees.world_size
+    yield from _wrapped(
+        f"{job.title}: {n} rank{'s' * (n > 1)} {where}, {job.degrees}. Nothing was started: ranks were acted out by tensors without "
+        "memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an uneven cut have less."
+    )
+
+
+def _batch(job: Job) -> Iterator[str]:
+    d, seq_len = job.degrees, job.seq_len
+    sequences = job.local_batch_size * d.data_parallel * job.passes
+    model = job.model()
+    per_token = model.flops_per_token(seq_len)
+    step = per_token * sequences * seq_len
+    size = sum(p.numel() for p in model.parameters())
+    yield f"{size:,} parameters, {len(model.layers)} blocks"
+    yield (
+        f"{sequences * seq_len:,} tokens a step: {sequences} sequences of {seq_len:,}; a rank sees {job.local_batch_size} at once, "
+        f"in {job.passes} pass{'es' * (job.passes > 1)}"
+    )
+    yield f"{per_token:.3e} flops a token, {step:.3e} a step, {step / d.world_size:.3e} of them a rank's, forward and backward"
+    mode = job.layout.activation_checkpoint.mode
+    if mode != "none":
+        share = {"full": "a third more", "selective": "up to a third more", "memory_budget": "some more"}[mode]
+        yield f"activation checkpointing ({mode}) computes {share}, which these figures and MFU leave out"
+
+
+def _dtypes(job: Job) -> Iterator[str]:
+    precision = job.layout.precision
+    names = [str(dtype).removeprefix("torch.") for dtype in (precision.master, precision.compute, precision.reduce)]
+    rows = [
+        ("parameters the optimizer updates, its state", names[0]),
+        ("gathered weights, matrix products, activations, messages of tp, cp and pp", names[1]),
+        ("norms, rotations, softmax and loss, inside", "float32"),
+        ("sums of gradients over ranks and microbatches", names[2]),
+    ]
+    yield from _table(rows)
+
+
+def _mesh(degrees: Degrees) -> Iterator[str]:
+    rows, stride = [("axis", "ranks", "first group", "what its ranks share")], degrees.world_size
+    for axis, size in zip(AXES, degrees.sizes, strict=True):
+        stride //= size
+        if size > 1:
+            group = [str(place * stride) for place in range(size)]
+            rows.append((axis, str(size), " ".join(_ends(group, 4)), _AXES[axis]))
+    yield from _table(rows) if len(rows) > 1 else ["one rank: nothing is shared"]
+
+
+def _ranks(job: Job) -> Iterator[str]:
+    degrees = job.degrees
+    if degrees.world_size == 1:
+        return
+    shown = [axis for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1]
+    rows = []
+    for rank in range(degrees.world_size):
+        left, place = rank, {}
+        for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
+            left, place[axis] = divmod(left, size)
+        dp_rank, n = degrees.seat(rank).dp_rank, job.local_batch_size * job.passes
+        sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
+        rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
+    yield from _table([("rank", *shown, "which of the step's sequences, if dealt in order"), *_ends_of_rows(rows)])
+
+
+def _modules(acted: Sequence[Rank]) -> Iterator[str]:
+    rows = []
+    for rank in acted:
+        for stage in rank.stages:
+            number = f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
+            rows.append((number, _folded(stage.modules)))
+    yield from _table(rows)
+
+
+def _folded(modules: Sequence[str]) -> str:
+    """Blocks in a row as one: layers.0 to 7."""
+    blocks = [name.removeprefix("layers.") for name in modules if name.startswith("layers.")]
+    head = [name for name in modules if name == "tok_embeddings"]
+    tail = [name for name in modules if name in ("norm", "output")]
+    middle = [f"layers.{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else f"layers.{blocks[0]}"] if blocks else []
+    return ", ".join([*head, *middle, *tail])
+
+
+def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    rows, seen = [("name", "whole", "cut", "of a rank")], set()
+    for stage in (stage for rank in acted for stage in rank.stages):
+        for kind in stage.kinds:
+            if kind.name not in seen:
+                seen.add(kind.name)
+                rows.append((kind.name, _by(kind.shape), _cut(kind, job.degrees), _by(kind.local_shape)))
+    yield from _table(rows)
+
+
+def _cut(kind: Kind, degrees: Degrees) -> str:
+    """Which axis has cut what: "rows: dp_shard, tp"."""
+    parts = {dim: [_plain(axis, degrees) for axis, cut in kind.cuts if cut == dim] for dim in (0, 1)}
+    texts = [f"{('rows', 'columns')[dim]}: {', '.join(axes)}" for dim, axes in parts.items() if axes]
+    return "; ".join(texts) or "whole"
+
+
+def _plain(axis: str, degrees: Degrees) -> str:
+    """Of dp_shard and cp as one axis, the one that has several ranks."""
+    if axis != SHARDS or (degrees.dp_shard > 1 and degrees.cp > 1):
+        return axis
+    return DP_SHARD if degrees.cp == 1 else CP
+
+
+def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
+    for rank in acted:
+        name = f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
+        held = rank.held
+        figures = (held.parameters, held.gradients, held.optimizer, rank.activations, rank.peak)
+        rows.append((name, *(_size(figure) for figure in figures)))
+    yield from _table(rows, right=range(1, 6))
+    yield from _wrapped(
+        "activations: the most that they, gathered weights, gradients on their way and buffers come to at one instant; peak: the most "
+        "that all comes to at one instant, so it may be less than the sum"
+    )
+    if job.device_type == "cuda":
+        most = max(rank.peak for rank in acted) + _USED_ELSEWHERE
+        fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
+        yield f"with 4 GiB for CUDA, NCCL and gaps: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
+    if job.layout.cpu_offload:
+        yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory, and not in the peak"
+
+
+def _communication(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    def sent(rank: Rank) -> float:
+        return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job.degrees)) * n for c, n in rank.collectives.items())
+
+    rank = max(acted, key=sent)
+    if not rank.collectives:
+        return
+    rows = [("axis", "kind", "times", "each, up to", "together", "sent")]
+    order = {axis: index for index, axis in enumerate(AXES)}
+    items = sorted(rank.collectives.items(), key=lambda item: (order.get(item[0].group, 9), item[0].kind))
+    for (axis, kind), same in groupby(items, key=lambda item: (item[0].group, item[0].kind)):
+        counts = list(same)
+        total = sum(c.bytes * n for c, n in counts)
+        rows.append(
+            (
+                axis,
+                kind,
+                f"{sum(n for _, n in counts):,}",
+                _size(max(c.bytes for c, _ in counts)),
+                _size(total),
+                _size(_sent(kind, total, _ranks_of(axis, job.degrees))),
+            )
+        )
+    if len(acted) > 1:
+        yield f"rank {rank.pp_rank} of pp, which sends most:"
+    yield from _table(rows, right=range(2, 6))
+    yield from _wrapped(
+        "bytes are of the whole: what an all-gather gives, what a reduce-scatter takes; sent: by this rank if the group is a ring. Beside "
+        "these, two all-reduces of a few numbers: what the step counts, and the gradient's norm"
+    )
+
+
+def _sent(kind: str, size: int, n: int) -> int:
+    return {"send": size, "receive": 0, "broadcast": size}.get(kind, _SENT.get(kind, 0) * size * (n - 1) // max(1, n))
+
+
+def _ranks_of(axis: str, degrees: Degrees) -> int:
+    sizes = dict(zip(AXES, degrees.sizes, strict=True))
+    return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
+
+
+def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
+    d, precision = job.degrees, job.layout.precision
+    shards, stage = d.dp_shard * d.cp, rank.stages[0]
+    if shards > 1:
+        rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
+        for size, same in groupby(stage.groups, key=lambda group: group.elements):
+            names = _group_names(list(same))
+            rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
+        yield f"one message per group; its buffer for {shards} shards:"
+        yield from _table(_ends_of_rows(rows), right=(1, 2))
+    elif d.dp_replicate > 1:
+        yield "nothing is sharded: gradients are summed by one all-reduce per group"
+    else:
+        yield "nothing is shared by data-parallel ranks: FSDP casts the weights once per step and sends nothing"
+        return
+    forward, backward = _order(rank.labels)
+    yield "order of issue on the CPU: G gathers, F and B compute forward and backward, R reduces; the device overlaps them"
+    for name, order in (("forward ", forward), ("backward", backward)):
+        yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
+
+
+def _group_names(groups: list[Group]) -> str:
+    first, last = groups[0].name, groups[-1].name
+    return first if len(groups) == 1 else f"{first} ... {last} ({len(groups)} groups)"
+
+
+def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What FSDP issued in the first forward and backward, from what it told the profiler."""
+    letters = {"all_gather": "G", "post_forward": "F", "post_backward_accumulate": "B", "post_backward_reduce": "R"}
+    forward: list[str] = []
+    backward: list[str] = []
+    now = forward
+    for label in labels:
+        what, _, name = label.removeprefix("FSDP::").partition(" (")
+        if what == "root_pre_forward" and backward:
+            break
+        if what == "pre_backward":
+            now = backward
+        if what in letters and name:
+            short = (
+                name.rstrip(")").replace("layers.", "").replace("tok_embeddings", "emb").replace("norm, output", "head")
+            )
+            now.append(f"{letters[what]}:{short.replace(', ', '+')}")
+    return forward, backward
+
+
+def _pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    pp = job.degrees.pp
+    if pp == 1:
+        return
+    schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
+    for line in picture(schedule, pp, n_stages, job.microbatches).splitlines():
+        yield from wrap(line, WIDTH - 2, subsequent_indent=" " * 8) if len(line) > WIDTH - 2 else [line]
+
+
+def _warnings(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    for warning in (*_warn_pipeline(job, acted), *_warn_layout(job, acted), *_warn_figures(job)):
+        yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
+
+
+def _warn_pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    pp = job.degrees.pp
+    if pp == 1:
+        return
+    n_stages = sum(len(rank.stages) for rank in acted)
+    if job.microbatches < n_stages:
+        yield (
+            f"{job.microbatches} microbatches for {n_stages} stages: the pipeline is never full; raise training.local_batch_size or "
+            "lower parallelism.pipeline_parallel_microbatch_size"
+        )
+    share = bubble(schedule_of(job.layout.parallelism), pp, n_stages, job.microbatches)
+    if share > 0.25:
+        yield f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller"
+    blocks = [len(stage.modules) for rank in acted for stage in rank.stages]
+    if max(blocks) - min(blocks) > 1:
+        yield f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace"
+    peaks = [rank.peak for rank in acted]
+    if max(peaks) > 1.25 * min(peaks):
+        yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
+
+
+def _warn_layout(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+    d, config = job.degrees, job.layout.parallelism
+    kinds = {kind.name: kind for rank in acted for stage in rank.stages for kind in stage.kinds}
+    uneven = [
+        f"{name} ({kind.shape[dim]:,})"
+        for name, kind in kinds.items()
+        for dim in range(2)
+        if any(cut == dim for _, cut in kind.cuts)
+        and kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, cut in kind.cuts if cut == dim) > kind.shape[dim]
+    ]
+    if uneven:
+        yield f"cut unevenly, so the last ranks have less: {', '.join(uneven)}"
+    if d.tp > 8:
+        yield f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs"
+    if config.fsdp_reshard_after_forward == "always" and d.pp > 1:
+        yield 'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch'
+    if d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and job.device_type == "cuda":
+        yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
+
+
+def _warn_figures(job: Job) -> Iterator[str]:
+    if job.layout.compile.enable:
+        yield "compile.enable: fused blocks keep less than these figures, which are of eager mode"
+    if job.layout.float8.enable:
+        yield "float8.enable: these figures are those without it"
+    if job.layout.activation_checkpoint.mode == "memory_budget":
+        yield "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing"
+    if job.device_type == "cuda" and job.layout.precision.compute.itemsize == 4:
+        yield "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against"
+    if job.device_type == "cuda":
+        yield (
+            "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
+            "is none unless metrics.peak_tflops says it"
+        )
+
+
+# Text
+
+
+def _table(rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
+    """Columns as wide as their widest cell; the last one is wrapped."""
+    rows, right = list(rows), set(right)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        line = "  ".join(cells).rstrip()
+        indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+        yield from [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2, subsequent_indent=" " * indent)
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, WIDTH - 2)
+
+
+def _ends(words: Sequence[str], most: int) -> list[str]:
+    """All of a few; the beginning and the end of many."""
+    return list(words) if len(words) <= most else [*words[: most - most // 3], "..", *words[-(most // 3) :]]
+
+
+def _ends_of_rows(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    if len(rows) <= _MOST_ROWS:
+        return rows
+    dots = ("..", *([""] * (len(rows[0]) - 1)))
+    return [*rows[: _MOST_ROWS - 4], dots, *rows[-3:]]
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(f"{n:,}" for n in shape)
+
+
+def _size(size: float) -> str:
+    """Three digits: "1.25 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.{1 if size >= 10 else 2}f} {unit}"

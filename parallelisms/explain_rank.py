@@ -1,0 +1,321 @@
+"""What each rank of a job holds, takes and sends, without the job: some of its ranks are acted out, the rest follows.
+
+train.py CONFIG --explain -> explain.py, which writes it down -> here -> explain_memory.py, where a rank is acted out.
+
+Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all.
+Without a pipeline it is acted out as it is. With one, a stage is acted out alone for two microbatches, and its schedule's table
+(parallelisms/pipeline_schedule.py) says how often and in which order what was seen there follows on itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from models.contract import Model
+from parallelisms.explain_memory import (
+    Collective,
+    DeviceType,
+    Held,
+    Others,
+    Step,
+    Stretch,
+    join,
+    local,
+    measure,
+    stand_in,
+    without_memory,
+)
+from parallelisms.float8 import Float8Config
+from parallelisms.fsdp import communication_groups
+from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
+from parallelisms.parallelize import CompileConfig, Layout, LossFunction, parallelize
+from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
+from parallelisms.pipeline_schedule import Action, Table, table
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is explained."""
+
+    title: str
+    build: Callable[[], Model]  # the whole model, for the meta device
+    loss: LossFunction
+    optimizer: Callable[[list[Model]], torch.optim.Optimizer]
+    layout: Layout
+    degrees: Degrees
+    device_type: DeviceType
+    local_batch_size: int
+    passes: int  # forward and backward passes of a step
+    seq_len: int
+
+    def model(self) -> Model:
+        with torch.device("meta"):
+            return self.build()
+
+    @property
+    def microbatches(self) -> int:
+        """Of one pass through a pipeline."""
+        return self.local_batch_size // self.layout.parallelism.pipeline_parallel_microbatch_size
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters that differ by the number of their layer alone, such as layers.*.attention.wq.weight."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    cuts: tuple[tuple[str, int], ...]  # an axis of the mesh, and the dim that it cuts
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP gathers, and whose gradients it reduces, together."""
+
+    name: str
+    elements: int  # of all shards, with padding
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model on one rank."""
+
+    modules: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    groups: tuple[Group, ...]
+    held: Held
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The first rank of a stage of the pipeline, or of all: what it holds and what a step takes."""
+
+    pp_rank: int
+    stages: tuple[Stage, ...]
+    activations: int
+    peak: int
+    collectives: Counter[Collective]  # of a step; `group` is the axis
+    labels: tuple[str, ...]
+
+    @property
+    def held(self) -> Held:
+        return sum((stage.held for stage in self.stages), Held())
+
+
+def ranks(job: Job) -> list[Rank]:
+    """One for each place in the pipeline."""
+    if job.degrees.pp > 1:
+        return _pipeline_ranks(job)
+    stage, step = _act(job)
+    return [_rank(job, 0, {0: (stage, step)}, join(step.stretches))]
+
+
+def _rank(job: Job, pp_rank: int, stages: dict[int, tuple[Stage, Step]], whole: Stretch) -> Rank:
+    """`whole`: all of one pass, and the optimizer."""
+    held = sum((stage.held for stage, _ in stages.values()), Held())
+    activations, with_gradients = whole.most
+    if job.passes > 1:  # the later ones find all gradients there
+        with_gradients = max(with_gradients, activations + held.gradients)
+    return Rank(
+        pp_rank,
+        tuple(stage for stage, _ in stages.values()),
+        activations=activations,
+        peak=held.parameters + held.optimizer + with_gradients,
+        collectives=Counter({c: n * job.passes for c, n in whole.collectives.items()}),
+        labels=next(iter(stages.values()))[1].labels,
+    )
+
+
+def _act(job: Job, *, pp_rank: int = 0) -> tuple[Stage, Step]:
+    """A step of one pass on the first rank with this place in the pipeline, which has one stage there."""
+    sizes = job.degrees.sizes
+    with stand_in(
+        global_rank=pp_rank * prod(sizes[1:]), world_size=job.degrees.world_size, device_type=job.device_type
+    ):
+        mesh, model = build_mesh(job.degrees, "cpu"), job.model()
+        fake = without_memory(model)
+        parallel = parallelize(
+            model,
+            mesh,
+            job.loss,
+            _eager(job.layout),
+            local_batch_size=job.local_batch_size,
+            seq_len=job.seq_len,
+            device=torch.device("cpu"),
+            seed=0,
+        )
+        with fake, Others():
+            tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
+            step = measure(parallel, job.optimizer, [(tokens, tokens)])
+        [part], [held], axes = parallel.parts, step.held, _axes(mesh)
+        kinds, groups = tuple(_kinds(part)), tuple(_groups(part, job, mesh))
+        stretches = tuple(replace(s, collectives=_by_axis(s.collectives, axes)) for s in step.stretches)
+        return Stage(tuple(_modules(part)), kinds, groups, held), replace(step, stretches=stretches)
+
+
+def _eager(layout: Layout) -> Layout:
+    """Without what cannot be acted out; explain.py says so."""
+    return replace(layout, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, str]:
+    """The name of a process group with several ranks: its axis."""
+    axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES if mesh[axis].size() > 1}
+    sharding = data_parallel_mesh(mesh)
+    for axis in sharding.mesh_dim_names or ():
+        group = sharding.get_group(axis)
+        if group.size() > 1:
+            axes[group.group_name] = _plain(axis, mesh)
+    return axes
+
+
+def _plain(axis: str, mesh: DeviceMesh) -> str:
+    """dp_shard_cp where one of the two has a single rank is the other."""
+    if axis != SHARDS or (mesh[DP_SHARD].size() > 1 and mesh[CP].size() > 1):
+        return axis
+    return DP_SHARD if mesh[CP].size() == 1 else CP
+
+
+def _by_axis(collectives: Counter[Collective], axes: dict[str, str]) -> Counter[Collective]:
+    """Without those of a rank with itself."""
+    named = Counter[Collective]()
+    for collective, count in collectives.items():
+        if collective.group in axes:
+            named[replace(collective, group=axes[collective.group])] += count
+    return named
+
+
+def _modules(part: Model) -> Iterable[str]:
+    yield from (["tok_embeddings"] if part.tok_embeddings is not None else [])
+    yield from (f"layers.{name}" for name in part.layers)
+    yield from (name for name in ("norm", "output") if getattr(part, name) is not None)
+
+
+def _kinds(part: Model) -> Iterable[Kind]:
+    seen = set()
+    for name, parameter in part.named_parameters():
+        kind = re.sub(r"\.\d+\.", ".*.", name)
+        if kind not in seen:
+            seen.add(kind)
+            assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
+            mesh = parameter.device_mesh
+            cuts = tuple(
+                (axis, placement.dim)
+                for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
+                if isinstance(placement, Shard | _StridedShard) and mesh[axis].size() > 1
+            )
+            yield Kind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape))
+
+
+def _groups(part: Model, job: Job, mesh: DeviceMesh) -> Iterable[Group]:
+    shards = mesh[DP_SHARD].size() * mesh[CP].size()
+    names = {module: name for name, module in part.named_modules()}
+    for modules in communication_groups(part, job.layout.parallelism.fsdp_blocks_per_group):
+        parameters = [p for module in modules for p in module.parameters()]
+        elements = sum(local(p).untyped_storage().nbytes() // p.itemsize for p in parameters)
+        yield Group(", ".join(names[module] for module in modules), elements * shards)
+
+
+# Pipelines
+
+
+def _pipeline_ranks(job: Job) -> list[Rank]:
+    """From stages acted out one by one, on a pipeline with one rank for each."""
+    config = job.layout.parallelism
+    modules = stage_modules(config, list(job.model().layers))
+    rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
+    seen: dict[Any, tuple[Stage, Step]] = {}
+    acted = []
+    for index, names in enumerate(modules):
+        kind = _stage_kind(names, job)
+        if kind not in seen:
+            seen[kind] = _act(_alone(job, modules), pp_rank=index)
+        stage, step = seen[kind]
+        acted.append((replace(stage, modules=tuple(names)), step))
+    return [
+        _pipeline_rank(job, pp_rank, rows, {index: acted[index] for index in mine})
+        for pp_rank, mine in enumerate(placement(config, len(modules)))
+    ]
+
+
+def _stage_kind(names: list[str], job: Job) -> tuple[str, ...]:
+    """Stages with equal shapes, whose blocks compute again at the same places."""
+    option = job.layout.activation_checkpoint.selective_ac_option
+    every = int(option) if option.isdigit() else 1
+    return tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
+
+
+def _alone(job: Job, modules: list[list[str]]) -> Job:
+    """Two microbatches, each stage on a rank of its own."""
+    config = replace(
+        job.layout.parallelism,
+        pipeline_parallel_degree=len(modules),
+        pipeline_parallel_schedule="GPipe",
+        pipeline_parallel_schedule_csv="",
+        module_fqns_per_model_part=tuple(" ".join(names) for names in modules),
+    )
+    return replace(
+        job,
+        layout=replace(job.layout, parallelism=config),
+        degrees=replace(job.degrees, pp=len(modules)),
+        local_batch_size=2 * config.pipeline_parallel_microbatch_size,
+    )
+
+
+def _pipeline_rank(job: Job, pp_rank: int, rows: Table, stages: dict[int, tuple[Stage, Step]]) -> Rank:
+    """The rank's row of the table, each action as it was seen."""
+    scenes = {index: _Scene(step, job.microbatches) for index, (_, step) in stages.items()}
+    parts = [scene.buffers() for scene in scenes.values()]
+    for action in (action for cell in rows[pp_rank] for action in cell):
+        parts += scenes[action.stage].play(action)
+    parts += [stretch for scene in scenes.values() for stretch in scene.end()]
+    return _rank(job, pp_rank, stages, join(parts))
+
+
+class _Scene:
+    """What was seen of a stage with two microbatches, played again with more. The first forward gathers the weights and the first
+    backward takes the memory of gradients; after the last one they are reduced."""
+
+    def __init__(self, step: Step, microbatches: int) -> None:
+        self._start, *others = step.stretches
+        self._seen = {re.sub(r"^PP:\d+", "", stretch.label): stretch for stretch in others}  # F0, SEND_F0, UNSHARD, ...
+        self._microbatches = microbatches
+        self._forwards = self._backwards = 0
+
+    def buffers(self) -> Stretch:
+        """For the hidden states and gradients that arrive: each microbatch has its own for the whole step."""
+        a, b = (size * self._microbatches // 2 for size in self._start.change)
+        return Stretch("", (a, b), (a, b))  # its messages are of the first step alone
+
+    def play(self, action: Action) -> Iterable[Stretch]:
+        if action.kind == "F":
+            names = [*(["UNSHARD"] if self._forwards == 0 else []), *_around("F", self._forwards)]
+            self._forwards += 1
+        elif action.kind == "I":  # what it frees, W frees at the latest
+            backward = self._seen[f"B{min(self._backwards, 1)}"]
+            return [Stretch("", (0, 0), backward.most)]
+        else:
+            self._backwards += 1
+            last = self._backwards == self._microbatches
+            names = [*_around("B", self._backwards - 1), *(["REDUCE_GRAD"] if last else [])]
+        return [self._seen[name] for name in names if name in self._seen]
+
+    def end(self) -> Iterable[Stretch]:
+        """The optimizer."""
+        return [stretch for label, stretch in self._seen.items() if label.startswith(("RESHARD", "Optimizer"))]
+
+
+def _around(kind: str, number: int) -> list[str]:
+    """A forward or backward with its messages."""
+    which = min(number, 1)
+    return [f"RECV_{kind}{which}", f"{kind}{which}", f"SEND_{kind}{which}"]

@@ -1,0 +1,122 @@
+"""What a run would take and do, told before anything is started: train.py CONFIG --explain -> here -> parallelisms/explain.py.
+
+    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
+
+N: --ranks; else what the launcher's environment says; else the product of the degrees in [parallelism]. The device: --device;
+else a GPU where this machine has one, or where the model is too large for anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+    from parallelisms.explain_memory import DeviceType
+    from parallelisms.explain_rank import Job
+    from parallelisms.mesh import ParallelismConfig
+
+LARGE = 1 << 28  # parameters that nobody trains on a CPU
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the text; 0, or 2 for bad input."""
+    from configs.check import check_settings
+    from configs.load import load
+    from parallelisms.explain import explain
+
+    try:
+        argv, ranks, device = _options(argv)
+        config = load(argv)
+        world_size = ranks or ranks_asked(config.parallelism)
+        check_settings(config, world_size=world_size)
+        job = job_of(config, world_size=world_size, device=device)
+    except ValueError as error:
+        print(f"pharos: {error}", file=sys.stderr)
+        return 2
+    print(explain(job), end="")
+    return 0
+
+
+def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
+    """What is not ours, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
+    rest, given = [], {"--ranks": "", "--device": ""}
+    words = iter(word for word in argv if word != "--explain")
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in given:
+            given[name] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    ranks, device = given["--ranks"], given["--device"]
+    if ranks and not (ranks.isdecimal() and int(ranks) > 0):
+        raise ValueError(f"--ranks {ranks}: must be a whole number from 1")
+    if device not in ("", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: must be cpu or cuda")
+    return rest, int(ranks or 0), device
+
+
+def ranks_asked(config: ParallelismConfig) -> int:
+    """WORLD_SIZE, or NPROC (or NGPU) times NNODES, where one is set; else as many as the degrees multiply to."""
+    nproc = os.environ.get("NPROC", os.environ.get("NGPU", ""))
+    for asked in (os.environ.get("WORLD_SIZE", ""), nproc):
+        if asked.isdecimal() and int(asked):
+            nnodes = os.environ.get("NNODES", "1") if asked is nproc else "1"
+            return int(asked) * int(nnodes if nnodes.isdecimal() else "1")
+    return prod(
+        (
+            config.pipeline_parallel_degree,
+            config.data_parallel_replicate_degree,
+            max(1, config.data_parallel_shard_degree),
+            config.context_parallel_degree,
+            config.tensor_parallel_degree,
+        )
+    )
+
+
+def job_of(config: Config, *, world_size: int, device: str) -> Job:
+    """As train.py puts the same parts together. Raises ValueError: no such tokenizer, where nothing else says the vocabulary."""
+    import torch
+
+    from configs.schema import model_module
+    from parallelisms.device import Device
+    from parallelisms.explain_rank import Job
+    from parallelisms.mesh import degrees
+    from parallelisms.precision import choose_precision
+    from training.loss import cross_entropy_sum
+    from training.optimizer import build_optimizer
+    from training.tokenizer import build_tokenizer
+
+    training, model = config.training, config.model
+    vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
+    build = model_module(model.name).build
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build(model, vocab_size=vocab_size, max_seq_len=training.seq_len).parameters())
+    device_type: DeviceType = "cpu"
+    if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
+        device_type = "cuda"
+    compute = training.mixed_precision_param
+    if compute == "auto" and device_type == "cuda" and not torch.cuda.is_available():
+        compute = "bfloat16"  # as on every GPU since Ampere
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device_type]
+    here = Device(torch.device(device_type), backend)
+    precision = choose_precision(training.dtype, compute, training.mixed_precision_reduce, here)
+    sizes = degrees(config.parallelism, world_size)
+    at_once = training.local_batch_size * sizes.data_parallel
+    return Job(
+        title=Path(config.origin.file).name if config.origin.file else config.job.name,
+        build=lambda: build(model, vocab_size=vocab_size, max_seq_len=training.seq_len),
+        loss=cross_entropy_sum,
+        optimizer=lambda parts: build_optimizer(config.optimizer, parts),
+        layout=config.layout(precision, vocab_size=vocab_size),
+        degrees=sizes,
+        device_type=device_type,
+        local_batch_size=training.local_batch_size,
+        passes=max(1, training.global_batch_size // at_once),
+        seq_len=training.seq_len,
+    )
