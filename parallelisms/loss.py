@@ -84,15 +84,9 @@ class _InChunks(Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(h), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = F.linear(h[part], weight).requires_grad_()  # [n, V]
-            with torch.enable_grad():
-                loss = of_logits(logits[None], labels[part][None])
-            (grad,) = torch.autograd.grad(loss, logits)
-            total += loss.detach()
-            if grad_h is not None:
-                torch.mm(grad, weight, out=grad_h[part])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), h[part])
+            total += _chunk(
+                h[part], weight, labels[part], of_logits, None if grad_h is None else grad_h[part], grad_weight
+            )
         ctx.save_for_backward(grad_h, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total
 
@@ -103,12 +97,26 @@ class _InChunks(Function):
         return grad_h, grad_weight, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total is fp32 and the others may be narrower."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _chunk(
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    of_logits: LossFunction,
+    grad_h: Tensor | None,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """The loss of these tokens, h [n, C]. `grad_h` [n, C] is filled and `grad_weight` [V, C], fp32, added to."""
+    logits = F.linear(h, weight).requires_grad_()  # [n, V]
+    with torch.enable_grad():
+        loss = of_logits(logits[None], labels[None])
+    (grad,) = torch.autograd.grad(loss, logits)
+    if grad_h is not None:
+        torch.mm(grad, weight, out=grad_h)
+    if grad_weight is not None and grad.dtype == grad_weight.dtype:
+        grad_weight.addmm_(grad.t(), h)
+    elif grad_weight is not None:
+        grad_weight += grad.t() @ h  # rounded once per chunk, accumulated in fp32
+    return loss.detach()
 
 
 class _Rows:
