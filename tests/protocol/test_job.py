@@ -1,0 +1,164 @@
+"""All machines together: what a user sees of a job when groups come, die, heal and cannot compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft.protocol import messages as m
+from tests.protocol.job import Job
+
+
+def slots_of(job: Job) -> list[int]:
+    """Slots that went into the first group's commits, in order."""
+    rank = job.ranks()[0]
+    ledger = rank.machine.ledger
+    return sorted(set(range(0, ledger.position, 8)) - set(ledger.holes))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_steady_job_sends_the_lighthouse_nothing(size: int):
+    job = Job("abc", size=size)
+    job.steps(8)  # a started alone, b and c came in and healed
+    asked = sum(job.asked.values())
+    job.steps(20)
+    assert [rank.machine.step for rank in job.ranks()] == [20] * 3 * size
+    assert sum(job.asked.values()) == asked
+    job.check()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_groups_that_start_later_heal_and_are_dealt_slots(size: int):
+    job = Job("a", size=size)
+    job.steps(5)
+    job.start("b")
+    job.steps(12)
+    assert {rank.machine.step for rank in job.ranks()} == {12}
+    assert job.groups["b"].ranks[0].commits[-1].contributors == (0, 1)
+    assert slots_of(job) == list(range(0, job.ranks()[0].machine.ledger.position, 8))
+    job.check()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_group_costs_the_others_no_step_and_its_slot_is_dealt_again(size: int):
+    job = Job("abc", size=size)
+    job.steps(10)
+    before = job.groups["a"].ranks[0].computed[-1]
+    victim = job.groups["c"]
+    for rank in victim.ranks:
+        rank.machine.phase = rank.machine.phase.STOPPED  # it hangs, the others compute and wait
+    job.steps(11)
+    assert [job.groups[name].ranks[0].machine.step for name in "ab"] == [10, 10]
+    computed = [list(rank.computed) for rank in job.ranks() if rank.group is not victim]
+    job.kill("c")
+    job.settle()
+    assert [rank.machine.step for rank in job.ranks()] == [11, 11] * size
+    assert [rank.computed for rank in job.ranks()] == computed  # kept gradients: nothing was computed again
+    assert job.groups["a"].ranks[0].commits[-1].contributors == (0, 1)
+    [hole] = job.ranks()[0].machine.ledger.holes
+    assert hole > before[0]
+    job.steps(13)
+    assert job.ranks()[0].machine.ledger.holes == []
+    assert slots_of(job) == list(range(0, job.ranks()[0].machine.ledger.position, 8))
+    job.check()
+
+
+def test_a_killed_group_returns():
+    job = Job("abc", size=2)
+    job.steps(4)
+    job.kill("b")
+    job.steps(6)
+    job.start("b")
+    job.steps(15)
+    assert {rank.machine.step for rank in job.ranks()} == {15}
+    assert job.groups["b"].ranks[1].commits[-1].contributors == (0, 1, 2)
+    job.check()
+
+
+def test_who_heals_slowly_holds_sums_and_applies_them_in_order():
+    job = Job("ab")
+    job.steps(3)
+    job.start("c")
+    job.heals_wait = True
+    job.steps(10)
+    c = job.groups["c"].ranks[0]
+    assert c.machine.void and len(c.held) == 2  # and the others wait for it now
+    job.heals_wait = False
+    job.settle()
+    assert {rank.machine.step for rank in job.ranks()} == {10}
+    assert [commit.held for commit in c.commits][:3] == [True, True, False]
+    job.check()
+
+
+def test_who_heals_too_slowly_is_dropped_and_may_return():
+    job = Job("ab")
+    job.steps(3)
+    job.start("c")
+    job.heals_wait = True
+    job.steps(20)
+    job.tick(25)
+    assert {job.groups[name].ranks[0].machine.step for name in "ab"} != {20}
+    job.heals.clear()
+    job.tick(6)
+    job.heals_wait = False
+    job.steps(20)
+    job.tick(2)
+    assert {rank.machine.step for rank in job.ranks()} == {20}
+    assert job.groups["c"].machine.replica_id.endswith(".1")
+    job.check()
+
+
+def test_a_loss_that_is_not_a_number_costs_an_attempt_and_no_quorum():
+    job = Job("abc")
+    job.steps(10)
+    asked = sum(job.asked.values())
+    bad = list(job.ranks()[0].machine.ledger.pending)[1]
+    job.useless = {bad}
+    job.steps(11)
+    assert {rank.machine.step for rank in job.ranks()} == {11}
+    assert sum(job.asked.values()) == asked
+    assert job.ranks()[0].commits[-1].contributors == (0, 2)
+    assert job.ranks()[0].machine.ledger.holes == [bad]
+    job.steps(20)
+    assert all(f"({bad},)" in rank.stopped for rank in job.ranks())  # the third time it was of no use
+    assert {rank.machine.step for rank in job.ranks()} == {13}
+    job.check()
+
+
+def test_all_groups_killed_at_once_go_on_from_what_they_restore():
+    job = Job("ab")
+    job.steps(4)
+    job.kill("a")
+    job.kill("b")
+    job.start("a")
+    job.start("b")
+    job.steps(6)
+    job.tick(2)
+    assert {rank.machine.step for rank in job.ranks()} == {6}
+    job.check()
+
+
+def test_a_newcomer_never_takes_over_before_its_time():
+    job = Job("ab")
+    job.steps(4)
+    job.kill("a")
+    job.kill("b")
+    job.start("c")
+    job.steps(6)
+    job.tick(29)
+    assert job.groups["c"].ranks[0].machine.step == 0
+    assert "may come back" in job.lighthouse.reason
+    job.tick(2)
+    assert job.groups["c"].ranks[0].machine.step == 6
+
+
+def test_the_first_loss_is_told_the_rest_shows():
+    job = Job("abcde")
+    job.steps(4)
+    job.notices.clear()
+    job.kill("c")
+    job.kill("d")
+    lost = [notice for notice in job.notices if isinstance(notice, m.MemberLost)]
+    assert [notice.replica_ids for notice in lost] == [("c:3",)]
+    job.steps(6)
+    assert {rank.machine.step for rank in job.ranks()} == {6}
+    job.check()
