@@ -102,6 +102,8 @@ def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> No
         for _, kind in _entries(part, name):
             style, _, _ = _KINDS[kind]
             parallelize_module(module, mesh, style, src_data_rank=None)  # meta: there are no values to send around
+    forgotten = [name for name, parameter in part.named_parameters() if not isinstance(parameter, DTensor)]
+    assert not forgotten, f"check_plan refuses a plan that leaves out {forgotten}"
     if overlap:
         _overlap(mesh)
 
