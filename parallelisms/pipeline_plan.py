@@ -229,13 +229,15 @@ def splits_backward(config: ParallelismConfig) -> bool:
 
 
 def _check_split_backward(config: ParallelismConfig, *, compiled_blocks: bool) -> None:
-    """Halves of a backward need the graph of the forward, and the gathered parameters, for as long as both take."""
+    """Each half needs the gathered parameters, and a graph of which it can run a half: a compiled block is one node."""
     if not splits_backward(config):
         return
     why = f"{schedule_of(config)} computes the backward in two halves"
     other = 'parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
     if compiled_blocks:
-        raise ValueError(f"compile.enable = true: {why}, which a compiled block cannot; nearest: false, or {other}")
+        raise ValueError(
+            f"compile.enable = true: {why}, and a compiled block would compute all of it twice; nearest: false, or {other}"
+        )
     if config.fsdp_reshard_after_forward == "always":
         raise ValueError(
             f'parallelism.fsdp_reshard_after_forward = "always": {why} and needs the parameters gathered in between; '
