@@ -1,0 +1,95 @@
+"""The data's book-keeping: each slot in exactly one commit, whoever dies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft.protocol.ledger import Ledger
+from ft.protocol.messages import UNABLE
+
+
+def test_slots_are_dealt_in_the_order_of_the_groups():
+    ledger = Ledger(slot_size=8)
+    assert ledger.deal(("a", "b", "c")) == {0: "a", 8: "b", 16: "c"}
+    assert ledger.position == 0  # nothing is taken before the commit
+
+
+def test_a_retry_keeps_the_deal_and_the_dead_groups_slot_becomes_a_hole():
+    ledger = Ledger(8)
+    ledger.deal(("a", "b", "c"))
+    assert ledger.deal(("a", "c")) == {0: "a", 8: "b", 16: "c"}
+    entry = ledger.commit((10, 0, 10))
+    assert (entry.contributed, entry.holes) == ((0, 16), (8,))
+    assert ledger.deal(("a", "c")) == {8: "a", 24: "c"}  # holes first, then new positions
+
+
+def test_a_deal_that_is_dropped_never_was():
+    ledger = Ledger(8)
+    before = ledger.state_dict()
+    ledger.deal(("a", "b"))
+    ledger.drop()
+    assert ledger.state_dict() == before
+
+
+def test_the_third_time_a_slot_is_of_no_use():
+    ledger = Ledger(8)
+    for time in (1, 2, 3):
+        ledger.deal(("a", "b"))
+        entry = ledger.commit((UNABLE, 10))
+        assert entry.useless == ((0,) if time == 3 else ())
+    assert ledger.holes == [0]
+    ledger.deal(("a", "b"))
+    ledger.commit((UNABLE, 10), skip=True)
+    assert (ledger.holes, ledger.skipped) == ([], [0])
+
+
+def test_a_checkpoint_does_not_know_how_many_groups_there_were():
+    ledger = Ledger(8)
+    ledger.deal(("a", "b", "c"))
+    ledger.commit((10, 0, 10))
+    ledger.deal(("a", "b"))
+    resumed = Ledger(8)
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())), keep_deal=False)
+    assert resumed.deal(("x",)) == {8: "x"}
+    healed = Ledger(8)
+    healed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert healed.pending == ledger.pending and healed.deal_id == ledger.deal_id != resumed.deal_id
+
+
+def test_another_slot_size_goes_on_at_the_same_sequence():
+    ledger = Ledger(8)
+    ledger.deal(("a", "b"))
+    ledger.commit((0, 10))
+    smaller = Ledger(4)
+    smaller.load_state_dict(ledger.state_dict())
+    assert smaller.deal(("a", "b", "c")) == {0: "a", 4: "b", 16: "c"}
+    with pytest.raises(
+        ValueError, match="a slot of 3 sequences does not divide the 1 open ones of 8; nearest: 2 sequences"
+    ):
+        Ledger(3).load_state_dict(ledger.state_dict())
+
+
+def test_the_state_of_a_job_without_fault_tolerance_is_taken_up():
+    ledger = Ledger(8)
+    ledger.load_state_dict({"step": 3, "position": 24})
+    assert ledger.deal(("a",)) == {24: "a"}
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 31), st.booleans()), max_size=40))
+def test_every_slot_is_in_exactly_one_commit(history: list[tuple[int, int, bool]]):
+    """Any numbers of groups, any subsets that contribute, deals dropped at any time."""
+    ledger, done = Ledger(8), []
+    for groups, contributes, dropped in history:
+        slots = ledger.deal(tuple(f"g{i}" for i in range(groups)))
+        if dropped:
+            ledger.drop()
+            continue
+        entry = ledger.commit([10.0 if contributes >> i & 1 else 0.0 for i in range(len(slots))])
+        done += entry.contributed
+    assert len(done) == len(set(done))
+    assert sorted([*done, *ledger.holes]) == list(range(0, ledger.position, 8))

@@ -1,0 +1,135 @@
+"""What each rank does in a quorum. The peer's manager.rs tests of compute_quorum_results first, then ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft.protocol.messages import VOID, Member, Quorum
+from ft.protocol.plan import plan, reference_state, torchft_reply
+
+
+def quorum(*steps: int, quorum_id: int = 1, **fields: Any) -> Quorum:
+    """Members a, b, c ... at `steps`; commit ids follow from the step."""
+    members = tuple(
+        Member(f"{name}:1", f"http://{name}", f"store-{name}", step, commit_id=f"c{step}", **fields)
+        for name, step in zip("abcdefghij", steps, strict=False)
+    )
+    return Quorum(quorum_id, members, reference_state(members) or (0, 0, ""), "job")
+
+
+# ------------------------------------------------------------------------------------------------ torchft's clients
+
+
+def test_peer_first_step():
+    """The first reference member is the source, for every rank of the others; stores are spread over the groups."""
+    for group_rank, store in ((0, "store-a"), (1, "store-b")):
+        a = torchft_reply(quorum(0, 0), "a:1", group_rank)
+        b = torchft_reply(quorum(0, 0), "b:1", group_rank)
+        assert (a.heal, a.recover_dst_replica_ranks, a.recover_src_replica_rank) == (False, (1,), None)
+        assert (b.heal, b.recover_src_replica_rank, b.recover_src_manager_address) == (True, 0, "http://a")
+        assert a.store_address == b.store_address == store
+        assert (a.replica_rank, b.replica_rank, a.replica_world_size, b.max_replica_rank) == (0, 1, 2, 1)
+
+
+def test_peer_recovery_of_five_with_an_offset_by_rank():
+    """Members at steps 0 1 0 1 0: b and d are whole, a c e heal from them in turns, each rank one further."""
+    five = quorum(0, 1, 0, 1, 0, quorum_id=7)
+    sources = [[torchft_reply(five, f"{name}:1", rank).recover_src_replica_rank for name in "ace"] for rank in (0, 1)]
+    assert sources == [[1, 3, 1], [3, 1, 3]]
+    b = torchft_reply(five, "b:1", 0)
+    assert (b.heal, b.recover_dst_replica_ranks, b.max_step, b.max_replica_rank, b.max_world_size) == (
+        False,
+        (0, 4),
+        1,
+        0,
+        2,
+    )
+    assert torchft_reply(five, "d:1", 1).recover_dst_replica_ranks == (0, 4)
+    assert torchft_reply(five, "a:1", 0).max_replica_rank is None
+
+
+def test_peer_skip_init_sync():
+    assert not torchft_reply(quorum(0, 0), "b:1", 0, init_sync=False).heal
+    assert torchft_reply(quorum(0, 1), "a:1", 0, init_sync=False).heal
+
+
+def test_peer_commit_failures_and_handles():
+    members = tuple(
+        Member(f"{n}:1", commit_failures=f, reconfigure_handles=(f"{n}0", f"{n}1")) for n, f in (("a", 0), ("b", 2))
+    )
+    reply = torchft_reply(Quorum(1, members), "a:1", 1)
+    assert (reply.commit_failures, reply.replica_ids, reply.reconfigure_handles) == (2, ("a:1", "b:1"), ("a1", "b1"))
+
+
+def test_peer_group_not_in_the_quorum():
+    for answer in (torchft_reply, plan):
+        with pytest.raises(KeyError, match="z:1 is not in quorum 1"):
+            answer(quorum(0, 0), "z:1", 0)
+
+
+# ------------------------------------------------------------------------------------------------ ours
+
+
+def test_healing_is_a_role_of_a_group_and_the_store_is_spread():
+    three = quorum(5, 5, 4, quorum_id=2)
+    parts = [plan(three, "c:1", rank) for rank in range(4)]
+    assert all(part.heal for part in parts)
+    assert {part.sources for part in parts} == {parts[0].sources}
+    assert [part.store_address for part in parts] == ["store-a", "store-b"] * 2
+    assert [plan(three, f"{name}:1", 0).heals for name in "abc"] == [(2,), (2,), ()]
+    assert parts[0].participants == ("a:1", "b:1")
+
+
+def test_another_commit_id_heals_at_an_equal_step():
+    """b committed step 5 in quorum 3, a and c in quorum 4: the later quorum is what the job went on with."""
+    members = tuple(
+        Member(f"{name}:1", store_address="s", step=5, commit_id=f"c{made}", commit_quorum_id=made)
+        for name, made in (("a", 4), ("b", 3), ("c", 4))
+    )
+    five = Quorum(5, members, reference_state(members) or (0, 0, ""))
+    assert five.reference == (5, 4, "c4")
+    assert [plan(five, f"{name}:1", 0).heal for name in "abc"] == [False, True, False]
+
+
+def test_the_quorum_says_what_the_reference_is():
+    """A further state that the lighthouse did not choose heals too."""
+    members = (Member("a:1", store_address="s", step=3, commit_id="c3"), Member("z:1", step=9, commit_id="c9"))
+    chosen = Quorum(2, members, (3, 0, "c3"))
+    assert [plan(chosen, i, 0).heal for i in chosen.ids] == [False, True]
+
+
+def test_a_void_group_is_never_a_source():
+    part = plan(quorum(4, VOID, 4), "b:1", 0)
+    assert part.heal and [source.replica_rank for source in part.sources] == [0, 2]
+
+
+def test_two_sources_at_most_and_not_the_writer_if_there_is_another():
+    members = (
+        *(Member(f"{n}:1", store_address="s", step=1, commit_id="c", writes_checkpoint=n == "a") for n in "abcd"),
+        *(Member(f"{n}:1") for n in "xy"),
+    )
+    six = Quorum(1, members, (1, 0, "c"))
+    assert [[s.replica_rank for s in plan(six, f"{n}:1", 0).sources] for n in "xy"] == [[1, 2], [2, 3]]
+    alone = Quorum(1, (members[0], members[4]), (1, 0, "c"))
+    assert [s.replica_rank for s in plan(alone, "x:1", 0).sources] == [0]
+
+
+def test_at_step_0_with_init_sync_the_first_reference_member_is_the_source_for_every_rank():
+    first = quorum(0, 0, 0, init_sync=True)
+    assert [[plan(first, f"{name}:1", rank).heal for name in "abc"] for rank in (0, 1)] == [[False, True, True]] * 2
+    assert [plan(quorum(0, 0), f"{name}:1", 0).heal for name in "ab"] == [False, False]
+
+
+def test_spares_are_dealt_nothing():
+    """The peer's FIXED_WITH_SPARES."""
+    part = plan(quorum(1, 1, 1), "c:1", 0, spares_above=2)
+    assert part.participants == ("a:1", "b:1") and not part.heal
+
+
+def test_holders_of_different_deals_make_a_new_one():
+    same = quorum(1, 1, dealt=3, deal_id="x")
+    assert plan(same, "a:1", 0).dealt == 3
+    mixed = Quorum(1, (same.members[0], Member("b:1", step=1, commit_id="c1")), same.reference)
+    assert plan(mixed, "a:1", 0).dealt == 0
