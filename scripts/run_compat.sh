@@ -32,7 +32,7 @@ for candidate in python3.{10..14} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-4
   printf '== Python 3.%s\n' "$minor"
   git ls-files -z '*.py' | PYTHONDONTWRITEBYTECODE=1 xargs -0 "$venv/bin/python" -W error::SyntaxWarning -c \
     'import ast, pathlib, sys; [compile(pathlib.Path(f).read_bytes(), f, "exec") for f in sys.argv[1:]]' || failed="$failed 3.$minor"
-  "$venv/bin/python" -m pytest -q -r f -p no:cacheprovider tests/unit || failed="$failed 3.$minor"
+  "$venv/bin/python" -m pytest -q -r f -p no:cacheprovider tests/unit tests/protocol || failed="$failed 3.$minor"
 done
 [ -z "$failed" ] || die 1 "failed under Python$failed"
 say "Pythons:$seen"
