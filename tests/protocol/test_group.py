@@ -1,0 +1,274 @@
+"""Transcripts of a group server: ranks ask and vote, one call goes out, one outcome comes back.
+
+With the behaviours of the peer's manager server (its manager.rs tests) first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft.protocol import messages as m
+from ft.protocol.group import OUTCOMES_KEPT, Group, GroupConfig
+from ft.protocol.messages import Member, Quorum, RankCall, Vote
+
+
+def group(size: int = 2, **config: Any) -> Group:
+    made = Group(GroupConfig("a:1", size, "http://a", "store-a", **config), 0.0)
+    for rank in range(size):
+        made.handle(m.RankStream(rank, True), 0)
+    return made
+
+
+def said(machine: Group, event: m.Event, now_s: float = 0.0) -> list[m.Effect]:
+    return list(machine.handle(event, now_s).effects)
+
+
+def ask(machine: Group, rank: int, *, known: int = 0, failed: bool = False, **member: Any) -> list[m.Effect]:
+    return said(machine, RankCall(rank, Member("", **member), f"http://a/{rank}", known, failed))
+
+
+def quorum(quorum_id: int = 1, *ids: str) -> Quorum:
+    return Quorum(quorum_id, tuple(Member(i, store_address=f"store-{i}") for i in ids or ("a:1", "b:1")))
+
+
+def joined(size: int = 2, **config: Any) -> Group:
+    """All ranks have asked, quorum 1 was answered."""
+    machine = group(size, **config)
+    for rank in range(size):
+        ask(machine, rank)
+    said(machine, m.LighthouseAnswered(quorum()))
+    return machine
+
+
+def vote(
+    rank: int,
+    verdict: Any = "yes",
+    kind: Any = "commit",
+    *,
+    quorum_id: int = 1,
+    attempt: int = 0,
+    step: int = 0,
+    **more: Any,
+):
+    return Vote(rank, kind, quorum_id, attempt, step, verdict, **more)
+
+
+# ------------------------------------------------------------------------------------------------ the peer's behaviours
+
+
+def test_peer_get_quorum():
+    """The call goes out when all ranks have asked; each gets its own part."""
+    machine = group()
+    assert ask(machine, 1) == [] and machine.reason == "1 of 2 ranks have asked for a quorum"
+    [call] = ask(machine, 0)
+    assert isinstance(call, m.CallLighthouse)
+    assert call.call.member == Member("a:1", "http://a", "store-a", world_size=2)
+    answers = said(machine, m.LighthouseAnswered(quorum(), m.Times()))
+    assert [(e.group_rank, e.part.quorum_id, e.part.store_address) for e in answers if isinstance(e, m.AnswerRank)] == [
+        (0, 1, "store-b:1"),
+        (1, 1, "store-a:1"),
+    ]
+
+
+def test_peer_should_commit():
+    """AND of all ranks; the next step's vote starts anew."""
+    machine = joined()
+    assert said(machine, vote(0)) == []
+    outcomes = [e.outcome.verdict for e in said(machine, vote(1)) if isinstance(e, m.AnswerVote)]
+    assert outcomes == ["yes", "yes"]
+    said(machine, vote(0, step=1))
+    effects = said(machine, vote(1, "failed", step=1, reason="gloo: connection closed"))
+    assert {e.outcome.verdict for e in effects if isinstance(e, m.AnswerVote)} == {"failed"}
+    assert machine.reason == "commit: failed (rank 1: gloo: connection closed)"
+
+
+def test_peer_checkpoint_metadata():
+    machine = group()
+    assert said(machine, m.AskMetadata(0)) == [m.FailRank(0, "INVALID_ARGUMENT", "rank not found")]
+    ask(machine, 0)
+    assert said(machine, m.AskMetadata(0)) == [m.Metadata(0, "http://a/0")]
+
+
+def test_peer_lighthouse_down():
+    """No retries: all waiting ranks are told at once. (The peer's never were.) They may ask again."""
+    machine = group(retries=0)
+    ask(machine, 0)
+    ask(machine, 1)
+    told = said(machine, m.LighthouseFailed("connection refused"))
+    assert told == [
+        m.FailRank(rank, "UNAVAILABLE", "the lighthouse did not answer in 1 tries: connection refused")
+        for rank in (0, 1)
+    ]
+    ask(machine, 0)
+    assert isinstance(ask(machine, 1)[0], m.CallLighthouse)
+
+
+def test_peer_lighthouse_down_and_one_retry():
+    machine = group(retries=1, retry_s=0.5)
+    ask(machine, 0)
+    ask(machine, 1)
+    [again] = said(machine, m.LighthouseFailed("connection refused"))
+    assert isinstance(again, m.CallLighthouse) and again.delay_s == 0.5
+    assert [type(e) for e in said(machine, m.LighthouseFailed("connection refused"))] == [m.FailRank] * 2
+
+
+def test_peer_an_unknown_rank():
+    [refused] = ask(group(), 7)
+    assert refused == m.FailRank(7, "INVALID_ARGUMENT", "rank 7: this group has ranks 0 to 1")
+
+
+# ------------------------------------------------------------------------------------------------ ours: calls
+
+
+def test_by_default_a_lighthouse_may_be_away_as_long_as_ranks_wait():
+    machine = group()
+    ask(machine, 0)
+    ask(machine, 1)
+    for _ in range(100):
+        [effect] = said(machine, m.LighthouseFailed("connection refused"))
+        assert isinstance(effect, m.CallLighthouse)
+    said(machine, m.RankCancelled(0))
+    said(machine, m.RankCancelled(1))
+    assert said(machine, m.LighthouseFailed("connection refused")) == []
+
+
+def test_a_rank_whose_answer_got_lost_asks_again():
+    machine = joined()
+    [answer] = ask(machine, 1)  # word for word what quorum 1 has answered
+    assert isinstance(answer, m.AnswerRank) and answer.part.quorum_id == 1
+    assert ask(machine, 1, known=1) == []  # this is a new question
+
+
+def test_ranks_with_different_states_end_the_group():
+    machine = group()
+    ask(machine, 0, step=3, commit_id="x")
+    effects = ask(machine, 1, step=4, commit_id="y")
+    assert [type(e) for e in effects] == [m.FailRank, m.FailRank, m.EndGroup]
+    assert machine.reason == "the ranks of this group hold different states (rank 0: step 3 x, rank 1: step 4 y)"
+
+
+def test_times_that_do_not_fit_end_the_group():
+    machine = group(1)
+    ask(machine, 0)
+    effects = said(machine, m.LighthouseAnswered(quorum(), m.Times(heartbeat_timeout_s=8)))
+    assert (
+        isinstance(effects[-1], m.EndGroup) and "heartbeat_timeout_s = 5.0: the lighthouse has 8" in effects[-1].reason
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"heartbeat_timeout_s": 0.5}, "beat_s = 1 must be below heartbeat_timeout_s = 0.5"),
+        ({"rendezvous_s": 40.0}, "rendezvous_s = 40 must be below heal_grace_s = 30"),
+        ({"stall_s": 700.0}, "stall_s = 700 must be below collective_s = 600"),
+        ({"takeover_s": None, "heal_grace_s": 60.0}, "heal_grace_s = 60 must be below stall_s = 60"),
+    ],
+)
+def test_the_ladder_of_times(times: dict[str, Any], words: str):
+    assert m.Times().misfits(m.Times()) == []
+    ladder = m.Times(**times)
+    assert ladder.misfits(ladder) == [words]
+
+
+def test_a_lost_group_returns_under_another_id():
+    machine = joined()
+    effects = said(machine, m.LighthouseRefused("a:1", "LOST", "silent for 5 s"))
+    assert effects[0] == m.OpenStream("a:1.1")
+    assert {type(e.notice) for e in effects[1:] if isinstance(e, m.NotifyRank)} == {m.Abandoned}
+    ask(machine, 0, known=1, failed=True)
+    [call] = ask(machine, 1, known=1, failed=True)
+    assert isinstance(call, m.CallLighthouse)
+    assert (call.call.member.replica_id, call.call.member.formerly, call.call.failed) == ("a:1.1", "a:1", True)
+    assert said(machine, m.LighthouseRefused("a:1", "LOST", "silent for 5 s")) == []  # an echo
+
+
+def test_a_checkpoint_is_asked_of_all_ranks():
+    machine = group()
+    ask(machine, 0)
+    ask(machine, 1)
+    assert said(machine, m.LighthouseWantsRestore(40)) == [m.RestoreRank(0, 40), m.RestoreRank(1, 40)]
+
+
+# ------------------------------------------------------------------------------------------------ ours: votes
+
+
+def test_the_first_failure_decides_and_the_others_are_told():
+    machine = joined(3)
+    effects = said(machine, vote(1, "failed", reason="b is gone", blame=("b:1",)))
+    assert [(type(e), e.group_rank) for e in effects if isinstance(e, m.AnswerVote | m.NotifyRank)] == [
+        (m.AnswerVote, 1),
+        (m.NotifyRank, 0),
+        (m.NotifyRank, 2),
+    ]
+    [late] = said(machine, vote(0))  # it had all sums, but the group has decided
+    assert isinstance(late, m.AnswerVote) and late.outcome.verdict == "failed" and late.outcome.blame == ("b:1",)
+
+
+def test_not_able_waits_for_all_ranks_for_what_comes_next_depends_on_them():
+    machine = joined(2)
+    assert said(machine, vote(0, "again")) == []
+    outcome = said(machine, vote(1))[0]
+    assert isinstance(outcome, m.AnswerVote) and outcome.outcome.verdict == "again"
+
+
+def test_a_change_that_one_rank_saw_is_a_change():
+    machine = joined()
+    said(machine, vote(0, change=True))
+    assert all(e.outcome.change for e in said(machine, vote(1)) if isinstance(e, m.AnswerVote))
+
+
+def test_outcomes_may_be_asked_again_and_stale_votes_are_refused():
+    machine = joined(1)
+    for step in range(3):
+        said(machine, vote(0, step=step))
+    [told] = said(machine, vote(0, "failed", step=1))
+    assert isinstance(told, m.AnswerVote) and told.outcome.verdict == "yes"
+    for step in range(3, 5 + OUTCOMES_KEPT):
+        said(machine, vote(0, step=step))
+    [stale] = said(machine, vote(0, step=1))
+    assert isinstance(stale, m.FailRank) and stale.code == "STALE" and "the group is at step 20" in stale.reason
+    [other] = said(machine, vote(0, quorum_id=9))
+    assert isinstance(other, m.FailRank) and other.reason == "a vote for quorum 9; this group is in 1"
+    assert len(machine._outcomes) == OUTCOMES_KEPT
+
+
+def test_a_vote_that_comes_twice_counts_once():
+    machine = joined(2)
+    assert said(machine, vote(0)) == said(machine, vote(0)) == []
+    assert len(said(machine, vote(1))) == 2
+
+
+def test_a_group_that_was_cut_off_waits_before_it_commits():
+    """The last answered beat was sent 16 s ago; after 30 the others may take over."""
+    machine = joined(1)
+    assert said(machine, vote(0), 16.0) == []
+    assert machine.reason == "the commit waits: no answer from the lighthouse since 0"
+    assert said(machine, m.BeatAnswered(0.5), 16.5) == []  # an old one
+    [answer] = said(machine, m.BeatAnswered(16.5), 16.6)
+    assert isinstance(answer, m.AnswerVote) and answer.outcome.verdict == "yes"
+
+
+def test_a_commit_that_waits_is_off_when_the_group_is_lost():
+    machine = joined(1)
+    said(machine, vote(0), 16.0)
+    effects = said(machine, m.LighthouseRefused("a:1", "LOST", "silent for 5 s"), 17.0)
+    assert [e.outcome.verdict for e in effects if isinstance(e, m.AnswerVote)] == ["failed"]
+
+
+# ------------------------------------------------------------------------------------------------ ours: notices
+
+
+def test_notices_reach_each_rank_once_and_only_in_their_generation():
+    machine = joined()
+    lost = m.MemberLost(1, ("b:1",))
+    assert said(machine, lost) == [m.NotifyRank(0, lost), m.NotifyRank(1, lost)]
+    assert said(machine, lost) == []
+    assert said(machine, m.Abandoned(7)) == []
+    assert said(machine, m.RankStream(0, True)) == [m.NotifyRank(0, lost)]  # a new stream starts with what holds
+
+
+def test_a_rank_that_is_gone_ends_the_group():
+    assert said(joined(), m.RankStream(1, False)) == [m.EndGroup("rank 1 is gone")]

@@ -1,0 +1,461 @@
+"""Transcripts of one rank's step. Read top to bottom: what happens to a rank, and what it does.
+
+Its twins in the peer are manager_test.py's: quorum happy / fixed size / skip_init / configure_errors / checkpoint_errors, healing with
+zeros, allreduce_error, report_error, max_retries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft.protocol import messages as m
+from ft.protocol.ledger import Ledger
+from ft.protocol.messages import UNABLE, Computed, Outcome, Part, Reduced, ReduceFailed
+from ft.protocol.step import Phase, Step, StepConfig
+
+
+def part(
+    quorum_id: int = 1, *, heal: bool = False, step: int = 0, commit: tuple[int, str] = (0, ""), **more: Any
+) -> Part:
+    """The place of group a in a quorum of a and b."""
+    fields: dict[str, Any] = {
+        "replica_rank": 0,
+        "members": ("a:1", "b:1"),
+        "store_address": "s",
+        "sources": (m.Source(1, "http://b"),) if heal else (),
+        "heals": (),
+        "participants": ("b:1",) if heal else ("a:1", "b:1"),
+        "dealt": 0,
+    }
+    return Part(quorum_id, "job", "a:1", reference=(step, *commit), heal=heal, **{**fields, **more})
+
+
+class Rank:
+    """A rank, and short words for what happens to it. Each returns the effects."""
+
+    def __init__(self, **config: Any) -> None:
+        self.machine = Step(StepConfig(**config), Ledger(slot_size=8))
+        self.now_s = 0.0
+
+    def see(self, event: m.Event) -> list[m.Effect]:
+        return list(self.machine.handle(event, self.now_s).effects)
+
+    @property
+    def at(self) -> tuple[int, int, int]:
+        assert self.machine.part
+        return self.machine.part.quorum_id, self.machine._attempt, self.machine._place
+
+    def outcome(self, kind: Any, verdict: Any = "yes", **more: Any) -> list[m.Effect]:
+        return self.see(Outcome(kind, *self.at, verdict, **more))
+
+    def reduced(self, *tail: float) -> list[m.Effect]:
+        return self.see(Reduced(*self.at, tail))
+
+    def enter(self, event: Part | None = None) -> list[m.Effect]:
+        """Through a quorum to the forward."""
+        self.see(m.Begin())
+        self.see(event or part())
+        self.see(m.Configured((event or part()).quorum_id, True))
+        return self.outcome("configured")
+
+    def finish(self, *tail: float, change: bool = False) -> list[m.Effect]:
+        self.see(Computed((10.0,), 25.0))
+        self.reduced(*(tail or (10, 10, 50, 2, 0)))
+        return self.outcome("commit", change=change)
+
+
+def names(effects: list[m.Effect]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
+
+
+def only(kind: type[Any], effects: list[m.Effect]) -> Any:
+    [effect] = [effect for effect in effects if isinstance(effect, kind)]
+    return effect
+
+
+# ------------------------------------------------------------------------------------------------ a step that holds
+
+
+def test_the_first_step():
+    rank = Rank()
+    [ask] = rank.see(m.Begin())
+    assert isinstance(ask, m.AskQuorum) and (ask.call.known, ask.call.member.step) == (0, 0)
+    assert names(rank.see(part())) == ["Configure"]
+    [cast] = rank.see(m.Configured(1, True))
+    assert isinstance(cast, m.CastVote) and (cast.vote.kind, cast.vote.verdict) == ("configured", "yes")
+    assert rank.outcome("configured") == [m.Compute(0, (0,), 0)]
+    assert rank.see(Computed((10.0,), 25.0)) == [m.LaunchTail(1, 0, 0, (10.0, 0.0, 25.0, 1.0, 0.0))]
+    assert only(m.CastVote, rank.reduced(10, 12, 55, 2, 0)).vote.verdict == "yes"
+    [commit] = rank.outcome("commit")
+    assert commit == m.CommitStep(1, rank.machine.commit_id, 22, (0, 1), 2.5, 2)
+    assert rank.machine.state_dict()["step"] == 1
+
+
+def test_a_steady_step_asks_nobody_for_a_quorum():
+    rank = Rank()
+    rank.enter()
+    rank.finish()
+    assert rank.see(m.Begin()) == [m.Compute(1, (16,), 0)]
+
+
+def test_a_change_in_the_tail_brings_a_quorum_before_the_next_step():
+    rank = Rank()
+    rank.enter()
+    rank.finish(change=True)
+    ask = only(m.AskQuorum, rank.see(m.Begin()))
+    assert (ask.call.known, ask.call.failed, ask.call.member.dealt) == (1, False, 0)
+
+
+def test_every_step_if_so_configured():
+    rank = Rank(every_step=True)
+    rank.enter()
+    rank.finish()
+    assert names(rank.see(m.Begin())) == ["AskQuorum"]
+
+
+def test_an_announced_change_is_passed_on_in_the_tail_and_stops_nothing():
+    rank = Rank()
+    rank.enter()
+    assert rank.see(m.ChangeAnnounced(1, "c waits")) == []
+    assert only(m.LaunchTail, rank.see(Computed((10.0,), 25.0))).tail[-1] == 1
+    assert rank.see(m.ChangeAnnounced(9)) == []  # of another generation
+
+
+def test_who_means_to_leave_says_so_in_its_last_tail():
+    rank = Rank()
+    rank.enter()
+    rank.see(m.Leaving())
+    assert only(m.LaunchTail, rank.see(Computed((10.0,), 25.0))).tail[-1] == 1
+
+
+def test_a_step_is_settled_when_a_later_one_committed_in_the_same_generation():
+    rank = Rank()
+    rank.enter()
+    assert "Settled" not in names(rank.finish())
+    rank.see(m.Begin())
+    assert m.Settled(1) in rank.finish()
+
+
+def test_a_step_is_settled_when_a_quorum_chose_it():
+    rank = Rank()
+    rank.enter()
+    rank.finish(change=True)
+    rank.see(m.Begin())
+    assert m.Settled(1) in rank.see(part(1, step=1, commit=(1, rank.machine.commit_id), known=True))
+
+
+def test_a_source_fences_its_offer_before_it_changes_the_state():
+    rank = Rank()
+    rank.enter(part(heals=(1,), participants=("a:1",)))
+    assert names(rank.finish(10, 25, 2, 0))[:2] == ["Fence", "CommitStep"]
+    rank.see(m.Begin())
+    assert "Fence" not in names(rank.finish(10, 25, 2, 0))  # what was unsent has been copied
+
+
+def test_equal_histories_have_equal_commit_ids_whatever_the_ranks_losses_last_bits():
+    ranks = [Rank(), Rank(), Rank()]
+    for rank, tail in zip(ranks, [(10, 10, 50.0, 2, 0), (10, 10, 50.0001, 2, 1), (10, 0, 50, 2, 0)], strict=True):
+        rank.enter()
+        rank.finish(*tail)
+    first, same, other = (rank.machine.commit_id for rank in ranks)
+    assert first == same != other
+
+
+# ------------------------------------------------------------------------------------------------ a generation that fails
+
+
+def test_a_lost_member_during_the_backward_the_forward_and_backward_are_finished_and_kept():
+    rank = Rank()
+    rank.enter()
+    assert names(rank.see(m.MemberLost(1, ("b:1",), "its connection broke"))) == ["StopWaiting"]
+    assert rank.see(ReduceFailed(1, 0, 0, "socket closed", ("b:1",))) == []  # the backward still runs
+    vote = only(m.CastVote, rank.see(Computed((10.0,), 25.0))).vote
+    assert (vote.verdict, vote.reason, vote.blame) == ("failed", "socket closed", ("b:1",))
+    effects = rank.outcome("commit", "failed")
+    assert names(effects) == ["AbandonGeneration", "AskQuorum"]
+    ask = only(m.AskQuorum, effects)
+    assert (ask.call.failed, ask.call.blame, ask.call.member.dealt) == (True, ("b:1",), 2)
+    rank.see(part(2, members=("a:1",), participants=("a:1",), dealt=2))
+    rank.see(m.Configured(2, True))
+    assert rank.outcome("configured") == [m.LaunchTail(2, 0, 0, (10.0, 0.0, 25.0, 1.0, 0.0), False, True)]
+    rank.reduced(10, 0, 25, 1, 0)
+    assert only(m.CommitStep, rank.outcome("commit")).contributors == (0,)
+    assert rank.machine.ledger.holes == [] or rank.machine.ledger.pending[8] == "a:1"  # b's slot is dealt again
+
+
+def test_completion_beats_notices():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.see(m.MemberLost(1, ("b:1",)))
+    assert only(m.CastVote, rank.reduced(10, 10, 50, 2, 0)).vote.verdict == "yes"
+    assert rank.see(m.Abandoned(1)) == []
+    assert names(rank.outcome("commit")) == ["CommitStep"]
+
+
+def test_a_notice_between_two_steps_does_not_part_the_ranks_of_a_group():
+    """Another rank may be in the forward already; so this one goes there, too, and votes no."""
+    rank = Rank()
+    rank.enter()
+    rank.finish()
+    assert rank.see(m.Abandoned(1, "b asked")) == []
+    assert names(rank.see(m.Begin())) == ["Compute"]
+    assert only(m.CastVote, rank.see(Computed((10.0,), 25.0))).vote.verdict == "failed"
+
+
+def test_without_kept_gradients_a_failed_attempt_returns_its_slots():
+    rank = Rank(keep_gradients=False)
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.see(ReduceFailed(1, 0, 0, "socket closed"))
+    effects = rank.outcome("commit", "failed")
+    assert names(effects) == ["AbandonGeneration", "DropGradients", "AskQuorum"]
+    assert only(m.AskQuorum, effects).call.member.dealt == 0
+    rank.see(part(2, members=("a:1",), participants=("a:1",)))
+    rank.see(m.Configured(2, True))
+    assert rank.outcome("configured") == [m.Compute(0, (0,), 0)]
+
+
+def test_peer_configure_errors():
+    """A process group that could not be built is a vote, not an exception."""
+    rank = Rank()
+    rank.see(m.Begin())
+    rank.see(part())
+    vote = only(m.CastVote, rank.see(m.Configured(1, False, "no route to b", ("b:1",)))).vote
+    assert (vote.kind, vote.verdict, vote.blame) == ("configured", "failed", ("b:1",))
+    assert names(rank.outcome("configured", "failed")) == ["AbandonGeneration", "AskQuorum"]
+
+
+def test_peer_max_retries():
+    rank = Rank(max_failures=1)
+    for quorum_id in (1, 2):
+        rank.see(m.Begin())
+        rank.see(part(quorum_id))
+        rank.see(m.Configured(quorum_id, False, "no route to b"))
+        effects = rank.outcome("configured", "failed")
+    assert "fault_tolerance.max_failures allows 1" in only(m.Stop, effects).reason
+    assert rank.machine.phase is Phase.STOPPED and rank.see(m.Begin()) == []
+
+
+def test_peer_quorum_timeout():
+    rank = Rank()
+    rank.see(m.Begin())
+    assert only(m.Stop, rank.see(m.QuorumFailed("no answer in 60 s"))).reason == "no quorum: no answer in 60 s"
+
+
+# ------------------------------------------------------------------------------------------------ a group that cannot
+
+
+def test_not_a_number_is_another_attempt_on_the_same_generation():
+    rank = Rank()
+    rank.enter()
+    unable = only(m.LaunchTail, rank.see(Computed((10.0,), float("nan"), able=False)))
+    assert (unable.tail, unable.zeros) == ((0.0, 0.0, 0.0, 0.0, 0.0), True)
+    assert only(m.CastVote, rank.reduced(0, 10, 25, 1, 0)).vote.verdict == "again"
+    assert rank.outcome("commit", "again") == [m.LaunchTail(1, 1, 0, (UNABLE, 0.0, 0.0, 1.0, 0.0), True, False)]
+    rank.reduced(UNABLE, 10, 25, 2, 0)
+    commit = only(m.CommitStep, rank.outcome("commit"))
+    assert (commit.divisor, commit.contributors, commit.mean_loss) == (10, (1,), 2.5)
+    assert rank.machine.ledger.pending == {0: "a:1", 16: "b:1"}  # the hole comes first
+
+
+def test_the_others_reduce_their_kept_gradients_again():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.reduced(10, 0, 25, 1, 0)
+    [again] = rank.outcome("commit", "again")
+    assert again == m.LaunchTail(1, 1, 0, (10.0, 0.0, 25.0, 1.0, 0.0), False, True)
+
+
+def test_three_in_a_row_stop():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    for _ in range(3):
+        rank.reduced(10, 0, 25, 1, 0)
+        effects = rank.outcome("commit", "again")
+    stop = only(m.Stop, effects)
+    assert stop.reason == "step 0: 3 attempts in a row, and each time some group was unable" and stop.slots == (0, 8)
+
+
+def test_a_slot_without_a_target_is_a_slot_of_no_use():
+    rank = Rank()
+    rank.enter()
+    assert only(m.LaunchTail, rank.see(Computed((0.0,), 0.0))).tail[-2] == 0
+
+
+def test_a_step_in_which_nobody_has_anything_to_learn_from_stops():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0, able=False))
+    rank.reduced(0, 0, 0, 0, 0)
+    rank.outcome("commit", "again")
+    rank.reduced(UNABLE, UNABLE, 0, 2, 0)
+    assert only(m.Stop, rank.outcome("commit")).reason == "step 0: no slot of it has anything to learn from"
+
+
+def test_when_nobody_is_left_who_was_dealt_a_slot_the_deal_is_made_anew():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.reduced(0, 0, 0, 2, 0)
+    assert names(rank.outcome("commit")) == ["DropGradients", "AskQuorum"]
+    assert rank.machine.step == 0 and rank.machine.ledger.pending == {}
+
+
+# ------------------------------------------------------------------------------------------------ healing
+
+
+def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
+    source = Step(StepConfig(), Ledger(8))
+    source.step, source.commit_id, source.commit_quorum_id = step, f"c{step}", 1
+    source.ledger.position = 80
+    source.ledger.deal(("b:1",) * pending)
+    return source.state_dict()
+
+
+def healing(**config: Any) -> Rank:
+    """A fresh group in a quorum whose reference is step 5; it launches zeros."""
+    rank = Rank(**config)
+    [zeros] = rank.enter(part(2, heal=True, step=5, commit=(1, "c5")))
+    assert zeros == m.LaunchTail(2, 0, 5, (0.0, 0.0, 1.0, 0.0), True, False)
+    return rank
+
+
+def test_a_healing_group_gives_zeros_and_holds_what_commits_meanwhile():
+    rank = healing()
+    assert rank.machine.void
+    rank.reduced(10, 25, 2, 0)
+    assert names(rank.outcome("commit")) == ["HoldSums", "LaunchTail"]  # and goes on with zeros
+    assert only(m.CastVote, rank.see(m.HealEnded(2, True, source_state()))).vote.kind == "healed"
+    effects = rank.see(Outcome("healed", 2, 0, 5, "yes"))
+    assert names(effects) == ["LoadState", "CommitStep"]
+    assert only(m.CommitStep, effects).held and (rank.machine.step, rank.machine.void) == (6, False)
+    rank.reduced(10, 25, 2, 0)
+    assert only(m.CommitStep, rank.outcome("commit")).step == 7
+    assert only(m.LaunchTail, rank.see(m.Begin())).tail[-1] == 1  # whole again: it wants to be dealt slots
+
+
+def test_past_the_backlog_it_waits_and_gives_up_in_time():
+    rank = healing()
+    for _ in range(2):
+        rank.reduced(10, 25, 2, 0)
+        rank.outcome("commit")
+    assert rank.machine.phase is Phase.AWAITING
+    rank.now_s = 29.9
+    assert rank.see(m.Tick()) == []
+    rank.now_s = 30.0
+    effects = rank.see(m.Tick())
+    assert names(effects) == ["GiveUp", "AbandonGeneration", "CastVote"]
+    assert names(rank.see(Outcome("healed", 2, 0, 5, "failed"))) == ["DropHeld", "AskQuorum"]
+
+
+def test_a_heal_that_is_complete_while_it_waits_is_in_time():
+    rank = healing()
+    for _ in range(2):
+        rank.reduced(10, 25, 2, 0)
+        rank.outcome("commit")
+    rank.see(m.HealEnded(2, True, source_state()))
+    effects = rank.see(Outcome("healed", 2, 0, 5, "yes"))
+    assert names(effects) == ["LoadState", "CommitStep", "Settled", "CommitStep", "LaunchTail"]
+
+
+def test_peer_checkpoint_errors():
+    """A heal that failed leaves a void group, which asks again; it never trains on half a state."""
+    rank = healing()
+    vote = only(m.CastVote, rank.see(m.HealEnded(2, False, reason="digest of chunk 7"))).vote
+    assert (vote.kind, vote.verdict, vote.reason) == ("healed", "failed", "digest of chunk 7")
+    rank.see(Outcome("healed", 2, 0, 5, "failed", reason="rank 0: digest of chunk 7"))
+    rank.reduced(10, 25, 2, 1)
+    effects = rank.outcome("commit", change=True)
+    assert only(m.AskQuorum, effects).call.member.step == m.VOID
+
+
+def test_another_state_than_the_quorums_is_not_taken():
+    rank = healing()
+    assert only(m.CastVote, rank.see(m.HealEnded(2, True, source_state(4)))).vote.verdict == "failed"
+
+
+def test_when_the_generation_fails_the_groups_word_on_the_heal_comes_first():
+    rank = healing()
+    rank.see(ReduceFailed(2, 0, 5, "socket closed"))
+    effects = rank.outcome("commit", "failed")
+    assert names(effects) == ["AbandonGeneration", "CastVote"]  # healed: no
+    effects = rank.see(Outcome("healed", 2, 0, 5, "failed"))
+    assert only(m.AskQuorum, effects).call.member.step == m.VOID
+
+
+def test_who_heals_drops_its_own_gradients():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.see(ReduceFailed(1, 0, 0, "socket closed"))
+    rank.outcome("commit", "failed")
+    assert "DropGradients" in names(rank.see(part(2, heal=True, step=1, commit=(1, "c1"))))
+
+
+def test_a_checkpoint_on_demand():
+    rank = Rank()
+    rank.see(m.Begin())
+    assert names(rank.see(m.WantsRestore(9))) == ["LoadCheckpoint"]
+    ask = only(m.AskQuorum, rank.see(m.Restored(source_state(8))))
+    assert (ask.call.member.step, ask.call.member.restored, ask.call.member.commit_id) == (8, 8, "c8")
+    assert ask.call.member.dealt == 0
+
+
+def test_a_checkpoint_before_the_first_step():
+    rank = Rank()
+    assert rank.see(m.Restored(source_state(8))) == []
+    assert only(m.AskQuorum, rank.see(m.Begin())).call.member.restored == 8
+
+
+def test_a_deal_that_not_all_hold_is_made_anew():
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.see(ReduceFailed(1, 0, 0, "socket closed"))
+    rank.outcome("commit", "failed")
+    effects = rank.see(part(2, members=("b:1", "a:1"), participants=("b:1", "a:1"), replica_rank=1, dealt=0))
+    assert "DropGradients" in names(effects)  # they were of slot 0, which is b's now
+    assert rank.machine.ledger.pending == {0: "b:1", 8: "a:1"}
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        m.Begin(),
+        part(1),
+        m.Configured(1, True),
+        Computed((10.0,), 25.0),
+        Reduced(1, 0, 0, (10, 10, 50, 2, 0)),
+        Reduced(1, 7, 1, (10, 10, 50, 2, 0)),
+        ReduceFailed(1, 0, 0, "late"),
+        Outcome("commit", 1, 0, 0, "yes"),
+        Outcome("configured", 1, 0, 0, "failed"),
+        Outcome("healed", 1, 0, 0, "yes"),
+        m.HealEnded(1, True),
+        m.QuorumFailed("late"),
+        m.WantsRestore(3),
+        m.MemberLost(0, ("b:1",)),
+        m.Tick(),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_comes_late_or_twice_changes_nothing(event: m.Event):
+    """In the second step's commit vote."""
+    rank = Rank()
+    rank.enter()
+    rank.finish()
+    rank.see(m.Begin())
+    rank.see(Computed((10.0,), 25.0))
+    rank.reduced(10, 10, 50, 2, 0)
+    before = (rank.machine.phase, rank.machine.state_dict(), rank.at)
+    assert rank.see(event) == []
+    assert (rank.machine.phase, rank.machine.state_dict(), rank.at) == before
+    assert names(rank.outcome("commit")) == ["Settled", "CommitStep"]
