@@ -67,7 +67,9 @@ class CheckpointConfig:
         'names, or beginnings of names, that initial_load_path is not asked for, such as "model.output"',
     ] = ()
     create_seed_checkpoint: Annotated[
-        bool, "save the freshly initialised weights as step 0, with which every layout can begin, and end"
+        bool,
+        "save the freshly initialised weights as step 0, with which every layout can begin, and end; "
+        "scripts/make_seed_checkpoint.py does it for a model of any size, without the run's machines",
     ] = False
 
     def check(self) -> None:
