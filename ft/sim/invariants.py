@@ -34,7 +34,7 @@ class Committed:
     quorum_id: int
     parent: Committed | None
     slots: tuple[int, ...]
-    divisor: float
+    era: int  # grows when the job goes back to a checkpoint: what follows from the old one is nobody's
     weights: dict[int, int] = field(default_factory=dict)  # by group_rank: each holds another part of the model
     children: list[Committed] = field(default_factory=list)
 
@@ -56,6 +56,7 @@ class Truth:
         self.initial: Committed | None = None
         self.commits_by_id: dict[str, Committed] = {}
         self.settled: Committed | None = None  # the newest settled step
+        self.era = 0
         self.last_id = 0
         self.forgetful = False  # the lighthouse's state file was lost: an id that nobody received may come again
         self._quorums: dict[tuple[str, int], tuple[str, ...]] = {}  # (epoch, id) -> members, of those issued
@@ -68,8 +69,8 @@ class Truth:
 
     # -- quorums ----------------------------------------------------------------------------------------------------
 
-    def issued(self, quorum: m.Quorum, listening: set[str]) -> None:
-        """`listening`: the ids that wait for an answer, or hold a stream."""
+    def issued(self, quorum: m.Quorum, answered: tuple[str, ...], listening: set[str]) -> None:
+        """`answered`: whom the lighthouse tells. `listening`: the ids that wait for an answer, or hold a stream."""
         known = self._quorums.get((quorum.epoch, quorum.quorum_id))
         if known is not None and (known == quorum.ids or not self.forgetful):
             require(known == quorum.ids, "quorum", quorum.quorum_id, "has two member sets:", known, quorum.ids)
@@ -86,7 +87,7 @@ class Truth:
         require(len(set(quorum.ids)) == len(quorum.ids), "one id twice in", quorum.ids)
         names = [member.name for member in quorum.members]
         require(len(set(names)) == len(names), "two lives of one group in", quorum.ids)
-        absent = [replica_id for replica_id in quorum.ids if replica_id not in listening]
+        absent = [replica_id for replica_id in answered if replica_id not in listening]
         require(not absent, f"quorum {quorum.quorum_id} names {absent}, who do not listen")
         best = max((member.state for member in quorum.members if not member.void), default=None)
         require(best == quorum.reference, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {best}")
@@ -106,6 +107,7 @@ class Truth:
             f"quorum {quorum.quorum_id} goes back to step {step}; {holders} hold settled step {self.settled.step}",
         )
         self.cluster.world.seen["the job went back to a checkpoint"] += 1
+        self.era += 1
         self.settled = chosen if chosen is not None and chosen.step else None
 
     def entered(self, rank: RankNode, part: m.Part) -> None:
@@ -171,7 +173,7 @@ class Truth:
         require(weights == rank.weights, f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
 
     def _new(self, effect: m.CommitStep, quorum_id: int, slots: tuple[int, ...], parent: Committed | None) -> Committed:
-        record = Committed(effect.commit_id, effect.step, quorum_id, parent, slots, effect.divisor)
+        record = Committed(effect.commit_id, effect.step, quorum_id, parent, slots, self.era)
         self.commits_by_id[effect.commit_id] = record
         before = parent.step if parent is not None else 0
         require(record.step == before + 1, f"step {record.step} follows step {before}")
@@ -181,14 +183,9 @@ class Truth:
             parent.children.append(record)
             if len(parent.children) > 1:
                 self.cluster.world.seen["an unsettled step has two versions"] += 1
-            rivals = [
-                other
-                for other in (parent.parent.children if parent.parent else ())
-                if other is not parent and other.children
-            ]
-            require(
-                not rivals, f"a fork two steps deep: {record.commit_id} and {[r.children[0].commit_id for r in rivals]}"
-            )
+            others = parent.parent.children if parent.parent else []
+            rivals = [o for o in others if o is not parent and any(child.era == self.era for child in o.children)]
+            require(not rivals, f"a fork two steps deep: {parent.commit_id} and {[r.commit_id for r in rivals]} go on")
         for slot in slots:
             twice = [other for other in self._trained.get(slot, ()) if record.at(other.step) is other]
             require(not twice, f"slot {slot} is trained on in step {record.step} and in step {[t.step for t in twice]}")

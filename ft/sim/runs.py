@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import re
 import sys
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from ft.sim import faults
 from ft.sim.cluster import Cluster, Machines, Setting, setting
@@ -52,10 +54,8 @@ def play(drawn: Setting, machines: Machines, trace: Callable[[str], None] | None
     try:
         cluster.run()
     except Exception as error:  # noqa: BLE001 - a machine that raises has failed the run, as one that breaks an invariant
-        at = error.__traceback__
-        while at is not None and at.tb_next is not None:
-            at = at.tb_next
-        where = f"{at.tb_frame.f_code.co_filename.rpartition('ft/')[2]}:{at.tb_lineno}" if at else ""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "require"]
+        where = f"{PurePath(frames[-1].filename).name}:{frames[-1].name}"
         failure = f"{cluster.world.now_s:.3f} s: {type(error).__name__} ({where}): {error}"
     return Run(drawn, failure, cluster.world.events, _seen(cluster))
 

@@ -107,7 +107,7 @@ class LighthouseNode:
             self.world.kill(self.process)
 
     def _answer(self, effect: m.Answer) -> None:
-        self.cluster.truth.issued(effect.quorum, {*self._waiting, *self._streams})
+        self.cluster.truth.issued(effect.quorum, effect.replica_ids, {*self._waiting, *self._streams})
         answer = m.LighthouseAnswered(effect.quorum, self.config.times)
         for replica_id in effect.replica_ids:
             if not self._reply(replica_id, answer) and replica_id in self._streams:
@@ -163,8 +163,8 @@ class GroupNode:
         self._stream: End | None = None
         self._stream_id = ""
         self._asked = 0
-        self._rank_calls: dict[int, list[Call]] = {}
-        self._votes: dict[int, list[Call]] = {}
+        self._waiting: dict[tuple[int, m.Ballot | None], list[Call]] = {}  # (group_rank, ballot, or None for a quorum)
+        self._newest: tuple[int, m.Ballot | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self._entered: list[
             tuple[Any, ...]
@@ -176,10 +176,10 @@ class GroupNode:
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: self._call_lighthouse,
             m.OpenStream: self._open_stream,
-            m.AnswerRank: lambda e: self._answer(self._rank_calls, e.group_rank, e.part),
+            m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.part),
             m.FailRank: self._fail_rank,
-            m.RestoreRank: lambda e: self._answer(self._rank_calls, e.group_rank, m.WantsRestore(e.settled)),
-            m.AnswerVote: lambda e: self._answer(self._votes, e.group_rank, e.outcome),
+            m.RestoreRank: lambda e: self._answer(e.group_rank, None, m.WantsRestore(e.settled)),
+            m.AnswerVote: self._answer_vote,
             m.NotifyRank: self._notify_rank,
             m.EndGroup: lambda e: self.end(e.reason),
         }
@@ -187,6 +187,7 @@ class GroupNode:
     def start(self) -> None:
         self.network.listen(self.address, Service(self.process, self._called, self._opened))
         self.process.at_death.append(lambda: self.network.forget(self.process))
+        self.process.at_death.append(lambda: self.world.after(0.5, None, self.kill))
         self._open_stream(m.OpenStream(self.machine.replica_id))
         self._tick()
         self._beat()
@@ -212,23 +213,30 @@ class GroupNode:
             _, group_rank, reference = event
             call.answer(self.ranks[group_rank].offered(reference) if self.ranks[group_rank].process.alive else None)
             return
-        waiting = self._votes if isinstance(event, m.Vote) else self._rank_calls
-        waiting.setdefault(event.group_rank, []).append(call)
-        call.at_cancel = lambda: self._cancelled(waiting, event.group_rank, call)
+        place = (event.group_rank, event.key if isinstance(event, m.Vote) else None)
+        self._waiting.setdefault(place, []).append(call)
+        if isinstance(event, m.RankCall):  # a vote that is given up is simply asked again
+            call.at_cancel = lambda: self._cancelled(place, call)
+        self._newest = place
         self.feed(event)
 
-    def _cancelled(self, waiting: dict[int, list[Call]], group_rank: int, call: Call) -> None:
-        if call in waiting.get(group_rank, []):
-            waiting[group_rank].remove(call)
-            self.feed(m.RankCancelled(group_rank))
+    def _cancelled(self, place: tuple[int, m.Ballot | None], call: Call) -> None:
+        if call in self._waiting.get(place, []):
+            self._waiting[place].remove(call)
+            self.feed(m.RankCancelled(place[0]))
 
-    def _answer(self, waiting: dict[int, list[Call]], group_rank: int, reply: Any) -> None:
-        for call in waiting.pop(group_rank, []):
+    def _answer(self, group_rank: int, ballot: m.Ballot | None, reply: Any) -> None:
+        for call in self._waiting.pop((group_rank, ballot), []):
             call.answer(reply)
 
+    def _answer_vote(self, effect: m.AnswerVote) -> None:
+        outcome = effect.outcome
+        ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        self._answer(effect.group_rank, ballot, outcome)
+
     def _fail_rank(self, effect: m.FailRank) -> None:
-        self._answer(self._votes, effect.group_rank, m.QuorumFailed(effect.reason))
-        self._answer(self._rank_calls, effect.group_rank, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
+        ballot = self._newest[1] if effect.code == "STALE" else None
+        self._answer(effect.group_rank, ballot, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
 
     def _opened(self, hello: m.RankStream, end: End) -> None:
         end.closed = lambda: self.feed(m.RankStream(hello.group_rank, open=False))
@@ -352,7 +360,7 @@ class GroupNode:
             self.world.after(0.01, None, self.kill)
 
     def kill(self) -> None:
-        """Everything of the group goes; the launcher notices."""
+        """Everything of the group goes, also what was stopped; the launcher notices."""
         self.ended = True
         for process in (*(rank.process for rank in self.ranks), self.process):
             self.world.kill(process)
