@@ -44,7 +44,7 @@ import torch
 
 from configs.load import load
 from proofs.parity_layouts import cases
-from proofs.parity_worker import Case, Compared, OptimizerName, Seen, Step, Task, alone, beside
+from proofs.parity_worker import Case, Compared, OptimizerName, Seen, Step, Task, alone, beside, ready
 from tests.multiproc.pool import Pool, WorkerError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,8 @@ TINY = {  # of configs/llama.toml, where no CONFIG is given
     "--model.hidden_dim": "128",
     "--training.seq_len": "32",
 }
-CASE_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0  # all workers import torch at once
+CASE_TIMEOUT_S = 300.0
 
 LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
 NORM_BOUND = 1e-5
@@ -89,67 +90,76 @@ class Verdict:
     """A case's line."""
 
     case: Case
-    worst: Deviation  # next to its bound, or the farthest beyond
+    worst: Deviation  # the gradient next to its bound; or what is farthest beyond
     problems: tuple[str, ...]  # none: it holds
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """One step as every rank saw it, beside the truth's."""
+
+    when: str
+    steps: Sequence[Step]
+    truth: Step
+    gradient_bound: float
 
 
 def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
     """`truth` by step, `seen` by rank."""
     assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
+    adamw, stages = case.optimizer == "AdamW", [rank.seat.pp_rank for rank in seen]
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
-    deviations = list[Deviation]()
-    for number, expected in enumerate(truth):
-        adamw_on_its_way = case.optimizer == "AdamW" and number > 0
-        bound = ADAMW_BOUND if adamw_on_its_way else GRADIENT_BOUND
-        steps = [(rank.seat.pp_rank, rank.steps[number]) for rank in seen]
-        problems += _miscounted(f"step {number + 1}", steps, expected)
-        deviations += _deviations(f"step {number + 1}", steps, expected, LOSS_BOUND[case.optimizer], bound)
-    if case.optimizer == "AdamW":
-        steps = [(rank.seat.pp_rank, rank.again) for rank in seen if rank.again is not None]
-        problems += _miscounted("last step", steps, truth[-1])
-        deviations += _deviations(
-            "last step from the same weights", steps, truth[-1], LOSS_BOUND["SGD"], GRADIENT_BOUND
-        )
-        problems += _unmatched("moves", [(rank.seat.pp_rank, rank.moves) for rank in seen], truth[0].gradients)
-        moves = (move for rank in seen for move in rank.moves)
-        deviations += [Deviation(f"move of {move.name}", move.deviation, ADAMW_BOUND) for move in moves]
-    beyond = sorted((d for d in set(deviations) if d.share > 1), key=_share, reverse=True)
-    return Verdict(case, max(deviations, key=_share), (*dict.fromkeys(problems), *map(str, beyond)))
+    gradients, others = list[Deviation](), list[Deviation]()
+    for look in _looks(truth, seen, adamw=adamw):
+        counts = {step.tokens for step in look.steps} - {look.truth.tokens}
+        problems += [f"{look.when}: {count:.0f} targets, not {look.truth.tokens:.0f}" for count in counts]
+        problems += _unmatched(look.when, stages, [step.gradients for step in look.steps], look.truth.gradients)
+        for step in look.steps:
+            loss, norm = _apart(step.loss, look.truth.loss), _apart(step.norm, look.truth.norm)
+            others.append(Deviation(f"{look.when}: loss", loss, LOSS_BOUND[case.optimizer]))
+            others.append(Deviation(f"{look.when}: gradient norm", norm, NORM_BOUND))
+            gradients += [Deviation(f"{look.when}: {g.name}", g.deviation, look.gradient_bound) for g in step.gradients]
+    if adamw:
+        problems += _unmatched("moves", stages, [rank.moves for rank in seen], truth[0].gradients)
+        others += [Deviation(f"move of {m.name}", m.deviation, ADAMW_BOUND) for rank in seen for m in rank.moves]
+    beyond = sorted({d for d in (*gradients, *others) if d.share > 1}, key=_share, reverse=True)
+    nothing = Deviation("no gradient", inf, GRADIENT_BOUND)
+    return Verdict(
+        case, max(beyond or gradients, key=_share, default=nothing), (*dict.fromkeys(problems), *map(str, beyond))
+    )
 
 
 _share = attrgetter("share")
-Held = Sequence[tuple[int, Sequence[Compared]]]  # by rank: the stage of the pipeline that it has, and what it has of it
 
 
-def _deviations(
-    when: str, steps: Sequence[tuple[int, Step]], truth: Step, loss_bound: float, gradient_bound: float
-) -> Iterator[Deviation]:
-    for _, step in steps:
-        yield Deviation(f"{when}: loss", _apart(step.loss, truth.loss), loss_bound)
-        yield Deviation(f"{when}: gradient norm", _apart(step.norm, truth.norm), NORM_BOUND)
-        yield from (Deviation(f"{when}: {g.name}", g.deviation, gradient_bound) for g in step.gradients)
+def _looks(truth: Sequence[Step], seen: Sequence[Seen], *, adamw: bool) -> Iterator[Look]:
+    for number, expected in enumerate(truth):
+        on_its_way = adamw and number > 0
+        steps = [rank.steps[number] for rank in seen]
+        yield Look(f"step {number + 1}", steps, expected, ADAMW_BOUND if on_its_way else GRADIENT_BOUND)
+    if adamw:
+        again = [rank.again for rank in seen if rank.again is not None]
+        assert len(again) == len(seen)
+        yield Look("again", again, truth[-1], GRADIENT_BOUND)
 
 
 def _apart(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected) if isfinite(value) else inf
 
 
-def _miscounted(when: str, steps: Sequence[tuple[int, Step]], truth: Step) -> Iterator[str]:
-    for tokens in {step.tokens for _, step in steps} - {truth.tokens}:
-        yield f"{when}: {tokens:.0f} targets, not {truth.tokens:.0f}"
-    yield from _unmatched(when, [(stage, step.gradients) for stage, step in steps], truth.gradients)
-
-
-def _unmatched(when: str, held: Held, truth: Sequence[Compared]) -> Iterator[str]:
-    """Whether the ranks of a stage hold the same, and the stages together every parameter once, with its shape."""
-    stages: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-    for stage, tensors in held:
+def _unmatched(
+    when: str, stages: Sequence[int], held: Sequence[Sequence[Compared]], truth: Sequence[Compared]
+) -> Iterator[str]:
+    """Whether the ranks of a stage hold the same, and the stages together every parameter once, with its shape. By rank: its stage
+    of the pipeline, and what it has."""
+    by_stage: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for stage, tensors in zip(stages, held, strict=True):
         here = [(tensor.name, tensor.shape) for tensor in tensors]
-        if stages.setdefault(stage, here) != here:
+        if by_stage.setdefault(stage, here) != here:
             yield f"{when}: ranks of stage {stage} hold different parameters"
-    found = Counter(tensor for stage in stages.values() for tensor in stage)
+    found = Counter(tensor for tensors in by_stage.values() for tensor in tensors)
     expected = Counter((tensor.name, tensor.shape) for tensor in truth)
     for kind, surplus in (("missing", expected - found), ("one too many", found - expected)):
         for name, shape in surplus:
@@ -215,6 +225,7 @@ def main(argv: Sequence[str]) -> int:
         facts = _facts(task, options.ranks)
         say("; ".join(f"{key} {value}" for key, value in facts.items()))
         with closing(Pool(max(options.ranks))) as pool:
+            pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
             verdicts = list(_run(Proof(task, pool), chosen, say))
     failed = [verdict for verdict in verdicts if verdict.problems]
     for verdict in failed:

@@ -107,6 +107,10 @@ class Seen:
     again: Step | None = None  # AdamW: the last step, from the weights that the truth had before it
 
 
+def ready() -> None:
+    """A worker that has come here has imported what it needs."""
+
+
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels [B, T] of a step. Sequences have unequal numbers of targets: one has none, one has all."""
     draws = torch.Generator().manual_seed(task.seed * 1000 + step)
