@@ -275,7 +275,19 @@ def _pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         return
     schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
     for line in picture(schedule, pp, n_stages, job.microbatches).splitlines():
-        yield from wrap(line, WIDTH - 2, subsequent_indent=" " * 8) if len(line) > WIDTH - 2 else [line]
+        yield from [_narrow(line)] if line.startswith("rank ") else _wrapped(line)
+
+
+def _narrow(line: str) -> str:
+    """A row of a picture, without the slots in its middle for which there is no room."""
+    head, row = line[: line.index("  ") + 2], line[line.index("  ") + 2 :]
+    if len(line) <= WIDTH - 2:
+        return line
+    cells = row.split()
+    width = max(map(len, cells)) + 1
+    half = (WIDTH - 2 - len(head) - 3) // width // 2
+    kept = [*cells[:half], "...", *cells[-half:]]
+    return head + " ".join(cell.ljust(width - 1) for cell in kept)
 
 
 def _warnings(job: Job, acted: Sequence[Rank]) -> Iterator[str]:

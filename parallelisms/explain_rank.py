@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -157,10 +157,9 @@ def _act(job: Job, *, pp_rank: int = 0) -> tuple[Stage, Step]:
         with fake, Others():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
             step = measure(parallel, job.optimizer, [(tokens, tokens)])
-        [part], [held], axes = parallel.parts, step.held, _axes(mesh)
+        [part], [held], axes = parallel.parts, step.held, axes_of(mesh)
         kinds, groups = tuple(_kinds(part)), tuple(_groups(part, job, mesh))
-        stretches = tuple(replace(s, collectives=_by_axis(s.collectives, axes)) for s in step.stretches)
-        return Stage(tuple(_modules(part)), kinds, groups, held), replace(step, stretches=stretches)
+        return Stage(tuple(_modules(part)), kinds, groups, held), by_axis(step, axes)
 
 
 def _eager(layout: Layout) -> Layout:
@@ -168,7 +167,7 @@ def _eager(layout: Layout) -> Layout:
     return replace(layout, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
 
 
-def _axes(mesh: DeviceMesh) -> dict[str, str]:
+def axes_of(mesh: DeviceMesh) -> dict[str, str]:
     """The name of a process group with several ranks: its axis."""
     axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES if mesh[axis].size() > 1}
     sharding = data_parallel_mesh(mesh)
@@ -186,13 +185,16 @@ def _plain(axis: str, mesh: DeviceMesh) -> str:
     return DP_SHARD if mesh[CP].size() == 1 else CP
 
 
-def _by_axis(collectives: Counter[Collective], axes: dict[str, str]) -> Counter[Collective]:
-    """Without those of a rank with itself."""
-    named = Counter[Collective]()
-    for collective, count in collectives.items():
-        if collective.group in axes:
-            named[replace(collective, group=axes[collective.group])] += count
-    return named
+def by_axis(step: Step, axes: Mapping[str, str]) -> Step:
+    """Its messages with the axis for the group; without those of a rank with itself."""
+    stretches = []
+    for stretch in step.stretches:
+        named = Counter[Collective]()
+        for collective, count in stretch.collectives.items():
+            if collective.group in axes:
+                named[replace(collective, group=axes[collective.group])] += count
+        stretches.append(replace(stretch, collectives=named))
+    return replace(step, stretches=tuple(stretches))
 
 
 def _modules(part: Model) -> Iterable[str]:
@@ -274,7 +276,7 @@ def _alone(job: Job, modules: list[list[str]]) -> Job:
 
 def _pipeline_rank(job: Job, pp_rank: int, rows: Table, stages: dict[int, tuple[Stage, Step]]) -> Rank:
     """The rank's row of the table, each action as it was seen."""
-    scenes = {index: _Scene(step, job.microbatches) for index, (_, step) in stages.items()}
+    scenes = {index: _Scene(step, job.microbatches, _unsent(index, set(stages))) for index, (_, step) in stages.items()}
     parts = [scene.buffers() for scene in scenes.values()]
     for action in (action for cell in rows[pp_rank] for action in cell):
         parts += scenes[action.stage].play(action)
@@ -282,13 +284,20 @@ def _pipeline_rank(job: Job, pp_rank: int, rows: Table, stages: dict[int, tuple[
     return _rank(job, pp_rank, stages, join(parts))
 
 
+def _unsent(stage: int, here: set[int]) -> set[str]:
+    """Messages that become assignments, since the other stage is on the same rank."""
+    behind = {"SEND_F", "RECV_B"} if stage + 1 in here else set()
+    return behind | ({"RECV_F", "SEND_B"} if stage - 1 in here else set())
+
+
 class _Scene:
     """What was seen of a stage with two microbatches, played again with more. The first forward gathers the weights and the first
     backward takes the memory of gradients; after the last one they are reduced."""
 
-    def __init__(self, step: Step, microbatches: int) -> None:
+    def __init__(self, step: Step, microbatches: int, unsent: set[str]) -> None:
         self._start, *others = step.stretches
-        self._seen = {re.sub(r"^PP:\d+", "", stretch.label): stretch for stretch in others}  # F0, SEND_F0, UNSHARD, ...
+        named = {re.sub(r"^PP:\d+", "", stretch.label): stretch for stretch in others}  # F0, SEND_F0, UNSHARD, ...
+        self._seen = {name: stretch for name, stretch in named.items() if name.rstrip("01") not in unsent}
         self._microbatches = microbatches
         self._forwards = self._backwards = 0
 

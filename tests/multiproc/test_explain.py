@@ -1,0 +1,106 @@
+"""What --explain says of a rank is what a real rank takes and sends: measured by the same ruler, on real tensors over gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models import llama
+from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.explain_memory import Held, Step, join, measure
+from parallelisms.explain_rank import Job, axes_of, by_axis, ranks
+from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.parallelize import Layout, parallelize
+from tests.multiproc.pool import Pool
+from training.loss import cross_entropy_sum
+from training.optimizer import OptimizerConfig, build_optimizer
+
+V, T, BATCH = 96, 64, 4
+SIZES = llama.Config(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=160)
+LAYOUTS = {
+    "dp1": (1, {}),
+    "fsdp2": (2, {}),
+    "ddp2": (2, {"data_parallel_replicate_degree": 2}),
+    "tp2": (2, {"tensor_parallel_degree": 2}),
+    "cp2": (2, {"context_parallel_degree": 2}),
+    "pp2": (2, {"pipeline_parallel_degree": 2}),
+    "pp2 interleaved": (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "fsdp2 tp2": (4, {"tensor_parallel_degree": 2}),
+    "pp2 halves": (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
+}
+CHECKPOINTS = {
+    "none": ActivationCheckpointConfig(),
+    "full": ActivationCheckpointConfig("full"),
+    "op": ActivationCheckpointConfig("selective", "op"),
+}
+
+
+def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Job:
+    world_size, parallelism = LAYOUTS[layout]
+    config = ParallelismConfig(**parallelism)
+    return Job(
+        title=layout,
+        build=lambda: llama.build(SIZES, vocab_size=V, max_seq_len=T),
+        loss=cross_entropy_sum,
+        optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
+        layout=Layout(config, CHECKPOINTS[checkpoint], loss_chunk_tokens=chunk_tokens),
+        degrees=degrees(config, world_size),
+        device_type="cpu",
+        local_batch_size=BATCH,
+        passes=passes,
+        seq_len=T,
+    )
+
+
+def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Step:
+    """What this rank took in its first step."""
+    wanted = job(layout, checkpoint, chunk_tokens, passes)
+    mesh = build_mesh(wanted.degrees, "cpu")
+    parallel = parallelize(
+        wanted.model(),
+        mesh,
+        wanted.loss,
+        wanted.layout,
+        local_batch_size=BATCH,
+        seq_len=T,
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    tokens = torch.randint(0, V, (BATCH, T), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), axes_of(mesh))
+
+
+def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes: int, bound: float) -> None:
+    wanted = job(layout, checkpoint, chunk_tokens, passes)
+    said = ranks(wanted)
+    world_size = wanted.degrees.world_size
+    real = pool.run(world_size, real_steps, layout, checkpoint, chunk_tokens, passes, timeout_s=120)
+    for rank in said:
+        step = real[rank.pp_rank * world_size // len(said)]
+        case = f"{layout}, checkpoint {checkpoint}, rank {rank.pp_rank} of pp"
+        assert rank.held == sum(step.held, Held()), case
+        assert rank.activations == pytest.approx(step.activations, rel=bound), case
+        assert rank.peak == pytest.approx(step.peak, rel=bound), case
+        sent = Counter({c: n for c, n in join(step.stretches).collectives.items() if c.bytes > 4})
+        assert rank.collectives == sent, case  # but for the pipeline's vote, which is of the first step alone
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("layout", ["dp1", "fsdp2", "tp2", "cp2", "fsdp2 tp2"])
+def test_a_rank_takes_what_was_said_to_the_byte(pool: Pool, layout: str, checkpoint: str):
+    compare(pool, layout, checkpoint, chunk_tokens=0, passes=1, bound=0)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("layout", ["pp2", "pp2 interleaved"])
+def test_a_rank_of_a_pipeline_takes_what_was_said(pool: Pool, layout: str, checkpoint: str):
+    compare(pool, layout, checkpoint, chunk_tokens=0, passes=1, bound=0.01)
+
+
+def test_other_layouts_and_losses(pool: Pool):
+    compare(pool, "ddp2", "none", chunk_tokens=0, passes=1, bound=0)
+    compare(pool, "fsdp2", "none", chunk_tokens=100, passes=2, bound=0.02)
+    compare(pool, "pp2 halves", "none", chunk_tokens=0, passes=1, bound=0.15)
