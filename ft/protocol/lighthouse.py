@@ -56,6 +56,7 @@ class View:
     missing: Collection[str]  # of those, neither candidates nor left nor sitting out
     heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
     shrinkers: Collection[str]  # candidates that ask for shrink_only
+    reachable: int  # healthy members of the previous quorum, whether they have called or not
     claims: int  # previous members that may hold the state, and have neither left nor been succeeded
     claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
     waited_s: float  # since the first candidate called
@@ -73,9 +74,11 @@ class Decision:
 
 
 def decide(view: View) -> Decision:
-    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone."""
-    shrink = bool(view.shrinkers) and bool(view.previous)
-    count = len(view.present) if shrink else len(view.candidates)
+    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone,
+    and count before they shrink. Ours count after it, so a shrink for which too few are left is not honoured: it could never end."""
+    ours = view.kind == "pharos"
+    shrink = bool(view.shrinkers) and bool(view.previous) and not (ours and view.reachable < view.min_replicas)
+    count = len(view.present) if shrink and (ours or not view.present) else len(view.candidates)
     fast = bool(view.present) and not view.missing
     here = f"{len(view.candidates)} of {view.healthy} healthy groups have called"
     if count == 0:
@@ -91,7 +94,7 @@ def decide(view: View) -> Decision:
         return Decision(
             reason=f"{here}; the first has waited {view.waited_s:.1f} of {view.join_timeout_s:g} s for the others"
         )
-    if view.kind == "pharos" and not view.heirs and view.claims and not view.claims_expired:
+    if ours and not view.heirs and view.claims and not view.claims_expired:
         return Decision(
             reason=f"{here}; none was in the previous quorum with a state, of which {view.claims} may come back"
         )
@@ -194,6 +197,7 @@ class Lighthouse:
         self._missing: set[str] = set()
         self._heirs: set[str] = set()
         self._shrinkers: set[str] = set()
+        self._reachable: set[str] = set()
         self._claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
         self._claims_expired = False
         self._generation = _Generation()
@@ -347,6 +351,7 @@ class Lighthouse:
             missing=self._missing,
             heirs=self._heirs,
             shrinkers=self._shrinkers,
+            reachable=len(self._reachable),
             claims=len(self._claims),
             claims_expired=self._claims_expired,
             waited_s=self._waited(now_s),
@@ -472,6 +477,7 @@ class Lighthouse:
         was_in = replica_id in self._previous
         _put(self._healthy, replica_id, bool(alive and peer and (peer.called or was_in or peer.kind == "torchft")))
         _put(self._present, replica_id, bool(member and was_in))
+        _put(self._reachable, replica_id, bool(alive and was_in))
         away = replica_id in self._gone or replica_id in self._sitting
         _put(self._missing, replica_id, was_in and not member and not away)
         _put(self._shrinkers, replica_id, bool(member and member.shrink_only))

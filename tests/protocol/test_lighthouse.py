@@ -276,10 +276,19 @@ def test_when_all_have_left_nobody_is_admitted_by_the_fast_rule():
 
 def test_never_fewer_than_min_replicas_after_a_shrink():
     talk = formed("ab", min_replicas=2)
-    talk.say(m.StreamClosed("b:1"))
     talk.call("c")
-    assert talk.call("a", known=1, failed=True, shrink_only=True) == []
-    assert "1 would take part, min_replicas is 2" in talk.reason
+    assert talk.call("a", known=1, shrink_only=True) == []
+    assert "1 would take part, min_replicas is 2" in talk.reason  # b is alive, and waited for
+    talk.say(m.StreamClosed("b:1"))
+    assert talk.quorum == (2, "ac")  # a alone would be too few for ever: the shrink is not honoured
+
+
+def test_peer_counts_before_it_shrinks():
+    talk = formed("ab", "torchft", min_replicas=2)
+    talk.tick(4)
+    talk.calls("ac", 4, shrink_only=True)
+    talk.beats("ac", 5.1)
+    assert talk.quorum == (2, "a")
 
 
 def test_a_caller_with_a_stream_is_wanted_when_its_call_ends():
