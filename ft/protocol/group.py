@@ -53,6 +53,7 @@ class Group:
         self._answered_s = now_s  # when the last answered beat was sent
         self._waiting: dict[int, RankCall] = {}
         self._round: dict[int, RankCall] = {}  # the calls that self.quorum answered
+        self._answered_as = ""  # the id that they were answered under
         self._calling: m.Call | None = None
         self._tries = 0
         self._metadata: dict[int, str] = {}
@@ -138,7 +139,7 @@ class Group:
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
             self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
-        self.quorum, self._round = quorum, self._waiting
+        self.quorum, self._round, self._answered_as = quorum, self._waiting, self.replica_id
         self._waiting, self._calling = {}, None
         for rank in sorted(self._round):
             self._answer(rank, quorum)
@@ -146,7 +147,7 @@ class Group:
 
     def _answer(self, rank: int, quorum: Quorum) -> None:
         known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
-        part = plan(quorum, self.replica_id, rank, spares_above=self.config.spares_above, known=known)
+        part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
         self._emit(m.AnswerRank(rank, part))
 
     def _on_failed(self, event: m.LighthouseFailed, now_s: float) -> None:

@@ -249,7 +249,8 @@ class Step:
         """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
         if self.void or self.part is None:
             return ()
-        return tuple(slot for slot, owner in self.ledger.pending.items() if _same_process(owner, self.part.replica_id))
+        me = m.process_of(self.part.replica_id)
+        return tuple(slot for slot, owner in self.ledger.pending.items() if m.process_of(owner) == me)
 
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None
@@ -372,10 +373,8 @@ class Step:
         self.step += 1
         self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
-        gave = {owners[slot] for slot in entry.contributed}
-        contributors = tuple(
-            rank for rank, i in enumerate(part.members) if any(_same_process(owner, i) for owner in gave)
-        )
+        gave = {m.process_of(owners[slot]) for slot in entry.contributed}
+        contributors = tuple(rank for rank, i in enumerate(part.members) if m.process_of(i) in gave)
         loss = tail.loss_sum / tail.divisor
         self._emit(m.CommitStep(self.step, self.commit_id, tail.divisor, contributors, loss, len(part.members), held))
         self._mine, self._excused, self._agains = None, False, 0
@@ -594,7 +593,3 @@ _ALWAYS: dict[type[Event], _Handler] = {
     m.Leaving: Step._on_leaving,
     m.Tick: Step._on_tick,
 }
-
-
-def _same_process(owner: str, replica_id: str) -> bool:
-    return m.process_of(owner) == m.process_of(replica_id)

@@ -141,6 +141,14 @@ def test_a_rank_whose_answer_got_lost_asks_again():
     assert ask(machine, 1, known=1) == []  # this is a new question
 
 
+def test_a_call_that_comes_again_after_the_group_was_lost_gets_the_answer_it_had():
+    """Found by simulation: the part was looked up under the new id, which is not in that quorum."""
+    machine = joined()
+    said(machine, m.LighthouseRefused("a:1", "LOST", "silent for 5 s"))
+    [answer] = ask(machine, 1)
+    assert isinstance(answer, m.AnswerRank) and answer.part.replica_id == "a:1" and machine.replica_id == "a:1.1"
+
+
 def test_ranks_with_different_states_end_the_group():
     machine = group()
     ask(machine, 0, step=3, commit_id="x")
