@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft": (set(), {"torch", "grpc", "google"}),
     "models": (set(), {"torch"}),
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),  # the contract, and the kernels that all models share
-    "parallelisms.float8": (set(), {"torch", "torchao"}),
+    "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
     "training": ({"parallelisms", "models"}, None),
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train"}, None),
