@@ -188,7 +188,7 @@ def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each:
     losses: list[float] = []
     for count, name in enumerate(chain):
         layout = LAYOUTS[name]
-        ranks = pool.run(ranks_of(layout), link, folder, layout, vocab_size, each)
+        ranks = pool.run(ranks_of(layout), link, folder, layout, vocab_size, each, timeout_s=120.0)
         steps, loaded, (first, *others), saved = zip(*ranks, strict=True)
         assert set(steps) == {count * each}, name
         there = joined(loaded)
