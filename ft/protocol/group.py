@@ -54,6 +54,7 @@ class Group:
         self._waiting: dict[int, RankCall] = {}
         self._round: dict[int, RankCall] = {}  # the calls that self.quorum answered
         self._answered_as = ""  # the id that they were answered under
+        self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._calling: m.Call | None = None
         self._tries = 0
         self._metadata: dict[int, str] = {}
@@ -83,6 +84,7 @@ class Group:
             self.reason = f"rank {rank} asked again: its answer got lost"
             self._answer(rank, self.quorum)
             return
+        self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
         self._waiting[rank] = event
         if self._calling is not None:
             self.reason = f"rank {rank} asked again; the lighthouse has been asked"
@@ -92,6 +94,7 @@ class Group:
             self._call_lighthouse()
 
     def _call_lighthouse(self) -> None:
+        self._joining_since_s = None
         calls = [self._waiting[rank] for rank in sorted(self._waiting)]
         states = {(call.member.state, call.member.restored) for call in calls}
         if len(states) > 1:
@@ -302,7 +305,12 @@ class Group:
             self._emit(m.FailRank(event.group_rank, "INVALID_ARGUMENT", "rank not found"))
 
     def _on_tick(self, event: m.Tick, now_s: float) -> None:
-        """Nothing here depends on time passing; a held commit waits for an answered beat."""
+        """A rank that died before it opened its stream, or hangs, leaves the others waiting: they ask within seconds of each other."""
+        stall_s = self.config.times.stall_s
+        if self._joining_since_s is not None and self._calling is None and now_s - self._joining_since_s >= stall_s:
+            missing = sorted(set(range(self.config.world_size)) - self._waiting.keys())
+            self._joining_since_s = None
+            self._end(f"ranks {missing} have not asked for a quorum within {stall_s:g} s of the others")
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)

@@ -55,7 +55,7 @@ class View:
     present: Collection[str]  # of those, candidates
     missing: Collection[str]  # of those, neither candidates nor left nor sitting out
     heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
-    shrinkers: Collection[str]  # candidates that ask for shrink_only
+    shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
     reachable: int  # healthy members of the previous quorum, whether they have called or not
     claims: int  # previous members that may hold the state, and have neither left nor been succeeded
     claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
@@ -480,7 +480,10 @@ class Lighthouse:
         _put(self._reachable, replica_id, bool(alive and was_in))
         away = replica_id in self._gone or replica_id in self._sitting
         _put(self._missing, replica_id, was_in and not member and not away)
-        _put(self._shrinkers, replica_id, bool(member and member.shrink_only))
+        asks = (
+            member and member.shrink_only and (was_in or peer and peer.kind == "torchft")
+        )  # a newcomer would bar itself
+        _put(self._shrinkers, replica_id, bool(asks))
         inherits = member and not member.void and (was_in or member.formerly in self._previous)
         _put(self._heirs, replica_id, bool(inherits))
         if member:

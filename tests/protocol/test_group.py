@@ -280,3 +280,15 @@ def test_notices_reach_each_rank_once_and_only_in_their_generation():
 
 def test_a_rank_that_is_gone_ends_the_group():
     assert said(joined(), m.RankStream(1, False)) == [m.EndGroup("rank 1 is gone")]
+
+
+def test_a_rank_that_never_asks_ends_the_group():
+    """It died before its stream was open; the others' calls end and begin again meanwhile."""
+    machine = group(2)
+    ask(machine, 1)
+    said(machine, m.RankCancelled(1), 30)
+    machine.handle(RankCall(1, Member("")), 31)
+    assert said(machine, m.Tick(), 59.9) == []
+    effects = said(machine, m.Tick(), 60.0)
+    assert effects[-1] == m.EndGroup("ranks [0] have not asked for a quorum within 60 s of the others")
+    assert said(joined(2), m.Tick(), 1000.0) == []

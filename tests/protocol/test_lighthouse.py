@@ -283,6 +283,13 @@ def test_never_fewer_than_min_replicas_after_a_shrink():
     assert talk.quorum == (2, "ac")  # a alone would be too few for ever: the shrink is not honoured
 
 
+def test_a_newcomer_that_asks_for_a_shrink_does_not_bar_itself():
+    talk = formed("ab")
+    talk.call("c", shrink_only=True)
+    talk.calls("ab", known=1)
+    assert talk.quorum == (2, "abc")
+
+
 def test_peer_counts_before_it_shrinks():
     talk = formed("ab", "torchft", min_replicas=2)
     talk.tick(4)
