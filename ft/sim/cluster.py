@@ -230,12 +230,12 @@ class Cluster:
                 found.append(group.process.name)
         return found
 
-    def serves(self, address: str, group_rank: int, reader: Process, reference: m.State) -> bool:
+    def serves(self, address: str, group_rank: int, reader: Process, quorum_id: int) -> bool:
         """Whether that rank's offer still stands and can be read."""
         group = self.nodes[address]
         rank = group.ranks[group_rank]
         alive = rank.process.alive and not rank.process.stopped
-        return alive and not self.network.is_cut(rank.process, reader) and rank.offered(reference) is not None
+        return alive and not self.network.is_cut(rank.process, reader) and rank.offered(quorum_id) is not None
 
     # -- faults -----------------------------------------------------------------------------------------------------
 

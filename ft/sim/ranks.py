@@ -81,7 +81,7 @@ class RankNode:
         self._sums = Sums()
         self._held: dict[int, Sums] = {}
         self._arrived: Snapshot | None = None
-        self._offer: tuple[m.State, Snapshot] | None = None
+        self._offer: tuple[int, Snapshot] | None = None
         self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
         self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
         self._fetching = 0
@@ -162,8 +162,8 @@ class RankNode:
         part = effect.part
         self._part = part
         self.truth.entered(self, part)
-        if part.heals:
-            self._offer = (part.reference, self.snapshot())
+        # An offer is of one quorum: the same state has another deal in the next.
+        self._offer = (part.quorum_id, self.snapshot()) if part.heals else None
         if part.heal:
             self._fetch(part)
         if part.known:
@@ -311,9 +311,9 @@ class RankNode:
         assert self.weights is not None, f"{self.process.name} offers a void state"
         return Snapshot(self.weights, self.machine.state_dict())
 
-    def offered(self, reference: m.State) -> Snapshot | None:
-        """What this rank serves of that state, if its offer stands."""
-        return self._offer[1] if self._offer is not None and self._offer[0] == reference else None
+    def offered(self, quorum_id: int) -> Snapshot | None:
+        """What this rank serves to the members of that quorum, if its offer stands."""
+        return self._offer[1] if self._offer is not None and self._offer[0] == quorum_id else None
 
     def _fetch(self, part: m.Part) -> None:
         """Asks the sources in turn, again and again until the grace is over."""
@@ -330,7 +330,7 @@ class RankNode:
                 self.feed(m.HealEnded(part.quorum_id, ok=False, reason="no source", blame=blame))
                 return
             source = part.sources[turn % len(part.sources)]
-            asked = ("state", self.group_rank, part.reference)
+            asked = ("state", self.group_rank, part.quorum_id)
             self.network.call(self.process, source.address, asked, lambda reply: came(turn, reply), timeout_s=5.0)
 
         def came(turn: int, reply: Any) -> None:
@@ -343,7 +343,7 @@ class RankNode:
             if number != self._fetching:
                 return
             source = part.sources[turn % len(part.sources)]
-            if not self.cluster.serves(source.address, self.group_rank, self.process, part.reference):
+            if not self.cluster.serves(source.address, self.group_rank, self.process, part.quorum_id):
                 ask(turn + 1)
                 return
             self._arrived = snapshot

@@ -210,8 +210,8 @@ class GroupNode:
     def _called(self, call: Call) -> None:
         event = call.request
         if isinstance(event, tuple):  # another group's rank asks for state
-            _, group_rank, reference = event
-            call.answer(self.ranks[group_rank].offered(reference) if self.ranks[group_rank].process.alive else None)
+            _, group_rank, quorum_id = event
+            call.answer(self.ranks[group_rank].offered(quorum_id) if self.ranks[group_rank].process.alive else None)
             return
         place = (event.group_rank, event.key if isinstance(event, m.Vote) else None)
         self._waiting.setdefault(place, []).append(call)
