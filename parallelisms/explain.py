@@ -239,7 +239,7 @@ def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
         yield "nothing is shared by data-parallel ranks: FSDP casts the weights once per step and sends nothing"
         return
     forward, backward = _order(rank.labels)
-    yield "order of issue on the CPU: G gathers, F and B compute forward and backward, R reduces; the device overlaps them"
+    yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
     for name, order in (("forward ", forward), ("backward", backward)):
         yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
 
@@ -266,7 +266,7 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
                 name.rstrip(")").replace("layers.", "").replace("tok_embeddings", "emb").replace("norm, output", "head")
             )
             now.append(f"{letters[what]}:{short.replace(', ', '+')}")
-    return forward, backward
+    return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # of a pipeline one microbatch, to the end
 
 
 def _pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:

@@ -13,6 +13,8 @@ usage() {
     "" \
     "  ./scripts/run_train.sh configs/llama.toml --training.steps 200" \
     "  NPROC=2 ./scripts/run_train.sh configs/llama.toml" \
+    "  ./scripts/run_train.sh configs/llama3_8b.toml --explain     what it would take and do, told without starting it;" \
+    "                                                              with --ranks N, --device cpu or cuda" \
     "" \
     "Every key of CONFIG, with default, unit and legal values:  .venv/bin/python train.py --help [section]  (or docs/config.md)" \
     "" \

@@ -1,0 +1,220 @@
+"""--explain: the ruler on tensors whose sizes are known, the text of small jobs, and the shipped configurations of Llama 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from configs.check import check_settings
+from configs.load import load
+from models import llama
+from parallelisms.explain import WIDTH, explain
+from parallelisms.explain_memory import Ruler, Stretch, join
+from parallelisms.explain_rank import Job, ranks
+from parallelisms.mesh import ParallelismConfig, degrees
+from parallelisms.parallelize import Layout
+from parallelisms.precision import Precision
+from scripts.explain import job_of, main, ranks_asked
+from training.loss import cross_entropy_sum
+from training.optimizer import OptimizerConfig, build_optimizer
+
+MIB = 1 << 18  # fp32 elements
+SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96)
+V, T = 70, 64
+UNEVEN = ("tok_embeddings layers.0", "layers.1 layers.2 layers.3 norm output")
+
+
+def job(world_size: int, *, batch: int = 4, device_type: str = "cuda", **parallelism: object) -> Job:
+    config = ParallelismConfig(**parallelism)  # type: ignore[arg-type]
+    return Job(
+        title="a.toml",
+        build=lambda: llama.build(SIZES, vocab_size=V, max_seq_len=T),
+        loss=cross_entropy_sum,
+        optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
+        layout=Layout(config, precision=Precision(compute=torch.bfloat16)),
+        degrees=degrees(config, world_size),
+        device_type=device_type,  # type: ignore[arg-type]
+        local_batch_size=batch,
+        passes=1,
+        seq_len=T,
+    )
+
+
+# The ruler
+
+
+def test_the_ruler_sees_what_comes_and_goes():
+    with Ruler() as ruler:
+        a = torch.zeros(MIB)
+        b = a.view(2, -1) + 1  # a view takes nothing, the sum does
+        c = b * 2
+        del b
+        c.untyped_storage().resize_(0)
+        gradient = torch.zeros(MIB // 2)
+        del a, c
+    [stretch] = ruler.stretches(gradients=ruler.serials([gradient]), held=set())
+    assert stretch.most == (3 << 20, 3 << 20)  # a, b and c at once
+    assert stretch.change == (0, 1 << 19)
+    [stretch] = ruler.stretches(gradients=set(), held=ruler.serials([gradient]))
+    assert stretch.change == (0, 0)
+
+
+def test_the_ruler_sees_what_autograd_keeps():
+    model, x = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh()), torch.zeros(512, 512)
+    with Ruler() as ruler:
+        y = model(x).sum()
+        y.backward()
+    [stretch] = ruler.stretches(ruler.serials(p.grad for p in model.parameters()), set())
+    # what tanh keeps, its gradient, and the weight's before it is laid out as the weight is; a few bytes for the sum
+    assert 3 << 20 <= stretch.most[0] < (3 << 20) + 64
+    assert stretch.change[1] - stretch.change[0] == 1 << 20  # the weight's gradient
+
+
+def test_stretches_join():
+    up = Stretch("", change=(5, 6), most=(7, 8))
+    down = Stretch("", change=(-5, -6), most=(1, 0))
+    assert join([up, up, down]).most == (12, 14)
+    assert join([up, down]).change == (0, 0)
+
+
+# What follows from a layout
+
+
+def test_messages_are_those_of_the_formula():
+    """Two gathers of every group but the head, which stays gathered until the backward; one sum of gradients in fp32."""
+    [rank] = ranks(job(4))
+    padded = [prod((-(-p.shape[0] // 4) * 4, *p.shape[1:])) for p in job(4).model().parameters()]
+    head = padded[-1] + padded[-2]
+    gathered = sum(c.bytes * n for c, n in rank.collectives.items() if c.kind == "all-gather")
+    reduced = sum(c.bytes * n for c, n in rank.collectives.items() if c.kind == "reduce-scatter")
+    assert gathered == 2 * (2 * sum(padded) - head)
+    assert reduced == 4 * sum(padded)
+    assert {c.group for c in rank.collectives} == {"dp_shard"}
+
+
+def test_what_stays_is_the_parameters_times_their_bytes():
+    [rank] = ranks(job(1))
+    size = sum(p.numel() for p in job(1).model().parameters())
+    steps = 4 * len(list(job(1).model().parameters()))
+    assert rank.held.gradients == 4 * size
+    assert rank.held.optimizer == 8 * size + steps
+    assert rank.held.parameters == 4 * (size + T * SIZES.dim // SIZES.n_heads)  # and the rotary table
+
+
+def test_later_passes_find_gradients():
+    [once], [often] = ranks(job(1)), ranks(replace(job(1), passes=3))
+    assert once.peak <= often.peak <= once.peak + once.held.gradients
+    assert often.peak == once.held.parameters + once.held.optimizer + once.held.gradients + once.activations
+
+
+def test_cuda_keeps_less_of_a_norm():
+    """Its fused kernels under tensor parallelism, where a CPU has torch's unfused norm."""
+    [on_cpu] = ranks(job(2, device_type="cpu", tensor_parallel_degree=2))
+    [on_cuda] = ranks(job(2, device_type="cuda", tensor_parallel_degree=2))
+    assert on_cuda.activations < 0.9 * on_cpu.activations
+    assert on_cuda.held == on_cpu.held
+
+
+# The text
+
+
+def test_the_text_says_what_is_where():
+    text = explain(job(8, pipeline_parallel_degree=2, tensor_parallel_degree=2))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for line in (
+        "pp        2      0 4          the layers: each rank has some of them",
+        "rank 0 of pp  tok_embeddings, layers.0 to 1",
+        "rank 1 of pp  layers.2 to 3, norm, output",
+        "layers.*.feed_forward.w2.weight  32 x 96  rows: dp_shard; columns: tp  16 x 48",
+        "1F1B: 4 microbatches through 2 stages on 2 ranks",
+        "forward  G:all F:emb F:0 F:1",  # a pipeline gathers before the first microbatch, and reduces after the last
+        "backward B:1 B:0 B:emb R:emb R:0 R:1",
+    ):
+        assert line in text, text
+    assert "WARNINGS" in text and "fewer than 1,024 tokens" in text
+
+
+def test_order_of_issue_under_prefetch():
+    text = explain(job(2, fsdp_forward_prefetch=2, fsdp_backward_prefetch=2))
+    assert "forward  G:emb G:0 G:1 F:emb G:2 F:0" in text, text
+    assert "backward G:3 G:2 B:head" in text, text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "warning"),
+    [
+        (job(2, batch=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="LoopedBFS"), "2 microbatches for 4 stages"),
+        (job(2, pipeline_parallel_degree=2, module_fqns_per_model_part=UNEVEN), "stages have 2 to 5 modules"),
+        (job(4), "cut unevenly, so the last ranks have less: tok_embeddings.weight (70), output.weight (70)"),
+        (replace(job(1), layout=Layout()), "float32 runs at a small part"),
+    ],
+)  # fmt: skip
+def test_warnings(wanted: Job, warning: str):
+    text = " ".join(explain(wanted).split())
+    assert warning in text.partition("WARNINGS")[2]
+
+
+def test_a_plain_job_has_no_warning():
+    assert "WARNINGS" not in explain(job(1, device_type="cpu"))
+
+
+# As a user asks
+
+
+def test_no_file_is_needed_and_nothing_is_left(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('[model]\ntokenizer_path = "no/such.json"\nvocab_size = 300\nn_layers = 1\n')
+    assert main(["run.toml", "--explain", "--ranks", "2", "--training.seq_len=32", "--device=cpu"]) == 0
+    assert "run.toml: 2 ranks on CPUs, dp_shard 2." in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "many"], "--ranks many: must be a whole number from 1"),
+        (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
+        (["--ranks=3", "--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree = 2"),
+    ],
+)
+def test_bad_input_is_told(capsys, tmp_path, argv: list[str], message: str):
+    (tmp_path / "run.toml").write_text("[model]\nvocab_size = 300\n")
+    assert main([str(tmp_path / "run.toml"), "--explain", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):
+    for name in ("WORLD_SIZE", "NPROC", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    config = ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=2)
+    assert ranks_asked(config) == 8
+    monkeypatch.setenv("NGPU", "8")
+    monkeypatch.setenv("NNODES", "4")
+    assert ranks_asked(config) == 32
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert ranks_asked(config) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "gpus"),
+    [
+        ("llama3_1b", 1_235_814_400 + 128_256 * 2_048, 1),  # published with one matrix for both ends
+        ("llama3_8b", 8_030_261_248, 8),
+        ("llama3_70b", 70_553_706_496, 256),
+        ("llama3_405b", 405_853_388_800, 512),
+    ],
+)
+def test_shipped_configurations(name: str, parameters: int, gpus: int, monkeypatch):
+    for variable in ("WORLD_SIZE", "NPROC", "NGPU"):
+        monkeypatch.delenv(variable, raising=False)
+    config = load([f"configs/{name}.toml"])
+    assert ranks_asked(config.parallelism) == gpus
+    check_settings(config, world_size=gpus)
+    wanted = job_of(config, world_size=gpus, device="")
+    assert sum(p.numel() for p in wanted.model().parameters()) == parameters
+    assert wanted.device_type == "cuda" and wanted.layout.precision.compute == torch.bfloat16
+    assert wanted.passes * wanted.local_batch_size * wanted.degrees.data_parallel == config.training.global_batch_size
