@@ -2,7 +2,7 @@
 
     python proofs/parity.py                              up to 4 ranks: about ten minutes on two cores
     python proofs/parity.py --ranks 1,2,4,8              `make parity`, which writes docs/parity.md too
-    python proofs/parity.py --ranks 4 --only 'cp 2'      the cases whose line has that text
+    python proofs/parity.py --ranks 4 --only '^pp.*SGD'  the cases whose layout and optimizer match
     python proofs/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
 
 The truth is one process with plain modules and the whole batch at once. A case is a layout (proofs/parity_layouts.py) with an
@@ -14,8 +14,8 @@ the truth's seed checkpoint, and the sequences have unequal numbers of targets. 
     SGD             3 steps, one after the other
     AdamW           5 steps, then how far each weight has gone, and the last step once more from the truth's weights
 
-on every rank, in fp32. Prints a line per case, with what is nearest to its bound; exit code 0 if all hold, 1 if not, 2 for bad
-input.
+on every rank, in fp32. Prints a line per case, with the gradient that is nearest to its bound; "batches" are those of a step.
+Exit code 0 if all hold, 1 if not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from math import inf, isfinite
@@ -216,9 +217,10 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pharos-parity-") as folder:
         try:
             task = _task(options.config, argv[cut + 1 :], Path(folder))
-            chosen = [case for ranks in options.ranks for case in cases(task, ranks) if options.only in case.title]
+            every = (case for ranks in options.ranks for case in cases(task, ranks))
+            chosen = [case for case in every if options.only.search(f"{case.title}, {case.optimizer}")]
             if not chosen:
-                raise ValueError(f'--only "{options.only}": no layout of {options.ranks} ranks has that in its name')
+                raise ValueError(f'--only "{options.only.pattern}": matches no case of {options.ranks} ranks')
         except ValueError as error:
             print(f"parity: {error}", file=sys.stderr)
             return 2
@@ -245,7 +247,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
     parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the layouts whose name has it, such as 'cp 2'")
+    parser.add_argument(
+        "--only", type=_pattern, default="", metavar="PATTERN", help="a regular expression over layout and optimizer"
+    )
     parser.add_argument("--json", action="store_true", help="all figures to stdout, the lines to stderr")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
     return parser.parse_args(argv)
@@ -265,6 +269,13 @@ def _ranks(text: str) -> list[int]:
                 f"{number}: a step of {SEQUENCES} sequences is shared by {legal}; nearest: {nearest}"
             )
     return ranks
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f'"{text}": {error}') from None
 
 
 def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
@@ -306,7 +317,11 @@ def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "ranks": list(ranks),
-        "model": {key: value for key, value in asdict(task.model).items() if isinstance(value, int)},
+        "model": {
+            key: getattr(task.model, key)
+            for key in ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
+            if hasattr(task.model, key)
+        },
         "sequences": task.global_batch_size,
         "seq_len": task.seq_len,
     }

@@ -64,7 +64,7 @@ OPTIONS = {  # by axis
         ),
         _option("CSV file", pipeline_parallel_schedule_csv=BACKWARDS_CSV),
         _option(
-            "no room for the ends",
+            "ends weigh nothing",
             pipeline_parallel_first_stage_less_layers=0,
             pipeline_parallel_last_stage_less_layers=0,
         ),

@@ -105,7 +105,8 @@ def test_the_two_cases_of_a_layout_differ_in_everything(tmp_path: Path):
     [
         (["--ranks", "3"], "3: a step of 32 sequences is shared by [1, 2, 4, 8, 16]; nearest: 2"),
         (["--ranks", "two"], '"two": wanted numbers of ranks, such as 1,2,4'),
-        (["--ranks", "2", "--only", "tq"], '--only "tq": no layout of [2] ranks has that in its name'),
+        (["--ranks", "2", "--only", "tq"], '--only "tq": matches no case of [2] ranks'),
+        (["--only", "tp ("], '"tp (": '),
         (["no.toml"], "no.toml"),
         (["--", "--model.dims", "64"], "model.dim"),
         (["--", "--model.n_heads", "7"], "model.n_heads = 7"),
