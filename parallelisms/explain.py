@@ -261,11 +261,13 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
             break
         if what == "pre_backward":
             now = backward
-        if what in letters and name:
+        if what in letters:
             short = (
-                name.rstrip(")").replace("layers.", "").replace("tok_embeddings", "emb").replace("norm, output", "head")
-            )
-            now.append(f"{letters[what]}:{short.replace(', ', '+')}")
+                name.rstrip(")") or "all"
+            )  # a pipeline gathers before the first forward, which tells groups their names
+            for long, brief in (("layers.", ""), ("tok_embeddings", "emb"), ("norm, output", "head"), (", ", "+")):
+                short = short.replace(long, brief)
+            now.append(f"{letters[what]}:{short}")
     return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # of a pipeline one microbatch, to the end
 
 
