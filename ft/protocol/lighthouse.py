@@ -165,6 +165,7 @@ class _Generation:
     change: str = ""  # announced, and why
     waiting: set[str] = field(default_factory=set)  # members whose ranks are all in the collective
     alone_since_s: float | None = None  # all but one of them wait
+    crossed_since_s: float | None = None  # some ask for a quorum, and all others wait in the collective
     median_step_s: float = 0.0
 
 
@@ -192,6 +193,7 @@ class Lighthouse:
         self._candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
         self._healthy: set[str] = set()
         self._previous: frozenset[str] = frozenset()
+        self._answered: dict[str, Member] = {}  # members as they called, when the quorum was issued again under its id
         self._gone: set[str] = set()  # previous members that left
         self._present: set[str] = set()
         self._missing: set[str] = set()
@@ -242,8 +244,10 @@ class Lighthouse:
             self._live[member.name] = member.replica_id
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if self._repeats(event):
-                self._emit(m.Answer((member.replica_id,), self._current))
-                return
+                if member.state == next(x.state for x in self._current.members if x.replica_id == member.replica_id):
+                    self._emit(m.Answer((member.replica_id,), self._current))
+                    return
+                self._fail_generation(f"{member.replica_id} has gone on since it was put in", member.replica_id)
             self._note_failure(event)
             self._settle_claim(member)
         if event.kind == "torchft":
@@ -316,6 +320,7 @@ class Lighthouse:
         self._expire(now_s)
         self._expire_claims(now_s)
         self._lose_who_holds_up(now_s)
+        self._end_crossed_waits(now_s)
         for replica_id in [i for i, until_s in self._sitting.items() if until_s <= now_s]:
             del self._sitting[replica_id]
             self._place(replica_id)
@@ -390,6 +395,8 @@ class Lighthouse:
 
     def _take(self, quorum: Quorum, generation: _Generation, now_s: float) -> None:
         touched = {*self._previous, *quorum.ids}
+        again = bool(self.quorum and self.quorum.quorum_id == quorum.quorum_id)
+        self._answered = {member.replica_id: member for member in quorum.members} if again else {}
         self.quorum, self._previous, self._generation = quorum, frozenset(quorum.ids), generation
         generation.waiting.clear()
         generation.alone_since_s = None
@@ -412,8 +419,11 @@ class Lighthouse:
         self._take(quorum, _Generation(), now_s)
 
     def _repeats(self, event: Call) -> bool:
-        """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost."""
-        if self.quorum is None or event.known >= self.quorum.quorum_id or event.member.replica_id not in self._previous:
+        """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost. A quorum
+        that was issued again under its id shows by the member itself: it is as it was when it was answered, without a step since."""
+        if self.quorum is None or event.member.replica_id not in self._previous or event.failed:
+            return False
+        if event.known >= self.quorum.quorum_id and self._answered.get(event.member.replica_id) != event.member:
             return False
         return not self._generation.failed and not self._generation.lost and not self._gone
 
@@ -429,9 +439,12 @@ class Lighthouse:
         if not self._generation.failed:
             progress = event.member.state > quorum.reference
             self._failures = 1 if progress else self._failures + 1
-            self._generation.failed = True
-            others = tuple(i for i in quorum.ids if i != replica_id and i in self._peers)
-            self._notify(others, m.Abandoned(quorum.quorum_id, f"{replica_id}: the generation failed"))
+            self._fail_generation(f"{replica_id}: the generation failed", replica_id)
+
+    def _fail_generation(self, why: str, *except_ids: str) -> None:
+        self._generation.failed = True
+        others = tuple(i for i in self._current.ids if i not in except_ids and i in self._peers)
+        self._notify(others, m.Abandoned(self._current.quorum_id, why))
 
     def _made_some_sit_out(self, decision: Decision, now_s: float) -> bool:
         """After three failures in a row those who cannot work together are parted, if enough remain without them."""
@@ -591,6 +604,18 @@ class Lighthouse:
         if now_s - generation.alone_since_s >= limit_s and last not in self._candidates:
             generation.alone_since_s = None
             self._lose([last], f"all others waited {limit_s:g} s for it")
+
+    def _end_crossed_waits(self, now_s: float) -> None:
+        """Members that ask for a quorum and members that wait for them in the collective: neither wait would end by itself."""
+        generation, asking = self._generation, self._present
+        if not asking or generation.failed or len(asking) == len(self._previous):
+            generation.crossed_since_s = None
+        elif self._previous - asking <= generation.waiting:
+            since_s = generation.crossed_since_s = generation.crossed_since_s or now_s
+            if now_s - since_s >= 2 * self.config.times.beat_s:
+                self._fail_generation(f"{min(asking)} asks for a quorum, and all others wait for it", *asking)
+        else:
+            generation.crossed_since_s = None
 
     # ---- what to refuse, what to tell
 

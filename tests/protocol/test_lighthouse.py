@@ -255,7 +255,10 @@ def test_an_answer_that_got_lost_is_repeated():
     talk = formed("ab")
     [answer] = talk.call("a", known=0)
     assert isinstance(answer, m.Answer) and answer.quorum.quorum_id == 1
-    assert talk.call("a", known=1) == []  # this one has heard of it: it asks for the next
+    talk.calls("ab", known=1, step=1)  # the same members: issued again under the same id
+    [answer] = talk.call("a", known=1, step=1)
+    assert isinstance(answer, m.Answer) and answer.quorum.reference[0] == 1
+    assert talk.call("a", known=1, step=2) == []  # a step further: it asks for the next
 
 
 def test_leaving_costs_no_failed_step():
@@ -454,6 +457,27 @@ def test_a_group_that_alone_holds_all_others_up_is_lost():
     said = talk.beats("abc", 101)
     [lost] = [e.notice for e in said if isinstance(e, m.Notify)]
     assert isinstance(lost, m.MemberLost) and lost.reason == "all others waited 100 s for it"
+
+
+def test_members_that_ask_and_members_that_wait_for_them_are_freed():
+    """Found by simulation: a late copy of a's call completed the quorum; then a asked, b was in the collective, and neither wait ended."""
+    talk = formed("ab")
+    talk.call("a", step=1, known=1)
+    talk.say(m.Report("b:1", 1, 1, waiting=True))
+    said = talk.beats("ab", 5)
+    assert ("Abandoned", ("b:1",)) in notices(said)
+    talk.call("b", step=1, known=1, failed=True)
+    assert talk.quorum == (2, "ab")
+
+
+def test_a_member_that_has_gone_on_since_it_was_put_in_is_put_in_anew():
+    """Found by simulation: it got the answer again, which said to go on from a state that was no longer its own, without healing."""
+    talk = formed("ab")
+    said = talk.call("a", step=1)
+    assert notices(said) == [("Abandoned", ("b:1",))]
+    talk.call("b", known=1, failed=True)
+    assert talk.quorum == (2, "ab") and talk.machine.quorum is not None
+    assert talk.machine.quorum.reference == (1, 1, "c1")
 
 
 # ------------------------------------------------------------------------------------------------ blame
