@@ -193,8 +193,17 @@ def _run(task: _Task) -> bytes:
             return pickle.dumps(_Answer(_function(task.file, task.name)(*task.args)))
         finally:
             dist.destroy_process_group()
+            _forget_meshes()
     except BaseException:  # noqa: BLE001 (whatever it is, it is the test's to see; the worker goes on)
         return pickle.dumps(_Answer(error=traceback.format_exc()))
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps what it knows of operations by mesh; an equal mesh of the next run would be given groups of this one."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:

@@ -106,7 +106,7 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     here = {name: p.grad.full_tensor().float() for part in parallel.parts for name, p in part.named_parameters()}
     whole = torch.stack([g.norm() for g in gradients.values()]).norm()
     return {
-        "rank": (seat.pp_rank, seat.dp_rank),
+        "pipeline": (seat.dp_rank, seat.cp_rank, seat.tp_rank),
         "parts": [[name for name, _ in part.named_parameters()] for part in parallel.parts],
         "gradients": {name: float((g - gradients[name]).norm() / gradients[name].norm()) for name, g in here.items()},
         "loss": float((loss - loss_alone).abs() / loss_alone),
@@ -119,8 +119,8 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
 def assert_equal(results: list[dict[str, dict[str, Any]]], label: str, bound: float = 1e-5) -> None:
     """Within the bound, and every parameter on exactly one rank of each pipeline."""
     everything = sorted(alone_names())
-    for dp_rank in {result[label]["rank"][1] for result in results}:
-        pipeline = [result[label] for result in results if result[label]["rank"][1] == dp_rank]
+    for place in {result[label]["pipeline"] for result in results}:
+        pipeline = [result[label] for result in results if result[label]["pipeline"] == place]
         names = sorted(name for one in pipeline for part in one["parts"] for name in part)
         assert names == everything, label
     for result in results:
@@ -179,6 +179,17 @@ def test_composed(pool: Pool, tmp_path: Path) -> None:
     for label in settings:
         assert_equal(results, label)
     assert [len(part) for part in results[0]["looped"]["parts"]] == [10, 9, 9, 9]
+
+
+def test_with_matrices_and_sequences_cut(pool: Pool) -> None:
+    """Ranks that see the same loss count it once."""
+    settings = {
+        "TP": pipeline("ZBVZeroBubble", 2, tensor_parallel_degree=2),
+        "CP": pipeline("DualPipeV", 2, context_parallel_degree=2),
+    }
+    results = pool.run(4, differences, settings)
+    for label in settings:
+        assert_equal(results, label)
 
 
 def test_bf16_is_near(pool: Pool) -> None:
