@@ -1,11 +1,11 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs resume parity
+.PHONY: help check test compat size lock docs proto resume parity
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
 	@echo "make compat  every Python found here        make size    lines per package"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
-	@echo "make resume  killed and resumed, bit for bit"
+	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make parity  every layout against one process; renews docs/parity.md (the best part of an hour on two cores)"
 
 check:
@@ -25,6 +25,9 @@ lock:
 
 docs:
 	@.venv/bin/python -m configs.help
+
+proto:
+	@./scripts/make_proto.sh
 
 resume:
 	@.venv/bin/python proofs/resume.py

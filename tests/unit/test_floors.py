@@ -21,7 +21,7 @@ PACKAGES = ("ft", "models", "parallelisms", "training", "configs", "scripts", "p
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.protocol": (set(), set()),
     "ft.sim": ({"ft.protocol"}, set()),
-    "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp"}),
+    "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp", "prometheus_client"}),
     "ft.dashboard": ({"ft"}, {"aiohttp"}),
     "ft": (set(), {"torch", "grpc", "google"}),
     "models": (set(), {"torch"}),

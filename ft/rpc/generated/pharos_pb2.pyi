@@ -1,0 +1,445 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class State(_message.Message):
+    __slots__ = ("step", "commit_quorum_id", "commit_id")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_ID_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    commit_quorum_id: int
+    commit_id: str
+    def __init__(self, step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., commit_id: _Optional[str] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_id", "commit_quorum_id", "formerly", "restored", "writes_checkpoint", "dealt", "deal_id", "init_sync")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURE_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    FORMERLY_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    WRITES_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
+    DEAL_ID_FIELD_NUMBER: _ClassVar[int]
+    INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: str
+    commit_failures: int
+    reconfigure_handles: _containers.RepeatedScalarFieldContainer[str]
+    commit_id: str
+    commit_quorum_id: int
+    formerly: str
+    restored: int
+    writes_checkpoint: bool
+    dealt: int
+    deal_id: str
+    init_sync: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_id: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., formerly: _Optional[str] = ..., restored: _Optional[int] = ..., writes_checkpoint: bool = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ..., init_sync: bool = ...) -> None: ...
+
+class Quorum(_message.Message):
+    __slots__ = ("quorum_id", "members", "reference", "epoch")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    reference: State
+    epoch: str
+    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class Times(_message.Message):
+    __slots__ = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "stall_s", "collective_s")
+    BEAT_S_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_S_FIELD_NUMBER: _ClassVar[int]
+    HEAL_GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_S_FIELD_NUMBER: _ClassVar[int]
+    beat_s: float
+    heartbeat_timeout_s: float
+    rendezvous_s: float
+    heal_grace_s: float
+    takeover_s: float
+    stall_s: float
+    collective_s: float
+    def __init__(self, beat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ..., rendezvous_s: _Optional[float] = ..., heal_grace_s: _Optional[float] = ..., takeover_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., collective_s: _Optional[float] = ...) -> None: ...
+
+class Digest(_message.Message):
+    __slots__ = ("what", "digest")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    digest: str
+    def __init__(self, what: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class MemberLost(_message.Message):
+    __slots__ = ("quorum_id", "replica_ids", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Abandoned(_message.Message):
+    __slots__ = ("quorum_id", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ChangeAnnounced(_message.Message):
+    __slots__ = ("quorum_id", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("member_lost", "abandoned", "change_announced")
+    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    member_lost: MemberLost
+    abandoned: Abandoned
+    change_announced: ChangeAnnounced
+    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[Abandoned, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("member", "known", "failed", "blame", "shape")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    BLAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    known: int
+    failed: bool
+    blame: _containers.RepeatedScalarFieldContainer[str]
+    shape: _containers.RepeatedCompositeFieldContainer[Digest]
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+
+class QuorumRequest(_message.Message):
+    __slots__ = ("call", "roster")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    call: Call
+    roster: str
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., roster: _Optional[str] = ...) -> None: ...
+
+class QuorumReply(_message.Message):
+    __slots__ = ("quorum", "same", "restore", "times")
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    SAME_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    quorum: Quorum
+    same: SameRoster
+    restore: Restore
+    times: Times
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ...) -> None: ...
+
+class SameRoster(_message.Message):
+    __slots__ = ("quorum_id", "epoch", "reference", "dealt", "deal_id")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
+    DEAL_ID_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    epoch: str
+    reference: State
+    dealt: int
+    deal_id: str
+    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ...) -> None: ...
+
+class Restore(_message.Message):
+    __slots__ = ("settled",)
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    settled: int
+    def __init__(self, settled: _Optional[int] = ...) -> None: ...
+
+class Up(_message.Message):
+    __slots__ = ("hello", "quorum", "report")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    quorum: Quorum
+    report: Report
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("replica_id", "quorum_id", "settled")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    quorum_id: int
+    settled: int
+    def __init__(self, replica_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    SENT_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_S_FIELD_NUMBER: _ClassVar[int]
+    WALL_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_LOSS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    step: int
+    commit_quorum_id: int
+    waiting: bool
+    median_step_s: float
+    settled: int
+    sent_s: float
+    phase: str
+    healed_bytes: int
+    goodput_s: float
+    wall_s: float
+    mean_loss: float
+    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ...) -> None: ...
+
+class Down(_message.Message):
+    __slots__ = ("beat_answered", "send_quorum", "answer", "refused", "notice")
+    BEAT_ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    SEND_QUORUM_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    beat_answered: float
+    send_quorum: bool
+    answer: QuorumReply
+    refused: Refused
+    notice: Notice
+    def __init__(self, beat_answered: _Optional[float] = ..., send_quorum: bool = ..., answer: _Optional[_Union[QuorumReply, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("replica_id", "code", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    code: str
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., code: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("replica_id", "clean", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    CLEAN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    clean: bool
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., clean: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Evict(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class TakeOver(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankCall(_message.Message):
+    __slots__ = ("group_rank", "member", "checkpoint_metadata", "known", "failed", "blame", "shape")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    BLAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    member: Member
+    checkpoint_metadata: str
+    known: int
+    failed: bool
+    blame: _containers.RepeatedScalarFieldContainer[str]
+    shape: _containers.RepeatedCompositeFieldContainer[Digest]
+    def __init__(self, group_rank: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., checkpoint_metadata: _Optional[str] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("replica_rank", "address")
+    REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    replica_rank: int
+    address: str
+    def __init__(self, replica_rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "heals", "participants", "dealt", "known")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    HEALS_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    epoch: str
+    replica_id: str
+    replica_rank: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    store_address: str
+    reference: State
+    heal: bool
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    heals: _containers.RepeatedScalarFieldContainer[int]
+    participants: _containers.RepeatedScalarFieldContainer[str]
+    dealt: int
+    known: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., heals: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., known: bool = ...) -> None: ...
+
+class RankReply(_message.Message):
+    __slots__ = ("part", "restore")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    part: Part
+    restore: Restore
+    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BLAME_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    kind: str
+    quorum_id: int
+    attempt: int
+    step: int
+    verdict: str
+    change: bool
+    reason: str
+    blame: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BLAME_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    quorum_id: int
+    attempt: int
+    step: int
+    verdict: str
+    change: bool
+    reason: str
+    blame: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RankUp(_message.Message):
+    __slots__ = ("hello", "report", "give_up")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
+    hello: RankHello
+    report: Report
+    give_up: GiveUp
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., give_up: _Optional[_Union[GiveUp, _Mapping]] = ...) -> None: ...
+
+class RankHello(_message.Message):
+    __slots__ = ("group_rank", "pid", "host")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    pid: int
+    host: str
+    def __init__(self, group_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class GiveUp(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RankDown(_message.Message):
+    __slots__ = ("notice", "ended")
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    notice: Notice
+    ended: Ended
+    def __init__(self, notice: _Optional[_Union[Notice, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class AskMetadata(_message.Message):
+    __slots__ = ("group_rank",)
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    def __init__(self, group_rank: _Optional[int] = ...) -> None: ...
+
+class Metadata(_message.Message):
+    __slots__ = ("group_rank", "checkpoint_metadata")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    checkpoint_metadata: str
+    def __init__(self, group_rank: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ...) -> None: ...
+
+class Kill(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,128 @@
+"""Every word of the protocol survives the wire, and the generated modules are those of the .proto files beside them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft.protocol import messages as m
+from ft.protocol.plan import TorchftReply
+from ft.rpc import codec
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+
+RPC = Path(__file__).resolve().parents[2] / "ft" / "rpc"
+WORDS = (
+    m.Member,
+    m.Quorum,
+    m.Times,
+    m.Call,
+    m.MemberLost,
+    m.Abandoned,
+    m.ChangeAnnounced,
+    m.RankCall,
+    m.Part,
+    m.Source,
+    m.Vote,
+)
+WORDS = (*WORDS, m.Outcome, m.Report, m.Leave, m.Evict, m.TakeOver)
+
+st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
+st.register_type_strategy(str, st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+st.register_type_strategy(float, st.floats(allow_nan=False))
+members = st.builds(m.Member)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_word_that_crosses_the_wire_is_the_same_word(data: st.DataObject):
+    word = data.draw(st.sampled_from(WORDS).flatmap(st.from_type))
+    if isinstance(word, m.Call):
+        word = replace(word, kind="pharos")  # whoever speaks this wire is ours
+    assert codec.from_bytes(type(word), codec.to_message(word).SerializeToString()) == word
+
+
+def test_the_wire_has_every_field_of_every_word():
+    missing = {
+        (word.__name__, field.name)
+        for word in WORDS
+        for field in fields(word)
+        if field.name not in getattr(pharos_pb2, word.__name__).DESCRIPTOR.fields_by_name
+    }
+    assert missing == {("Call", "kind")}
+
+
+@given(st.sampled_from([m.MemberLost, m.Abandoned, m.ChangeAnnounced]).flatmap(st.from_type))
+def test_notices(notice: m.Notice):
+    data = codec.notice_message(notice).SerializeToString()
+    assert codec.notice_from(codec.parse(pharos_pb2.Notice, data)) == notice
+
+
+@given(st.builds(m.Member, world_size=st.integers(0, 2**64 - 1)))
+def test_of_a_member_torchft_knows_nine_fields(member: m.Member):
+    known = replace(m.Member(""), **{f.name: getattr(member, f.name) for f in fields(m.Member)[:9]})
+    data = codec.torchft_member(member).SerializeToString()
+    assert codec.member_from_torchft(codec.parse(torchft_pb2.QuorumMember, data)) == known
+
+
+@given(st.from_type(TorchftReply))
+def test_a_reply_to_torchft(reply: TorchftReply):
+    message = codec.torchft_reply_message(reply)
+    for field in fields(reply):
+        value = getattr(reply, field.name)
+        if value is None:
+            assert not message.HasField(field.name)
+        else:
+            found = getattr(message, field.name)
+            assert (tuple(found) if isinstance(value, tuple) else found) == value
+
+
+def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:
+    state = {"step": step, "commit_quorum_id": 3, "commit_id": f"c{step}", "dealt": 2, "deal_id": f"d{step}"}
+    ours = tuple(m.Member(f"{name}:1", f"http://{name}", **state, **same) for name in names)  # type: ignore[arg-type]
+    return m.Quorum(4, ours, (step, 3, f"c{step}"), "epoch")
+
+
+def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
+    old, new = _quorum(7), replace(_quorum(9), quorum_id=5)
+    short = codec.same_roster(new)
+    assert short is not None and len(short.SerializeToString()) < 40
+    assert codec.Roster.of(old).complete(short) == new
+    assert codec.Roster.of(old).id == codec.Roster.of(new).id
+
+
+@pytest.mark.parametrize("change", [{"names": "abc"}, {"names": "ac"}, {"writes_checkpoint": True}, {"restored": 0}])
+def test_another_roster_has_another_id(change: dict[str, object]):
+    assert codec.Roster.of(_quorum(7)).id != codec.Roster.of(_quorum(7, **change)).id  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"step": 8}, {"commit_id": "x"}, {"dealt": 1}, {"deal_id": "x"}])
+def test_members_that_differ_have_no_short_form(change: dict[str, object]):
+    quorum = _quorum(7)
+    odd = replace(quorum.members[1], **change)  # type: ignore[arg-type]
+    assert codec.same_roster(replace(quorum, members=(quorum.members[0], odd))) is None
+
+
+def test_what_is_no_message_or_no_known_word_is_told():
+    with pytest.raises(ValueError, match=r"not a pharos\.Vote"):
+        codec.from_bytes(m.Vote, b"\xff\xff")
+    with pytest.raises(ValueError, match="kind = 'maybe': legal is configured, commit, healed"):
+        codec.from_message(m.Vote, pharos_pb2.Vote(kind="maybe", verdict="yes"))
+    with pytest.raises(ValueError, match="no known kind"):
+        codec.notice_from(pharos_pb2.Notice())
+    with pytest.raises(ValueError, match="in order"):
+        codec.quorum_from(codec.to_message(_quorum(1, names="ba")))
+    with pytest.raises(ValueError, match="world size"):
+        codec.quorum_from(codec.to_message(_quorum(1, world_size=1 << 40)))
+
+
+def test_the_generated_modules_are_of_these_proto_files():
+    """Renew them with `make proto`; nothing here needs the generator."""
+    for line in (RPC / "generated" / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((RPC / name).read_bytes()).hexdigest() == digest, f"{name} has changed: make proto"
+    assert len(list(RPC.glob("*.proto"))) == 2
