@@ -10,8 +10,8 @@ from itertools import groupby
 from math import prod
 from textwrap import wrap
 
-from parallelisms.explain_rank import Group, Job, Kind, Rank, ranks
-from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees
+from parallelisms.explain_rank import Group, Job, Kind, Rank, plain, ranks
+from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
 
@@ -150,16 +150,12 @@ def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
 
 def _cut(kind: Kind, degrees: Degrees) -> str:
     """Which axis has cut what: "rows: dp_shard, tp"."""
-    parts = {dim: [_plain(axis, degrees) for axis, cut in kind.cuts if cut == dim] for dim in (0, 1)}
+    parts = {
+        dim: [plain(axis, dp_shard=degrees.dp_shard, cp=degrees.cp) for axis, cut in kind.cuts if cut == dim]
+        for dim in (0, 1)
+    }
     texts = [f"{('rows', 'columns')[dim]}: {', '.join(axes)}" for dim, axes in parts.items() if axes]
     return "; ".join(texts) or "whole"
-
-
-def _plain(axis: str, degrees: Degrees) -> str:
-    """Of dp_shard and cp as one axis, the one that has several ranks."""
-    if axis != SHARDS or (degrees.dp_shard > 1 and degrees.cp > 1):
-        return axis
-    return DP_SHARD if degrees.cp == 1 else CP
 
 
 def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
@@ -339,6 +335,8 @@ def _warn_layout(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
 
 
 def _warn_figures(job: Job) -> Iterator[str]:
+    if job.degrees.cp > 1 and job.layout.parallelism.context_parallel_rotate_method == "ring":
+        yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
     if job.layout.compile.enable:
         yield "compile.enable: fused blocks keep less than these figures, which are of eager mode"
     if job.layout.float8.enable:

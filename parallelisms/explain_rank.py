@@ -164,7 +164,10 @@ def _act(job: Job, *, pp_rank: int = 0) -> tuple[Stage, Step]:
 
 def _eager(layout: Layout) -> Layout:
     """Without what cannot be acted out; explain.py says so."""
-    return replace(layout, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
+    parallelism = replace(
+        layout.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
+    )
+    return replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, str]:
@@ -174,15 +177,15 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
     for axis in sharding.mesh_dim_names or ():
         group = sharding.get_group(axis)
         if group.size() > 1:
-            axes[group.group_name] = _plain(axis, mesh)
+            axes[group.group_name] = plain(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
     return axes
 
 
-def _plain(axis: str, mesh: DeviceMesh) -> str:
-    """dp_shard_cp where one of the two has a single rank is the other."""
-    if axis != SHARDS or (mesh[DP_SHARD].size() > 1 and mesh[CP].size() > 1):
+def plain(axis: str, *, dp_shard: int, cp: int) -> str:
+    """Of dp_shard and cp as one axis, the one that has several ranks, if the other has one."""
+    if axis != SHARDS or (dp_shard > 1 and cp > 1):
         return axis
-    return DP_SHARD if mesh[CP].size() == 1 else CP
+    return DP_SHARD if cp == 1 else CP
 
 
 def by_axis(step: Step, axes: Mapping[str, str]) -> Step:

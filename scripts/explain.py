@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,12 +36,15 @@ def main(argv: Sequence[str]) -> int:
         argv, ranks, device = _options(argv)
         config = load(argv)
         world_size = ranks or ranks_asked(config.parallelism)
-        check_settings(config, world_size=world_size)
+        check_settings(_without_devices(config), world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
-    print(explain(job), end="")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of how it is used: the run itself will say them
+        text = explain(job)
+    print(text, end="")
     return 0
 
 
@@ -77,6 +82,15 @@ def ranks_asked(config: ParallelismConfig) -> int:
             config.tensor_parallel_degree,
         )
     )
+
+
+def _without_devices(config: Config) -> Config:
+    """Less what a start asks of the devices it finds: the run will be on others."""
+    parallelism = replace(
+        config.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
+    )
+    training = replace(config.training, enable_cpu_offload=False)
+    return replace(config, parallelism=parallelism, training=training, float8=type(config.float8)())
 
 
 def job_of(config: Config, *, world_size: int, device: str) -> Job:

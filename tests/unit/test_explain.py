@@ -173,6 +173,16 @@ def test_no_file_is_needed_and_nothing_is_left(capsys, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
+def test_devices_that_are_not_here_are_no_error(capsys, tmp_path):
+    (tmp_path / "run.toml").write_text("[model]\nvocab_size = 300\nn_layers = 1\n[training]\nseq_len = 64\n")
+    argv = ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_rotate_method=ring"]
+    more = ["--training.enable_cpu_offload", "--float8.enable", "--device=cuda", "--ranks=2"]
+    assert main([str(tmp_path / "run.toml"), "--explain", *argv, *more]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for warning in ("figures are those of allgather", "float8.enable: these figures", "are in host memory"):
+        assert warning in text, text
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
