@@ -79,6 +79,9 @@ class Group:
         if not 0 <= rank < size:
             self._emit(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
             return
+        if rank in self._waiting and event.known < self._waiting[rank].known:
+            self.reason = f"rank {rank}: a late copy of an older question"
+            return
         self._metadata[rank] = event.checkpoint_metadata
         if self.quorum and self._round.get(rank) == event:
             self.reason = f"rank {rank} asked again: its answer got lost"

@@ -149,6 +149,15 @@ def test_a_call_that_comes_again_after_the_group_was_lost_gets_the_answer_it_had
     assert isinstance(answer, m.AnswerRank) and answer.part.replica_id == "a:1" and machine.replica_id == "a:1.1"
 
 
+def test_a_late_copy_of_an_older_question_does_not_answer_the_newer_one():
+    """Found by simulation: the rank was sent back into the generation that it had just reported as failed."""
+    machine = joined()
+    ask(machine, 1, known=1, failed=True)
+    assert ask(machine, 1) == [] and machine.reason == "rank 1: a late copy of an older question"
+    [call] = ask(machine, 0, known=1, failed=True)
+    assert isinstance(call, m.CallLighthouse) and call.call.known == 1
+
+
 def test_ranks_with_different_states_end_the_group():
     machine = group()
     ask(machine, 0, step=3, commit_id="x")
