@@ -151,12 +151,12 @@ def test_a_compiled_block_is_one_graph(config: ActivationCheckpointConfig) -> No
         assert (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm(), name
 
 
-def test_the_memory_budget_is_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_budget_is_the_compilers() -> None:
     import torch._functorch.config as compiler
 
-    monkeypatch.setattr(compiler, "activation_memory_budget", 1.0)
-    model = built(ActivationCheckpointConfig("memory_budget", memory_budget=0.25))
-    assert compiler.activation_memory_budget == 0.25
+    with compiler.patch(activation_memory_budget=1.0):  # put back afterwards
+        model = built(ActivationCheckpointConfig("memory_budget", memory_budget=0.25))
+        assert compiler.activation_memory_budget == 0.25
     assert not any("forward" in vars(block) for block in model.layers.values())
 
 
