@@ -186,8 +186,14 @@ class Proof:
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:
-            found = Verdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), (str(error).strip(),))
+            found = Verdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), _causes(str(error)))
         return replace(found, seconds=time.monotonic() - began)
+
+
+def _causes(text: str) -> tuple[str, ...]:
+    """What the ranks said, each thing once: the other ranks' tracebacks are mostly the same."""
+    said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", text, flags=re.MULTILINE))
+    return tuple(dict.fromkeys(filter(None, said)))
 
 
 HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")

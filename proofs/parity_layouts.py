@@ -20,7 +20,7 @@ import torch
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
 from parallelisms.parallelize import Layout
-from parallelisms.pipeline_plan import check_pipeline
+from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from parallelisms.tensor import check_plan
 from proofs.parity_worker import Case, OptimizerName, Task, architecture
 
@@ -137,6 +137,8 @@ def check(task: Task, case: Case) -> None:
         local_batch_size=case.local_batch_size(task.global_batch_size),
         compiled_blocks=False,
     )
+    if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
+        raise ValueError(f"activation_checkpoint.mode: not with {schedule_of(config)}")
     if task.seq_len % (degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)):
         raise ValueError(f"training.seq_len = {task.seq_len}: cannot be shared by {degrees}")
 

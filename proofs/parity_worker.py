@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from models.contract import ModelConfig
 from parallelisms.clip import gradient_norm, scale_gradients
@@ -159,7 +158,6 @@ def beside(task: Task, case: Case) -> Seen:
     Under AdamW the ways part: where a gradient is near 0 the sign of a rounding error decides about a whole step. So its last
     step is taken once more from the truth's weights, where gradients must be as near as under SGD.
     """
-    _clear_sharding_prop_cache()  # it remembers meshes of the case before, whose process groups are gone
     rank = Rank(task, case)
     drawn = {name: local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
     rank.load_weights(0)

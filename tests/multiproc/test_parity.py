@@ -6,6 +6,7 @@ That it can fail is shown by test_mutations.py.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,11 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], said: s
         code = leaving.code
     assert code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_case_that_raises_fails_and_says_why_once(proof: parity.Proof):
+    chosen = case(proof.task, "fsdp 2", "SGD")
+    verdict = proof.verdict(replace(chosen, layout=replace(chosen.layout, loss_chunk_tokens="eleven")))
+    assert verdict.worst.share > 1
+    assert len(verdict.problems) == 1
+    assert "TypeError" in verdict.problems[0]
