@@ -215,8 +215,7 @@ class RankNode:
         self.progress_s = self.world.now_s
         self.group.enter(self, ("forward", effect.step, effect.slots), self._computed, effect)
 
-    def _computed(self, effect: m.Compute) -> None:
-        able = not self.group.poisoned(effect)
+    def _computed(self, effect: m.Compute, able: bool) -> None:
         tokens = {slot: 100.0 + digest(slot) % 50 for slot in effect.slots}
         weights = self.weights
         self._kept = Given((), dict.fromkeys(effect.slots, weights or 0) if able else {}, tokens)

@@ -156,7 +156,6 @@ class GroupNode:
         self.left = False
         self.shrink = False  # its next quorum is to have previous members alone
         self.nan_attempts = 0
-        self._nan_asked = 0
         self._departed = 0
         self.compute_s = cluster.dice.between(0.9, 1.1)
         self._quorum: m.Quorum | None = None
@@ -170,7 +169,7 @@ class GroupNode:
             tuple[Any, ...]
         ] = []  # the collectives inside the group, in order, as the first rank entered them
         self._counts = [0] * world_size
-        self._inside: list[tuple[Callable[[Any], None], Any, Process]] = []
+        self._inside: list[tuple[Callable[[Any, bool], None], Any, Process]] = []
         steps = [StepConfig(group_rank=rank, **cluster.setting.step) for rank in range(world_size)]
         self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
@@ -191,7 +190,8 @@ class GroupNode:
         self._open_stream(m.OpenStream(self.machine.replica_id))
         self._tick()
         self._beat()
-        for rank in self.ranks:
+        for rank in self.ranks:  # the launcher looks after its processes, also those that have not yet called
+            rank.process.at_death.append(lambda: self.world.after(2.0, None, self.kill))
             self.world.after(self.cluster.dice.between(0.0, 0.3), rank.process, rank.start)
 
     def feed(self, event: m.Event) -> None:
@@ -248,7 +248,7 @@ class GroupNode:
         if end is not None:
             end.send(effect.notice)
 
-    def enter(self, rank: RankNode, key: tuple[Any, ...], do: Callable[[Any], None], given: Any) -> None:
+    def enter(self, rank: RankNode, key: tuple[Any, ...], do: Callable[[Any, bool], None], given: Any) -> None:
         """A collective among the ranks of the group. All enter the same ones in the same order, or hang for ever."""
         place = self._counts[rank.group_rank]
         self._counts[rank.group_rank] += 1
@@ -259,17 +259,10 @@ class GroupNode:
         if len(self._inside) == len(self.ranks):
             inside, self._inside = self._inside, []
             took_s = self.cluster.setting.compute_s * self.compute_s * self.slow
+            able = self.nan_attempts == 0  # the same for all ranks: the loss is summed over them
+            self.nan_attempts = max(0, self.nan_attempts - 1)
             for do_, given_, process in inside:
-                self.world.after(took_s, process, do_, given_)
-
-    def poisoned(self, effect: m.Compute) -> bool:
-        """Whether this computation gives something that is no number: the same on all ranks, for the loss is summed."""
-        if self.nan_attempts and effect.slots:
-            self._nan_asked += 1
-            if self._nan_asked % len(self.ranks) == 0:
-                self.nan_attempts -= 1
-            return True
-        return False
+                self.world.after(took_s, process, do_, given_, able)
 
     # -- the lighthouse ---------------------------------------------------------------------------------------------
 
