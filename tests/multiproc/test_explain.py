@@ -29,6 +29,7 @@ LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_degree": 2}),
     "pp2 interleaved": (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
     "fsdp2 tp2": (4, {"tensor_parallel_degree": 2}),
+    "fsdp2 pp2": (4, {"pipeline_parallel_degree": 2}),
     "pp2 halves": (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
 }
 CHECKPOINTS = {
@@ -103,4 +104,5 @@ def test_a_rank_of_a_pipeline_takes_what_was_said(pool: Pool, layout: str, check
 def test_other_layouts_and_losses(pool: Pool):
     compare(pool, "ddp2", "none", chunk_tokens=0, passes=1, bound=0)
     compare(pool, "fsdp2", "none", chunk_tokens=100, passes=2, bound=0.02)
+    compare(pool, "fsdp2 pp2", "none", chunk_tokens=0, passes=1, bound=0.01)
     compare(pool, "pp2 halves", "none", chunk_tokens=0, passes=1, bound=0.15)

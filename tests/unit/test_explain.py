@@ -53,11 +53,12 @@ def test_the_ruler_sees_what_comes_and_goes():
         b = a.view(2, -1) + 1  # a view takes nothing, the sum does
         c = b * 2
         del b
-        c.untyped_storage().resize_(0)
+        c.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
+        d = torch.zeros(2 * MIB)
         gradient = torch.zeros(MIB // 2)
-        del a, c
+        del a, c, d
     [stretch] = ruler.stretches(gradients=ruler.serials([gradient]), held=set())
-    assert stretch.most == (3 << 20, 3 << 20)  # a, b and c at once
+    assert stretch.most == (3 << 20, (3 << 20) + (1 << 19))  # a, b and c; then a and d, and the gradient
     assert stretch.change == (0, 1 << 19)
     [stretch] = ruler.stretches(gradients=set(), held=ruler.serials([gradient]))
     assert stretch.change == (0, 0)
