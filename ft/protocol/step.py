@@ -125,6 +125,9 @@ class Step:
         self._emptied = False  # the last step of the generation was none, and its deal was returned
         self._heal: _Heal | None = None  # open: fetching, or waiting for the group's word
         self._heal_failed = False
+        self._late = (
+            False  # healed in this generation: a slot that the open deal has for this group is nobody's until the next
+        )
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
 
@@ -183,7 +186,7 @@ class Step:
         self.part, self._place = part, part.reference[0]
         self._width = part.dealt or len(part.participants)
         self._due, self._failed, self._doomed, self._wants_change, self._failure = False, False, "", "", None
-        self._agains, self._emptied = 0, False
+        self._agains, self._emptied, self._late = 0, False, False
         self._offering = bool(part.heals)
         if part.heal:
             self._become_void(part)
@@ -247,7 +250,7 @@ class Step:
 
     def _slots(self) -> tuple[int, ...]:
         """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
-        if self.void or self.part is None:
+        if self.void or self._late or self.part is None:
             return ()
         me = m.process_of(self.part.replica_id)
         return tuple(slot for slot, owner in self.ledger.pending.items() if m.process_of(owner) == me)
@@ -459,7 +462,7 @@ class Step:
         """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
         assert self.part is not None
         self._load(state, keep_deal=True)
-        self.void, self._wants_change = False, "healed, to be dealt"
+        self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
         self._emit(m.LoadState(self.step))
         held, self._held = self._held, []
         due = self._due

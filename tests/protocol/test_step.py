@@ -339,6 +339,16 @@ def test_a_healing_group_gives_zeros_and_holds_what_commits_meanwhile():
     assert only(m.LaunchTail, rank.see(m.Begin())).tail[-1] == 1  # whole again: it wants to be dealt slots
 
 
+def test_a_group_that_healed_takes_no_slot_of_a_deal_that_was_open():
+    """Found by simulation: the deal had a slot for it, so that the sums of its zeros were ignored, and it waited for ever."""
+    rank = healing()
+    state = source_state()
+    state["ledger"]["pending"] = [[80, "a:1"]]
+    rank.see(m.HealEnded(2, True, state))
+    assert names(rank.see(Outcome("healed", 2, 0, 5, "yes"))) == ["LoadState"]
+    assert only(m.CastVote, rank.reduced(10, 25, 2, 0)).vote.verdict == "yes"
+
+
 def test_past_the_backlog_it_waits_and_gives_up_in_time():
     rank = healing()
     for _ in range(2):
