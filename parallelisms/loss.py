@@ -19,7 +19,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -144,6 +143,9 @@ class _Rows:
         return loss
 
     def _stack(self, values: Tensor) -> Tensor:
-        stacked = values.new_empty((self.mesh.size(), *values.shape))
-        dist.all_gather_into_tensor(stacked.flatten(0, 1), values.contiguous(), group=self.mesh.get_group())
-        return stacked
+        collectives, ranks = (
+            torch.ops._c10d_functional,
+            self.mesh.size(),
+        )  # by their names in the dispatcher, as in context.py
+        stacked = collectives.all_gather_into_tensor(values.contiguous(), ranks, self.mesh.get_group().group_name)
+        return cast(Tensor, collectives.wait_tensor(stacked)).view(ranks, *values.shape)

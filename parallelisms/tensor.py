@@ -38,14 +38,14 @@ from parallelisms.mesh import Degrees
 
 class _Embedding(ParallelStyle):
     """As torch's RowwiseParallel, but waits for what it returns: of a tensor that is still on its way a compiled block loses the
-    gradient, without a word (torch 2.13)."""
+    gradient, without a word (torch 2.13). And returns no view, of which FSDP, which hangs a hook on it, would warn."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _cut_rows(module, device_mesh)
         module.register_forward_pre_hook(
             lambda _, args: DTensor.from_local(args[0], device_mesh, [Replicate()], run_check=False)
         )
-        module.register_forward_hook(lambda _, args, out: out.redistribute(placements=[Shard(1)]).to_local())
+        module.register_forward_hook(lambda _, args, out: out.redistribute(placements=[Shard(1)]).to_local().clone())
         return module
 
 
