@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 
 V, T, BATCH = 96, 64, 4
-SIZES = llama.Config(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=160)
+SIZES = llama.Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=160)
 LAYOUTS = {
     "dp1": (1, {}),
     "fsdp2": (2, {}),
@@ -42,9 +43,10 @@ CHECKPOINTS = {
 def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Job:
     world_size, parallelism = LAYOUTS[layout]
     config = ParallelismConfig(**parallelism)
+    sizes = replace(SIZES, n_layers=4) if config.pipeline_parallel_degree > 1 else SIZES
     return Job(
         title=layout,
-        build=lambda: llama.build(SIZES, vocab_size=V, max_seq_len=T),
+        build=lambda: llama.build(sizes, vocab_size=V, max_seq_len=T),
         loss=cross_entropy_sum,
         optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
         layout=Layout(config, CHECKPOINTS[checkpoint], loss_chunk_tokens=chunk_tokens),
