@@ -60,11 +60,11 @@ class Truth:
         self.last_id = 0
         self.forgetful = False  # the lighthouse's state file was lost: an id that nobody received may come again
         self._quorums: dict[tuple[str, int], tuple[str, ...]] = {}  # (epoch, id) -> members, of those issued
-        self._entered: dict[int, tuple[str, ...]] = {}
+        self._entered: dict[tuple[str, int], tuple[str, ...]] = {}
         self._base: dict[
             tuple[int, int], str
         ] = {}  # (quorum_id, step) -> the one commit_id that its members go on from
-        self._next: dict[tuple[int, int], str] = {}  # ... and that they come to
+        self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
 
     # -- quorums ----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Truth:
         self.settled = chosen if chosen is not None and chosen.step else None
 
     def entered(self, rank: RankNode, part: m.Part) -> None:
-        known = self._entered.setdefault(part.quorum_id, part.members)
+        known = self._entered.setdefault((part.epoch, part.quorum_id), part.members)
         require(known == part.members, f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
         require(
             len(part.members) >= self.min_replicas,
@@ -128,21 +128,21 @@ class Truth:
     def enters(self, rank: RankNode, key: tuple[Any, ...], first: tuple[Any, ...]) -> None:
         require(key == first, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
 
-    def gives(self, rank: RankNode, quorum_id: int, step: int, given: Given) -> None:
+    def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given) -> None:
         if not given.gradients and not any(count > 0 for count in given.tail[:-3]):
             return
         who = rank.process.name
         require(rank.weights is not None, f"{who} is void and adds to step {step + 1}")
         stale = [slot for slot, weights in given.gradients.items() if weights != rank.weights]
         require(not stale, f"{who} adds gradients of {stale} that are not of its weights")
-        base = self._base.setdefault((quorum_id, step), rank.commit_id)
+        base = self._base.setdefault((epoch, quorum_id, step), rank.commit_id)
         require(
             base == rank.commit_id, f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}"
         )
 
-    def commits(self, rank: RankNode, effect: m.CommitStep, quorum_id: int, sums: Sums, parent_id: str) -> None:
+    def commits(self, rank: RankNode, effect: m.CommitStep, part: m.Part, sums: Sums, parent_id: str) -> None:
         who, commit_id = rank.process.name, effect.commit_id
-        key = (quorum_id, effect.step)
+        key = (part.epoch, part.quorum_id, effect.step)
         require(
             self._next.setdefault(key, commit_id) == commit_id,
             f"{who}: two versions of step {effect.step} in one quorum",

@@ -224,9 +224,9 @@ class RankNode:
     def _launch(self, effect: m.LaunchTail) -> None:
         kept = self._kept
         given = Given(effect.tail, {}, {}) if effect.zeros else Given(effect.tail, kept.gradients, kept.tokens)
-        self.truth.gives(self, effect.quorum_id, effect.step, given)
         part = self._part
         assert part is not None
+        self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given)
         key = (effect.quorum_id, effect.attempt, effect.step)
         open_work = [True]
 
@@ -296,7 +296,7 @@ class RankNode:
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s = self.world.now_s
         assert self._part is not None
-        self.truth.commits(self, effect, self._part.quorum_id, sums, parent)
+        self.truth.commits(self, effect, self._part, sums, parent)
         if effect.step % self.cluster.setting.checkpoint_every == 0:
             self._checkpoints[effect.step] = self.snapshot()
         if self.leaving and not effect.held:
