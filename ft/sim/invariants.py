@@ -163,7 +163,7 @@ class Truth:
         record = self.commits_by_id.get(commit_id)
         if record is None:
             record = self._new(
-                effect, quorum_id, tuple(sums.gradients), self.commits_by_id.get(parent_id, self.initial)
+                effect, part.quorum_id, tuple(sums.gradients), self.commits_by_id.get(parent_id, self.initial)
             )
         require(
             record.parent is None or record.parent.commit_id == parent_id or record.step == 1,
