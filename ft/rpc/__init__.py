@@ -1,4 +1,11 @@
 """gRPC shells around the machines of ft.protocol. They hold no rule: events go in, effects are carried out.
 
-Read in this order: driver.py (one machine, one loop), codec.py (messages <-> words), lighthouse_server.py, group_server.py, clients.py.
+Read in this order: driver.py (one machine, one loop), codec.py (messages <-> words), access.py (who may speak), serving.py (what both
+servers share), lighthouse_server.py, group_server.py, and clients.py for those who call them.
 """
+
+import os
+
+# Before grpc is imported anywhere: its handlers around fork() can hang a process that forks data workers, and none of ours forks with
+# grpc in use.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

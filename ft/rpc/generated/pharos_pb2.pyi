@@ -405,10 +405,12 @@ class RankHello(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class GiveUp(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "quorum_id")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, reason: _Optional[str] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class RankDown(_message.Message):
     __slots__ = ("notice", "ended")

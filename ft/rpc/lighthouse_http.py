@@ -1,0 +1,151 @@
+"""/status.json and /metrics of the lighthouse, on the loop that serves gRPC. The same token: `Authorization: Bearer TOKEN`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ft.rpc.access import Access, Endpoint
+from ft.rpc.lighthouse_server import LighthouseService
+
+log = logging.getLogger("pharos.lighthouse")
+# of Report -> name and help of a gauge with the label `replica`
+FIGURES = {
+    "step": ("pharos_step", "Committed optimizer steps, -1 while healing"),
+    "median_step_s": ("pharos_step_seconds", "Median length of a step"),
+    "healed_bytes": ("pharos_healed_bytes", "Bytes received from other groups since the start"),
+    "goodput_s": ("pharos_goodput_seconds", "Time spent in steps that were committed"),
+    "wall_s": ("pharos_wall_seconds", "Time since the group's start"),
+    "mean_loss": ("pharos_loss", "Mean loss of the newest step, nats per token"),
+}
+
+
+@asynccontextmanager
+async def serve_http(
+    service: LighthouseService, access: Access, at: Sequence[Endpoint], *, must: bool
+) -> AsyncIterator[int]:
+    """The port. must: raise ValueError where it cannot listen; else that is said, and the port is 0."""
+    runner = web.AppRunner(_app(service, access), access_log=None, handle_signals=False)
+    await runner.setup()
+    port = 0
+    try:
+        for place in at:
+            site = web.TCPSite(
+                runner, place.host, port or place.port, ssl_context=access.tls.server_context() if access.tls else None
+            )
+            try:
+                await site.start()
+            except OSError as error:
+                if must and place is at[0]:
+                    raise ValueError(f"--http {place}: {error.strerror}") from None
+                log.warning("no page on %s: %s", place, error.strerror)
+                continue
+            port = port or int(runner.addresses[-1][1])
+            log.info("status on http%s://%s/status.json", "s" if access.tls else "", Endpoint(place.host, port))
+        yield port
+    finally:
+        await runner.cleanup()
+
+
+def _app(service: LighthouseService, access: Access) -> web.Application:
+    registry = CollectorRegistry()
+    registry.register(_Collector(service))
+
+    async def status_json(_: web.Request) -> web.Response:
+        return web.json_response(status(service))
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(
+            body=exposition.generate_latest(registry), headers={"Content-Type": exposition.CONTENT_TYPE_LATEST}
+        )
+
+    @web.middleware
+    async def with_token(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        if not access.permits(request.headers.items()):
+            raise web.HTTPUnauthorized(text="this job has a token\n", headers={"WWW-Authenticate": "Bearer"})
+        response = await handler(request)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    app = web.Application(middlewares=[with_token], client_max_size=1 << 16)
+    app.add_routes([web.get("/status.json", status_json), web.get("/metrics", metrics)])
+    return app
+
+
+def status(service: LighthouseService) -> dict[str, Any]:
+    """What the page shows. Members in the order of their replica_rank; reports as they came last."""
+    quorum = service.machine.quorum
+    saved = service.machine.saved
+    return {
+        "reason": service.machine.reason,
+        "kind": saved.kind,
+        "epoch": saved.epoch,
+        "settled": saved.settled,
+        "min_replicas": service.config.min_replicas,
+        "waiting": service.waiting_ids,
+        "streams": len(service.streams),
+        "state_file_trouble": service.keeper.trouble if service.keeper else "",
+        "quorum": quorum
+        and {
+            "quorum_id": quorum.quorum_id,
+            "age_s": round(time.time() - service.issued_at, 1) if service.issued_at else None,
+            "step": quorum.reference[0],
+            "members": [
+                {
+                    "replica_id": member.replica_id,
+                    "address": member.address,
+                    "step": member.step,
+                    "world_size": member.world_size,
+                    "heals": saved.kind == "pharos" and member.state != quorum.reference,
+                    "connected": member.replica_id in service.streams,
+                }
+                for member in quorum.members
+            ],
+        },
+        "reports": {replica_id: _report(report) for replica_id, report in sorted(service.reports.items())},
+    }
+
+
+def _report(report: Any) -> dict[str, Any]:
+    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
+    return {name: getattr(report, name) for name in names}
+
+
+class _Collector:
+    """Made anew at each scrape: a group that is gone leaves nothing behind."""
+
+    def __init__(self, service: LighthouseService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Any]:
+        service, quorum = self._service, self._service.machine.quorum
+        yield _gauge("pharos_quorum_id", "The current generation", quorum.quorum_id if quorum else 0)
+        yield _gauge("pharos_quorum_members", "Groups in it", len(quorum.members) if quorum else 0)
+        yield _gauge(
+            "pharos_settled_step", "The newest step that can never be taken back", service.machine.saved.settled
+        )
+        yield _gauge("pharos_waiting_groups", "Groups whose call is not answered yet", len(service.waiting_ids))
+        yield _gauge("pharos_streams", "Groups that are connected", len(service.streams))
+        yield _counter("pharos_quorums", "Quorums answered", service.issued)
+        yield _counter("pharos_losses", "Generations that lost a member", service.lost)
+        yield _counter("pharos_refusals", "Calls refused", service.refused)
+        for field, (name, text) in FIGURES.items():
+            family = GaugeMetricFamily(name, text, labels=["replica"])
+            for replica_id, report in service.reports.items():
+                family.add_metric([replica_id], getattr(report, field))
+            yield family
+
+
+def _gauge(name: str, text: str, value: float) -> Any:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Any:
+    return CounterMetricFamily(name, text, value=value)

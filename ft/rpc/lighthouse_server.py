@@ -1,0 +1,468 @@
+"""The lighthouse as a server: both wires in, the machine of ft.protocol.lighthouse inside, answers and notices out.
+
+    torchft.LighthouseService   Quorum Heartbeat                           clients of torchft
+    pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          our group servers
+
+`serve` runs one on this loop, lighthouse.py is its command line, LighthouseServer runs one in a thread. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ft.protocol import messages as m
+from ft.protocol.lighthouse import MAX_STEP, Lighthouse, LighthouseConfig, absurd
+from ft.rpc import codec, state_file
+from ft.rpc.access import Access, Endpoint, endpoints
+from ft.rpc.driver import Driver, Seen, now_s
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.serving import FIRST_WORD_S, Outbox, Refused, listen, stream, unary
+
+MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
+MAX_HANDLES = 1 << 20  # characters of a member's handles in all
+MAX_NAMED = 65_536  # members blamed by one call
+CALLS_PER_ID = 64
+log = logging.getLogger("pharos.lighthouse")
+
+_STATUS = {
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,
+    "LOST": grpc.StatusCode.ABORTED,
+}
+
+
+@dataclass
+class _Waiting:
+    """A Quorum RPC that is not answered yet."""
+
+    kind: m.Kind
+    roster: str  # that the caller holds
+    answer: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class LighthouseService:
+    """Drives one machine. To be made, fed and asked on one loop."""
+
+    def __init__(
+        self,
+        config: LighthouseConfig,
+        *,
+        keeper: state_file.Keeper | None = None,
+        saved: m.Saved | None = None,
+        fresh: bool = True,
+        seen: Seen | None = None,
+    ) -> None:
+        self.config, self.keeper = config, keeper
+        self.streams: dict[str, Outbox] = {}
+        self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
+        self.issued = self.lost = self.refused = 0  # counts, for /metrics
+        self.issued_at = 0.0  # seconds since 1970
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._seen, self._said, self._logged_id = seen, "", 0
+        self._times = codec.to_message(config.times)
+        carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
+            m.Persist: self._persist,
+            m.Answer: self._answer,
+            m.Refuse: self._refuse,
+            m.MustRestore: self._must_restore,
+            m.Notify: self._notify,
+        }
+        epoch = uuid.uuid4().hex[:12]
+        self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh)
+        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log)
+        self.routes = {
+            "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
+            "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
+            "/pharos.Lighthouse/Quorum": unary(self._quorum),
+            "/pharos.Lighthouse/Watch": stream(self._watch),
+            "/pharos.Lighthouse/Leave": unary(self._told(m.Leave)),
+            "/pharos.Lighthouse/Evict": unary(self._told(m.Evict)),
+            "/pharos.Lighthouse/TakeOver": unary(self._told(m.TakeOver)),
+        }
+
+    # ---- calls
+
+    async def _torchft_quorum(self, data: bytes, context: Any) -> bytes:
+        request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
+        if not request.HasField("requester"):
+            raise ValueError("missing requester")
+        return await self._ask(m.Call(codec.member_from_torchft(request.requester), "torchft"), "", context)
+
+    async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
+        replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
+        _check(m.Call(m.Member(replica_id), "torchft"))
+        self.driver.feed(m.Beat(replica_id, "torchft"))
+        return b""
+
+    async def _quorum(self, data: bytes, context: Any) -> bytes:
+        request = codec.parse(pharos_pb2.QuorumRequest, data)
+        return await self._ask(codec.from_message(m.Call, request.call), request.roster, context)
+
+    async def _ask(self, call: m.Call, roster: str, context: Any) -> bytes:
+        """Waits for the machine's answer, as long as the caller does."""
+        _check(call)  # here, lest a liar's refusal answers the honest callers of its id
+        replica_id, waiting = call.member.replica_id, _Waiting(call.kind, roster)
+        calls = self._waiting.setdefault(replica_id, [])
+        if len(calls) >= CALLS_PER_ID:
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(calls)} calls of {replica_id} are waiting already")
+        calls.append(waiting)
+        deadline = self._answer_before(context, waiting)
+        try:
+            self.driver.feed(call)
+            return await waiting.answer
+        finally:
+            if deadline:
+                deadline.cancel()
+            self._forget(replica_id, waiting)
+
+    def _answer_before(self, context: Any, waiting: _Waiting) -> asyncio.TimerHandle | None:
+        """A little before the caller's deadline it is told so; torchft's clients look for these very words."""
+        left_s = context.time_remaining()
+        if left_s is None:
+            return None
+        expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
+        return asyncio.get_running_loop().call_later(left_s - min(0.02, left_s / 10), _fail, waiting, expired)
+
+    def _forget(self, replica_id: str, waiting: _Waiting) -> None:
+        """A call that nobody has answered is over: its caller went, or its deadline came."""
+        calls = self._waiting.get(replica_id, [])
+        if waiting in calls:
+            calls.remove(waiting)
+            if not calls:
+                del self._waiting[replica_id]
+                self.driver.feed(m.CallCancelled(replica_id))
+
+    def _told(self, word_type: type[m.Event]) -> Any:
+        async def told(data: bytes, context: Any) -> bytes:
+            event = codec.from_bytes(word_type, data)
+            log.info("%s", event)
+            self.driver.feed(event)
+            return b""
+
+        return told
+
+    # ---- streams
+
+    async def _watch(self, context: Any) -> None:
+        outbox = Outbox(context)
+        try:
+            first = await asyncio.wait_for(outbox.read(), FIRST_WORD_S)
+            hello = codec.parse(pharos_pb2.Up, first or b"").hello
+            _check(m.Call(m.Member(hello.replica_id), known=hello.quorum_id))
+            _check_step(hello.settled)
+            await self._serve_stream(hello, outbox)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
+        finally:
+            outbox.close()
+
+    async def _serve_stream(self, hello: pharos_pb2.Hello, outbox: Outbox) -> None:
+        replica_id = hello.replica_id
+        old = self.streams.get(replica_id)
+        self.streams[replica_id] = outbox
+        if old:
+            old.end()
+        try:
+            if hello.quorum_id > self._newest_id:
+                outbox.send(pharos_pb2.Down(send_quorum=True).SerializeToString())
+            else:
+                self.driver.feed(self._opened(hello, None))
+            while (data := await outbox.read()) is not None:
+                self._heard(hello, codec.parse(pharos_pb2.Up, data), outbox)
+        finally:
+            if self.streams.get(replica_id) is outbox:
+                del self.streams[replica_id]
+                self.reports.pop(replica_id, None)
+                self.driver.feed(m.StreamClosed(replica_id))
+
+    def _opened(self, hello: pharos_pb2.Hello, quorum: m.Quorum | None) -> m.StreamOpened:
+        """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
+        known = quorum or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
+        return m.StreamOpened(hello.replica_id, known, hello.settled)
+
+    def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
+        which = up.WhichOneof("up")
+        if which == "report":
+            report = codec.from_message(m.Report, up.report)
+            _check_step(report.step, report.settled, report.commit_quorum_id)
+            self.reports[hello.replica_id] = up.report
+            self.driver.feed(replace(report, replica_id=hello.replica_id))
+            outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
+        elif which == "quorum":
+            new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
+            self.driver.feed(self._opened(hello, codec.quorum_from(up.quorum) if new else None))
+        else:
+            raise ValueError("after the hello come reports")
+
+    @property
+    def waiting_ids(self) -> list[str]:
+        """Groups whose call is not answered yet."""
+        return sorted(self._waiting)
+
+    @property
+    def _newest_id(self) -> int:
+        return self.machine.quorum.quorum_id if self.machine.quorum else 0
+
+    # ---- effects
+
+    def _persist(self, effect: m.Persist) -> asyncio.Future[None] | None:
+        return self.keeper.keep(effect.saved) if self.keeper else None
+
+    def _answer(self, effect: m.Answer) -> None:
+        """Each form of the answer is made at most once, however many wait for it."""
+        self.issued_at = time.time()
+        forms = _Forms(effect.quorum, self._times, self.issued_at)
+        for replica_id in effect.replica_ids:
+            calls = self._waiting.pop(replica_id, [])
+            for waiting in calls:
+                if not waiting.answer.done():
+                    waiting.answer.set_result(forms.of(waiting))
+            if not calls and replica_id in self.streams:
+                self.streams[replica_id].send(forms.down)
+
+    def _refuse(self, effect: m.Refuse) -> None:
+        self.refused += 1
+        calls = self._waiting.pop(effect.replica_id, [])
+        for waiting in calls:
+            _fail(waiting, Refused(_STATUS[effect.code], effect.reason))
+        if not calls and effect.replica_id in self.streams:
+            refused = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=effect.reason)
+            self.streams[effect.replica_id].send(pharos_pb2.Down(refused=refused).SerializeToString())
+
+    def _must_restore(self, effect: m.MustRestore) -> None:
+        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), times=self._times)
+        for replica_id in effect.replica_ids:
+            for waiting in self._waiting.pop(replica_id, []):
+                if not waiting.answer.done():
+                    waiting.answer.set_result(reply.SerializeToString())
+
+    def _notify(self, effect: m.Notify) -> None:
+        self.lost += isinstance(effect.notice, m.MemberLost)
+        message = pharos_pb2.Down(notice=codec.notice_message(effect.notice)).SerializeToString()
+        for replica_id in effect.replica_ids:
+            if replica_id in self.streams:
+                self.streams[replica_id].send(message)
+
+    # ---- for people
+
+    def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
+        """On change, not on tick: a reason that only counts up is said once."""
+        said = re.sub(r"[\d.]+", "#", out.reason)
+        for effect in out.effects:
+            if isinstance(effect, m.Answer):
+                self.issued, self._said = self.issued + 1, said
+                self._log_quorum(effect.quorum, out.reason)
+            elif isinstance(effect, m.Refuse):
+                log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
+            elif isinstance(effect, m.Notify):
+                log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
+        if isinstance(event, m.Tick) and said != self._said:
+            self._said = said
+            log.info("%s", out.reason)
+        if self._seen:
+            self._seen(now_s, event, out)
+
+    def _log_quorum(self, quorum: m.Quorum, reason: str) -> None:
+        if quorum.quorum_id != self._logged_id:
+            self._logged_id = quorum.quorum_id
+            log.info(
+                "quorum %d of %d groups, step %d: %s",
+                quorum.quorum_id,
+                len(quorum.members),
+                quorum.reference[0],
+                reason,
+            )
+
+
+class _Forms:
+    """One quorum as each kind of caller wants it, made when the first one asks."""
+
+    def __init__(self, quorum: m.Quorum, times: Any, created_s: float) -> None:
+        self._quorum, self._times, self._created_s = quorum, times, created_s
+        self._made: dict[str, Any] = {}
+
+    def of(self, waiting: _Waiting) -> bytes:
+        if waiting.kind == "torchft":
+            return self._make("torchft", self._torchft)
+        if waiting.roster and waiting.roster == self._make("roster", lambda: codec.Roster.of(self._quorum).id):
+            return self._make("short", self._short)
+        return self._make("full", lambda: self._reply.SerializeToString())
+
+    @property
+    def down(self) -> bytes:
+        return self._make("down", lambda: pharos_pb2.Down(answer=self._reply).SerializeToString())
+
+    def _make(self, name: str, how: Callable[[], Any]) -> Any:
+        if name not in self._made:
+            self._made[name] = how()
+        return self._made[name]
+
+    @property
+    def _reply(self) -> Any:
+        return pharos_pb2.QuorumReply(quorum=codec.to_message(self._quorum), times=self._times)
+
+    def _short(self) -> bytes:
+        same = codec.same_roster(self._quorum)
+        reply = pharos_pb2.QuorumReply(same=same, times=self._times) if same else self._reply
+        return reply.SerializeToString()
+
+    def _torchft(self) -> bytes:
+        quorum = codec.torchft_quorum(self._quorum, self._created_s)
+        return torchft_pb2.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
+
+
+def _check(call: m.Call) -> None:
+    """Raises ValueError for a call that makes no sense, or is larger than it may be."""
+    member = call.member
+    problem = absurd(call)
+    if problem:
+        raise ValueError(problem[1])
+    if len(member.data) > MAX_DATA or sum(map(len, member.reconfigure_handles)) > MAX_HANDLES:
+        raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
+    if len(call.blame) > MAX_NAMED or len(call.shape) > 64 or len(member.deal_id) > 512 or call.known < 0:
+        raise ValueError("more members blamed, or more digests, than there can be")
+    _check_step(member.dealt, member.restored or 0, member.commit_failures)
+
+
+def _check_step(*numbers: int) -> None:
+    if not all(m.VOID <= number <= MAX_STEP for number in numbers):
+        raise ValueError(f"a step or count of {max(numbers, key=abs)}: legal is {m.VOID} to {MAX_STEP}")
+
+
+def _fail(waiting: _Waiting, error: Refused) -> None:
+    if not waiting.answer.done():
+        waiting.answer.set_exception(error)
+
+
+# ------------------------------------------------------------------------------------------------ one that runs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it listens, who may speak, what it remembers."""
+
+    at: Sequence[Endpoint]
+    access: Access = field(default_factory=Access)
+    state: Path | None = None
+    recover: bool = False  # no state file: wait for the reports of a job that may be running
+
+
+@asynccontextmanager
+async def serve(
+    config: LighthouseConfig, place: Place, *, seen: Seen | None = None
+) -> AsyncIterator[tuple[LighthouseService, int]]:
+    """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run()."""
+    saved = _read_state(place)
+    keeper = state_file.Keeper(place.state) if place.state else None
+    service = LighthouseService(config, keeper=keeper, saved=saved, fresh=not place.recover, seen=seen)
+    server, port = listen(place.access, service.routes, place.at)
+    await server.start()
+    try:
+        yield service, port
+    finally:
+        await server.stop(0.2)
+        if keeper:
+            await keeper.close()
+
+
+def _read_state(place: Place) -> m.Saved | None:
+    """A file that is damaged stops the start, for beginning anew could repeat ids; --recover asks the groups instead."""
+    try:
+        return state_file.read(place.state) if place.state else None
+    except (ValueError, OSError) as error:
+        if place.recover:
+            log.warning("%s; the groups are asked instead", error)
+            return None
+        raise ValueError(
+            f"--state_file: {error}; --recover learns from the groups of the running job instead"
+        ) from None
+
+
+class LighthouseServer:
+    """A lighthouse in a thread of this process, without a state file: for tests, and for one machine. torchft's face.
+
+    Without a token and `insecure` it listens on loopback, whatever address `bind` names. Raises ValueError where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        min_replicas: int,
+        join_timeout_ms: int = 100,
+        quorum_tick_ms: int = 100,
+        heartbeat_timeout_ms: int = 5000,
+        *,
+        token: str = "",
+        insecure: bool = False,
+        seen: Seen | None = None,
+    ) -> None:
+        access = Access(token, insecure)
+        asked = Endpoint.parse(bind, "bind")
+        safe = asked.loopback or token or insecure
+        at = [asked] if safe else endpoints(None, asked.port, access)
+        config = LighthouseConfig(
+            min_replicas=min_replicas,
+            join_timeout_s=join_timeout_ms / 1000,
+            tick_s=quorum_tick_ms / 1000,
+            times=m.Times(heartbeat_timeout_s=heartbeat_timeout_ms / 1000),
+        )
+        self._ready: asyncio.Future[int] | None = None
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._port = 0
+        self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(config, Place(at, access), seen)), name="lighthouse", daemon=True
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._error:
+            raise self._error
+
+    def address(self) -> str:
+        return f"http://{Endpoint(self._host, self._port)}"
+
+    def shutdown(self) -> None:
+        """Waiting calls fail, the port is free again. May be called twice."""
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=10)
+
+    async def _run(self, config: LighthouseConfig, place: Place, seen: Seen | None) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with serve(config, place, seen=seen) as (service, self._port):
+                self._started.set()
+                await until_stopped(service.driver, self._stop)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._started.set()
+
+
+async def until_stopped(driver: Driver, stop: asyncio.Event) -> None:
+    """Runs the driver's ticks until `stop` is set. Raises what the driver raises."""
+    tasks = [asyncio.ensure_future(driver.run()), asyncio.ensure_future(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
