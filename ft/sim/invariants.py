@@ -62,7 +62,7 @@ class Truth:
         self._quorums: dict[tuple[str, int], tuple[str, ...]] = {}  # (epoch, id) -> members, of those issued
         self._entered: dict[tuple[str, int], tuple[str, ...]] = {}
         self._base: dict[
-            tuple[int, int], str
+            tuple[str, int, int], str
         ] = {}  # (quorum_id, step) -> the one commit_id that its members go on from
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
@@ -92,6 +92,11 @@ class Truth:
         best = max((member.state for member in quorum.members if not member.void), default=None)
         require(best == quorum.reference, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {best}")
         self._keeps_history(quorum)
+
+    def majority(self, ids: tuple[str, ...], before: tuple[str, ...], heard: set[str]) -> None:
+        """A quorum without all previous members has more than half of those whom the lighthouse hears."""
+        whole = bool(before) and set(before) <= set(ids)
+        require(whole or 2 * len(ids) > len(heard | set(ids)), f"quorum of {ids}: less than half of {sorted(heard)}")
 
     def _keeps_history(self, quorum: m.Quorum) -> None:
         """A settled step stays, unless nobody who can be reached holds it any more."""

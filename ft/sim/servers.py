@@ -36,6 +36,10 @@ class LighthouseNode:
         self.dies_writing = False  # a fault: the next write is the last thing it does
         self._waiting: dict[str, list[Call]] = {}
         self._streams: dict[str, End] = {}
+        self._heard_s: dict[
+            str, float
+        ] = {}  # when those that have called, or were members, were last heard on their stream
+        self._members: tuple[str, ...] = ()
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.Persist: self._persist,
             m.Answer: self._answer,
@@ -66,6 +70,7 @@ class LighthouseNode:
         if isinstance(event, m.Call):
             replica_id = event.member.replica_id
             self._waiting.setdefault(replica_id, []).append(call)
+            self._heard_s[replica_id] = self.world.now_s
             call.at_cancel = lambda: self._cancelled(replica_id, call)
         else:
             call.answer(True)
@@ -90,6 +95,8 @@ class LighthouseNode:
         self.feed(hello)
 
     def _heard(self, end: End, sent_s: float, report: m.Report) -> None:
+        if report.replica_id in self._heard_s:
+            self._heard_s[report.replica_id] = self.world.now_s
         self.feed(report)
         end.send(m.BeatAnswered(sent_s))
 
@@ -108,6 +115,11 @@ class LighthouseNode:
 
     def _answer(self, effect: m.Answer) -> None:
         self.cluster.truth.issued(effect.quorum, effect.replica_ids, {*self._waiting, *self._streams})
+        if effect.replica_ids == effect.quorum.ids != self._members:  # a new one, not an old answer again
+            silent_s = self.world.now_s - 3.0
+            heard = {i for i in self._streams if self._heard_s.get(i, -1.0) > silent_s}
+            self.cluster.truth.majority(effect.quorum.ids, self._members, heard - self.machine._sitting.keys())
+            self._members = effect.quorum.ids
         answer = m.LighthouseAnswered(effect.quorum, self.config.times)
         for replica_id in effect.replica_ids:
             if not self._reply(replica_id, answer) and replica_id in self._streams:

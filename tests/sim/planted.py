@@ -5,7 +5,6 @@ Where a peer or an earlier draft had the bug, it says so. `python -m tests.sim.p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,19 +26,18 @@ class NoMajority(Lighthouse):
 
 
 class IdsRestart(Lighthouse):
-    """The peer's: after a restart quorum ids begin at 1, whatever members report."""
+    """The peer's: after a restart quorum ids begin at 1, whatever the state file and the members say."""
 
-    def __init__(self, *args: Any, saved: m.Saved | None = None, **more: Any) -> None:
-        super().__init__(*args, saved=saved, **more)
-        self._last_id = 0
+    _newest = 0
 
-    def handle(self, event: m.Event, now_s: float) -> m.Out:
-        last_id = self._last_id
-        if isinstance(event, m.Call):
-            event = replace(event, known=0, member=replace(event.member, commit_quorum_id=0, commit_id=""))
-        out = super().handle(event, now_s)
-        self._last_id = min(self._last_id, last_id + 1)
-        return out
+    @property
+    def _last_id(self) -> int:
+        return self._newest
+
+    @_last_id.setter
+    def _last_id(self, value: int) -> None:
+        if value <= self._newest + 1:
+            self._newest = value
 
 
 class EmptyShrink(Lighthouse):
@@ -100,6 +98,37 @@ class NoCommitIds(Group):
                 self._out[place] = replace(effect, part=replace(part, heal=False, sources=()))
 
 
+class JoinerContributes(Step):
+    """A group that is behind trains at once, and fetches the state meanwhile."""
+
+    def _become_void(self, part: m.Part) -> None:
+        super()._become_void(part)
+        self.void = False
+        self.ledger.deal(part.members)
+
+
+class DividesByMembers(Step):
+    """The peer's: the sum is divided by the number of groups, though some of them gave zeros."""
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        out = super().handle(event, now_s)
+        return replace(out, effects=tuple(self._spoil(effect) for effect in out.effects))
+
+    def _spoil(self, effect: m.Effect) -> m.Effect:
+        if isinstance(effect, m.CommitStep):
+            return replace(effect, divisor=effect.divisor / len(effect.contributors) * effect.quorum_size)
+        return effect
+
+
+class ChangeIsPrivate(Step):
+    """Each rank goes by the change that it has seen itself, not by what its group has decided."""
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        if isinstance(event, m.Outcome) and event.kind == "commit":
+            event = replace(event, change=bool(self._wants_change))
+        return super().handle(event, now_s)
+
+
 @dataclass(frozen=True)
 class Bug:
     machines: Machines
@@ -115,3 +144,17 @@ def search(machines: Machines, seeds: range, tell: Callable[[str], None] = print
             tell(f"seed {seed}: {run.failure}")
             return run
     return None
+
+
+BUGS = {
+    "no majority rule": Bug(Machines(lighthouse=NoMajority), 0, "less than half"),
+    "ids that restart": Bug(Machines(lighthouse=IdsRestart), 0, "ids must grow"),
+    "stale vote accepted": Bug(Machines(group=StaleVote), 0, ""),
+    "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 0, "below min_replicas"),
+    "ghost caller": Bug(Machines(lighthouse=GhostCaller), 0, "who do not listen"),
+    "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, ""),
+    "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 0, "without healing"),
+    "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 0, ""),
+    "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 0, "goes back to step"),
+}

@@ -59,5 +59,7 @@ def test_torch_is_never_imported():
         "import sys; from ft.sim import runs; assert not runs.run(0, 2, 5).failure;"
         "print(sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'numpy', 'grpc', 'asyncio')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
