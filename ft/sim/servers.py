@@ -117,7 +117,7 @@ class LighthouseNode:
         self.cluster.truth.issued(effect.quorum, effect.replica_ids, {*self._waiting, *self._streams})
         if effect.replica_ids == effect.quorum.ids != self._members:  # a new one, not an old answer again
             silent_s = self.world.now_s - 3.0
-            heard = {i for i in self._streams if self._heard_s.get(i, -1.0) > silent_s}
+            heard = {i for i in self._streams if self._heard_s.get(i, silent_s) > silent_s}
             self.cluster.truth.majority(effect.quorum.ids, self._members, heard - self.machine._sitting.keys())
             self._members = effect.quorum.ids
         answer = m.LighthouseAnswered(effect.quorum, self.config.times)
