@@ -34,3 +34,6 @@ resume:
 
 parity:
 	@.venv/bin/python proofs/parity.py --ranks 1,2,4,8 --write docs/parity.md
+
+sim:
+	@.venv/bin/python -m ft.sim --seeds 10000

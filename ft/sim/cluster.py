@@ -249,6 +249,9 @@ class Cluster:
         elif fault.kind == "group joins":
             self.names.append(Name(f"g{len(self.names)}"))
             self.start_group(self.names[-1])
+            newcomer = self.names[-1].group
+            assert newcomer is not None
+            newcomer.shrink = fault.share < 0.25  # a newcomer that asks for previous members alone
         elif not live:
             return
         elif "cut" in fault.kind:

@@ -93,10 +93,10 @@ class Truth:
         require(best == quorum.reference, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {best}")
         self._keeps_history(quorum)
 
-    def majority(self, ids: tuple[str, ...], before: tuple[str, ...], heard: set[str]) -> None:
-        """A quorum without all previous members has more than half of those whom the lighthouse hears."""
+    def majority(self, ids: tuple[str, ...], before: tuple[str, ...], asked: set[str], heard: set[str]) -> None:
+        """Unless all previous members are in it, more than half of those whom the lighthouse hears have asked for a quorum."""
         whole = bool(before) and set(before) <= set(ids)
-        require(whole or 2 * len(ids) > len(heard | set(ids)), f"quorum of {ids}: less than half of {sorted(heard)}")
+        require(whole or 2 * len(asked) > len(heard | asked), f"quorum of {ids}: less than half of {sorted(heard)}")
 
     def _keeps_history(self, quorum: m.Quorum) -> None:
         """A settled step stays, unless nobody who can be reached holds it any more."""

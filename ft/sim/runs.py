@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
+from ft.protocol import messages as m
 from ft.sim import faults
 from ft.sim.cluster import Cluster, Machines, Setting, setting
 from ft.sim.world import World
 
 ENOUGH = 1000  # in so many seeds everything that can happen has to happen
+# Told by an operator, by torchft's clients, or base classes; BeatAnswered and metadata are the driver's affair.
+NOT_SIMULATED = ("TakeOver", "Evict", "Beat", "Notice", "AskMetadata", "Metadata")
 LAST_LINES = 60  # of a failed run's trace
 
 
@@ -121,7 +124,12 @@ def never_seen(found: list[Run]) -> list[str]:
 
 
 def must_occur() -> list[str]:
-    return [f"fault: {kind}" for kind in faults.KINDS]
+    """Every fault, event and effect, the reasons to wait, and the ways in which a collective and a message end."""
+    words = [f"fault: {kind}" for kind in faults.KINDS]
+    words += [f"event: {kind.__name__}" for kind in m.Event.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
+    words += [f"effect: {kind.__name__}" for kind in m.Effect.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
+    words += [f"collective {end}" for end in ("completed", "failed", "hung")]
+    return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]
 
 
 def tell(one: Run) -> str:

@@ -118,7 +118,9 @@ class LighthouseNode:
         if effect.replica_ids == effect.quorum.ids != self._members:  # a new one, not an old answer again
             silent_s = self.world.now_s - 3.0
             heard = {i for i in self._streams if self._heard_s.get(i, silent_s) > silent_s}
-            self.cluster.truth.majority(effect.quorum.ids, self._members, heard - self.machine._sitting.keys())
+            asked = {*effect.quorum.ids, *self._waiting}
+            heard -= self.machine._sitting.keys()
+            self.cluster.truth.majority(effect.quorum.ids, self._members, asked, heard)
             self._members = effect.quorum.ids
         answer = m.LighthouseAnswered(effect.quorum, self.config.times)
         for replica_id in effect.replica_ids:

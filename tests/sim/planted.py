@@ -78,7 +78,7 @@ class StaleVote(Group):
 
     def _on_vote(self, vote: m.Vote, now_s: float) -> None:
         open_ballots = [key for key in self._votes if key[3] == vote.kind]
-        if self._stale(vote) and open_ballots:
+        if open_ballots and (self._stale(vote) or vote.key in self._outcomes):
             quorum_id, step, attempt, _ = open_ballots[-1]
             vote = replace(vote, quorum_id=quorum_id, step=step, attempt=attempt)
         super()._on_vote(vote, now_s)

@@ -1,0 +1,16 @@
+"""Each planted bug is found: by the seed that found it first, with the words that name it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft.sim import runs
+from tests.sim.planted import BUGS
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_bug_is_found(name: str):
+    bug = BUGS[name]
+    found = runs.run(bug.seed, machines=bug.machines)
+    assert bug.found in found.failure
+    assert not runs.run(bug.seed).failure  # it is the bug that was found
