@@ -8,7 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"Commit": "ft.seam", "Deal": "ft.seam", "Seam": "ft.seam", "Sums": "ft.seam", "SoloManager": "ft.solo"}
+_HOMES = {
+    "Commit": "ft.seam",
+    "Deal": "ft.seam",
+    "LighthouseClient": "ft.rpc.clients",
+    "LighthouseServer": "ft.rpc.lighthouse_server",
+    "Seam": "ft.seam",
+    "SoloManager": "ft.solo",
+    "Sums": "ft.seam",
+}
 
 __all__ = sorted(_HOMES)
 

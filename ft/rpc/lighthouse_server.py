@@ -29,7 +29,7 @@ from ft.rpc import codec, state_file
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import FIRST_WORD_S, Outbox, Refused, listen, stream, unary
+from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all
@@ -45,13 +45,12 @@ _STATUS = {
 }
 
 
-@dataclass
-class _Waiting:
+class _Waiting(Pending):
     """A Quorum RPC that is not answered yet."""
 
-    kind: m.Kind
-    roster: str  # that the caller holds
-    answer: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    def __init__(self, kind: m.Kind, roster: str) -> None:
+        super().__init__()
+        self.kind, self.roster = kind, roster  # the roster that the caller holds
 
 
 class LighthouseService:
@@ -120,22 +119,11 @@ class LighthouseService:
         if len(calls) >= CALLS_PER_ID:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(calls)} calls of {replica_id} are waiting already")
         calls.append(waiting)
-        deadline = self._answer_before(context, waiting)
         try:
             self.driver.feed(call)
-            return await waiting.answer
+            return await waiting.wait(context)
         finally:
-            if deadline:
-                deadline.cancel()
             self._forget(replica_id, waiting)
-
-    def _answer_before(self, context: Any, waiting: _Waiting) -> asyncio.TimerHandle | None:
-        """A little before the caller's deadline it is told so; torchft's clients look for these very words."""
-        left_s = context.time_remaining()
-        if left_s is None:
-            return None
-        expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        return asyncio.get_running_loop().call_later(left_s - min(0.02, left_s / 10), _fail, waiting, expired)
 
     def _forget(self, replica_id: str, waiting: _Waiting) -> None:
         """A call that nobody has answered is over: its caller went, or its deadline came."""
@@ -229,8 +217,7 @@ class LighthouseService:
         for replica_id in effect.replica_ids:
             calls = self._waiting.pop(replica_id, [])
             for waiting in calls:
-                if not waiting.answer.done():
-                    waiting.answer.set_result(forms.of(waiting))
+                waiting.give(forms.of(waiting))
             if not calls and replica_id in self.streams:
                 self.streams[replica_id].send(forms.down)
 
@@ -238,7 +225,7 @@ class LighthouseService:
         self.refused += 1
         calls = self._waiting.pop(effect.replica_id, [])
         for waiting in calls:
-            _fail(waiting, Refused(_STATUS[effect.code], effect.reason))
+            waiting.fail(Refused(_STATUS[effect.code], effect.reason))
         if not calls and effect.replica_id in self.streams:
             refused = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=effect.reason)
             self.streams[effect.replica_id].send(pharos_pb2.Down(refused=refused).SerializeToString())
@@ -247,8 +234,7 @@ class LighthouseService:
         reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), times=self._times)
         for replica_id in effect.replica_ids:
             for waiting in self._waiting.pop(replica_id, []):
-                if not waiting.answer.done():
-                    waiting.answer.set_result(reply.SerializeToString())
+                waiting.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
         self.lost += isinstance(effect.notice, m.MemberLost)
@@ -341,11 +327,6 @@ def _check(call: m.Call) -> None:
 def _check_step(*numbers: int) -> None:
     if not all(m.VOID <= number <= MAX_STEP for number in numbers):
         raise ValueError(f"a step or count of {max(numbers, key=abs)}: legal is {m.VOID} to {MAX_STEP}")
-
-
-def _fail(waiting: _Waiting, error: Refused) -> None:
-    if not waiting.answer.done():
-        waiting.answer.set_exception(error)
 
 
 # ------------------------------------------------------------------------------------------------ one that runs

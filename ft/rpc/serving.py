@@ -141,6 +141,33 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
+class Pending:
+    """A call whose answer comes later, from an effect."""
+
+    def __init__(self) -> None:
+        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def give(self, answer: bytes) -> None:
+        if not self._answer.done():
+            self._answer.set_result(answer)
+
+    def fail(self, refused: Refused) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(refused)
+
+    async def wait(self, context: Any) -> bytes:
+        """A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused."""
+        left_s = context.time_remaining()
+        if left_s is None:
+            return await self._answer
+        expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
+        timer = asyncio.get_running_loop().call_later(left_s - min(0.02, left_s / 10), self.fail, expired)
+        try:
+            return await self._answer
+        finally:
+            timer.cancel()
+
+
 class Outbox:
     """What is to be written down one stream, in order, by a task of its own. A reader that lags too far behind loses its stream: it gets
     a new one with all that matters, and the server's memory stays bounded."""

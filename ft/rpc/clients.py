@@ -1,0 +1,234 @@
+"""Who calls the servers from a process with threads instead of a loop: a rank its group's server, anybody a lighthouse.
+
+A call that is not answered in time raises TimeoutError, one that is refused RuntimeError; nothing is ever inferred from either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import grpc
+
+from ft.protocol import messages as m
+from ft.rpc import codec
+from ft.rpc.access import Access
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.lighthouse_link import channel
+from ft.rpc.processes import this_host
+
+_TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Stale(RuntimeError):
+    """A vote about a generation or attempt that the group has left."""
+
+
+class GroupClient:
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe."""
+
+    def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
+        self.group_rank, self._access = group_rank, access or Access()
+        self._channel = channel(address, self._access, aio=False)
+        self._metadata = self._access.metadata()
+        self._up: list[Any] = []  # what is to be sent up the stream
+        self._more = threading.Condition()
+        self._watching: Any = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore:
+        """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
+        reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
+        if reply.WhichOneof("reply") == "restore":
+            return m.WantsRestore(reply.restore.settled)
+        return codec.from_message(m.Part, reply.part)
+
+    def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
+        """Waits for the group's outcome; the same vote may be cast again. Raises TimeoutError, Stale, RuntimeError."""
+        return codec.from_message(
+            m.Outcome, self._call("CastVote", codec.to_message(vote), pharos_pb2.Outcome, timeout_s)
+        )
+
+    def checkpoint_metadata(self, group_rank: int, timeout_s: float) -> str:
+        """Where that rank of the group serves its state: asked of another group's server. Raises TimeoutError, RuntimeError."""
+        ask = pharos_pb2.AskMetadata(group_rank=group_rank)
+        return str(self._call("CheckpointMetadata", ask, pharos_pb2.Metadata, timeout_s).checkpoint_metadata)
+
+    def leave(self, *, clean: bool, reason: str, timeout_s: float = 5.0) -> None:
+        """For the whole group: after it, ranks may close in any order. Raises TimeoutError, RuntimeError."""
+        self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason), pharos_pb2.Done, timeout_s)
+
+    def kill(self, reason: str, timeout_s: float = 5.0) -> None:
+        """Ends the group: its trainers are killed. Raises TimeoutError, RuntimeError."""
+        self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
+
+    def watch(self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None]) -> None:
+        """Opens this rank's stream. From then on the group ends if this process does; `on_end` is called once if the server goes, and the
+        rank is to exit. Both are called from a thread of their own, and must not raise."""
+        assert self._thread is None, "one stream a rank"
+        hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=os.getpid(), host=this_host())
+        self._send(pharos_pb2.RankUp(hello=hello))
+        self._watching = self._channel.stream_stream("/pharos.Group/Watch")(self._sent(), metadata=self._metadata)
+        self._thread = threading.Thread(target=self._watch, args=(on_notice, on_end), name="group-watch", daemon=True)
+        self._thread.start()
+
+    def report(self, report: m.Report, **figures: Any) -> None:
+        """To the group's server, which beats with it. figures: phase, healed_bytes, goodput_s, wall_s, mean_loss."""
+        message = codec.to_message(report)
+        message.MergeFrom(pharos_pb2.Report(**figures))
+        self._send(pharos_pb2.RankUp(report=message))
+
+    def give_up(self, quorum_id: int, reason: str) -> None:
+        """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
+        self._send(pharos_pb2.RankUp(give_up=pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason)))
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._closed = True
+        self._send(None)
+        if self._thread:
+            self._thread.join(timeout=5)
+        self._channel.close()
+
+    def _send(self, up: Any) -> None:
+        """None: no more. Of reports that wait only the newest is kept, so what waits is bounded."""
+        with self._more:
+            if up is not None and up.HasField("report"):
+                self._up = [other for other in self._up if other is None or not other.HasField("report")]
+            self._up.append(up)
+            self._more.notify()
+
+    def _sent(self) -> Iterator[bytes]:
+        """grpc pulls from here, in a thread of its own."""
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._up)
+                up = self._up.pop(0)
+            if up is None:
+                return
+            yield up.SerializeToString()
+
+    def _watch(self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None]) -> None:
+        why = "the group's server closed the stream"
+        try:
+            for data in self._watching:
+                down = codec.parse(pharos_pb2.RankDown, data)
+                if down.WhichOneof("down") == "notice":
+                    on_notice(codec.notice_from(down.notice))
+                else:
+                    why = down.ended.reason
+        except grpc.RpcError as error:
+            why = f"the stream to the group's server broke: {error.details()}"
+        if not self._closed:
+            on_end(why)
+
+    def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
+        call = self._channel.unary_unary(f"/pharos.Group/{method}")
+        return codec.parse(reply_type, _answer(call, request, timeout_s, self._metadata))
+
+
+# ------------------------------------------------------------------------------------------------ torchft's face of a lighthouse
+
+
+@dataclass(frozen=True)
+class QuorumMember:
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Timestamp:
+    seconds: int
+    nanos: int
+
+
+@dataclass(frozen=True)
+class LighthouseQuorum:
+    quorum_id: int
+    participants: list[QuorumMember] = field(default_factory=list)
+    created: Timestamp = field(default_factory=lambda: Timestamp(0, 0))
+
+
+class LighthouseClient:
+    """Of torchft's wire: any lighthouse of that wire answers it. Raises TimeoutError where none does in time, RuntimeError where it
+    refuses."""
+
+    def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "") -> None:
+        access = Access(token)
+        self._channel, self._metadata = channel(addr, access, aio=False), access.metadata()
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=connect_timeout.total_seconds())
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise TimeoutError(f"no lighthouse at {addr}") from None
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str | None = None,
+        store_address: str | None = None,
+        step: int | None = None,
+        world_size: int | None = None,
+        shrink_only: bool | None = None,
+        data: dict[Any, object] | None = None,
+    ) -> LighthouseQuorum:
+        """Waits until there is a quorum with `replica_id` in it. `data` goes to all members, as JSON."""
+        member = torchft_pb2.QuorumMember(
+            replica_id=replica_id,
+            address=address or "",
+            store_address=store_address or "",
+            step=step or 0,
+            world_size=1 if world_size is None else world_size,
+            shrink_only=bool(shrink_only),
+            data="" if data is None else json.dumps(data),
+        )
+        request = torchft_pb2.LighthouseQuorumRequest(requester=member)
+        call = self._channel.unary_unary("/torchft.LighthouseService/Quorum")
+        answer = _answer(call, request, timeout.total_seconds(), self._metadata)
+        return _read(codec.parse(torchft_pb2.LighthouseQuorumResponse, answer).quorum)
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
+        request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id)
+        _answer(call, request, timeout.total_seconds(), self._metadata)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _read(quorum: torchft_pb2.Quorum) -> LighthouseQuorum:
+    members = [
+        QuorumMember(
+            x.replica_id,
+            x.address,
+            x.store_address,
+            x.step,
+            x.world_size,
+            x.shrink_only,
+            json.loads(x.data) if x.data else None,
+        )
+        for x in quorum.participants
+    ]
+    return LighthouseQuorum(quorum.quorum_id, members, Timestamp(quorum.created.seconds, quorum.created.nanos))
+
+
+def _answer(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
+    try:
+        return bytes(call(request.SerializeToString(), timeout=timeout_s, metadata=metadata))
+    except grpc.RpcError as error:
+        if error.code() in _TIMED_OUT:
+            raise TimeoutError(str(error.details())) from None
+        kind = Stale if error.code() is grpc.StatusCode.ABORTED else RuntimeError
+        raise kind(f"{error.code().name}: {error.details()}") from None

@@ -1,0 +1,452 @@
+"""The server of one group: a child process of its rank 0, without torch, so that a trainer that holds the GIL does not look dead.
+
+    ranks (clients.GroupClient) -> pharos.Group           -> the machine of ft.protocol.group -> lighthouse_link.Link -> lighthouse
+    torchft's ManagerClient     -> torchft.ManagerService -> torchft_group.TorchftGroup       -> TorchftLink         -> lighthouse
+
+group_process.py starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
+ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+
+from ft.protocol import messages as m
+from ft.protocol.group import Group, GroupConfig
+from ft.rpc import codec
+from ft.rpc.access import Access, Endpoint, Tls
+from ft.rpc.driver import Driver, Seen, now_s
+from ft.rpc.generated import pharos_pb2
+from ft.rpc.lighthouse_link import Link, TorchftLink
+from ft.rpc.processes import Process, this_host
+from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
+from ft.rpc.torchft_group import BEAT_S, TorchftGroup
+
+TICK_S = 0.5
+LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
+log = logging.getLogger("pharos.group")
+
+_STATUS = {
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,
+    "STALE": grpc.StatusCode.ABORTED,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a group server must know; JSON on its stdin."""
+
+    replica_id: str
+    world_size: int
+    lighthouse: str  # http://host:port
+    store_address: str = ""
+    host: str = ""  # that others reach this machine by; "": the machine's name
+    port: int = 0
+    wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
+    token: str = ""
+    insecure: bool = False
+    tls: tuple[str, str, str] | None = None  # cert, key, ca; "" for none
+    times: m.Times = field(default_factory=m.Times)
+    retries: int | None = None
+    spares_above: int | None = None
+    parent: int = 0  # pid; 0: nobody's child
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        """Raises ValueError."""
+        try:
+            data = json.loads(text)
+            return Settings(**{**data, "times": m.Times(**data["times"])})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"not the settings of a group server: {error!r}") from None
+
+    @property
+    def access(self) -> Access:
+        tls = Tls(*(Path(name) if name else None for name in self.tls)) if self.tls else None
+        return Access(self.token, self.insecure, tls)
+
+
+Place = tuple[int, m.Ballot | None]  # whose answer it is: (group_rank, ballot, or None for a quorum)
+
+
+class GroupService:
+    """Drives one machine. `end` is called once, with a reason, when the group is over: "" if it left."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        lighthouse: str,
+        access: Access,
+        end: Callable[[str], None],
+        *,
+        seen: Seen | None = None,
+    ) -> None:
+        self.config, self._end = config, end
+        self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
+        self._waiting: dict[Place, list[Pending]] = {}
+        self._feeding: tuple[Place, Pending] | None = None  # the call that is being fed
+        self._streams: dict[int, Outbox] = {}
+        self._reports: dict[int, Any] = {}  # pharos_pb2.Report
+        self._beaten = pharos_pb2.Report()  # the newest that was sent
+        self._gave_up = 0  # the quorum id that this group gave up last
+        self.left = False  # or is about to end
+        self.machine = Group(config, now_s())
+        carry: dict[type[m.Effect], Callable[[Any], None]] = {
+            m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
+            m.OpenStream: lambda e: self.link.open_stream(e.replica_id, self._settled),
+            m.AnswerRank: lambda e: self._give(
+                (e.group_rank, None), pharos_pb2.RankReply(part=codec.to_message(e.part))
+            ),
+            m.RestoreRank: lambda e: self._give((e.group_rank, None), _restore(e.settled)),
+            m.AnswerVote: self._answer_vote,
+            m.FailRank: self._fail_rank,
+            m.NotifyRank: self._notify_rank,
+            m.Metadata: lambda e: self._give_asked(codec.to_message(e)),
+            m.EndGroup: lambda e: self.end(e.reason),
+        }
+        self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
+        self.link = Link(lighthouse, access, self.driver.feed)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.routes = {
+            "/pharos.Group/Quorum": unary(self._on_quorum),
+            "/pharos.Group/CastVote": unary(self._on_vote),
+            "/pharos.Group/Watch": stream(self._on_watch),
+            "/pharos.Group/CheckpointMetadata": unary(self._on_metadata),
+            "/pharos.Group/Leave": unary(self._on_leave),
+            "/pharos.Group/Kill": unary(self._on_kill),
+        }
+
+    def start(self) -> None:
+        """After this it is known to the lighthouse."""
+        self.link.open_stream(self.machine.replica_id, self._settled)
+        self._spawn(self._beat_for_ever())
+
+    # ---- calls of ranks
+
+    async def _on_quorum(self, data: bytes, context: Any) -> bytes:
+        call = codec.from_bytes(m.RankCall, data)
+        return await self._ask((call.group_rank, None), call, context)
+
+    async def _on_vote(self, data: bytes, context: Any) -> bytes:
+        vote = codec.from_bytes(m.Vote, data)
+        return await self._ask((vote.group_rank, vote.key), vote, context)
+
+    async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
+        pending = Pending()
+        self._waiting.setdefault(place, []).append(pending)
+        try:
+            self._feed(place, pending, event)
+            return await pending.wait(context)
+        finally:
+            waiting = self._waiting.get(place, [])
+            if pending in waiting:  # the rank stopped waiting; for a vote it simply asks again
+                waiting.remove(pending)
+                if not waiting:
+                    del self._waiting[place]
+                    if place[1] is None:
+                        self.driver.feed(m.RankCancelled(place[0]))
+
+    async def _on_metadata(self, data: bytes, context: Any) -> bytes:
+        event, pending = codec.from_bytes(m.AskMetadata, data), Pending()
+        self._feed((event.group_rank, None), pending, event)
+        return await pending.wait(context)
+
+    def _feed(self, place: Place, pending: Pending, event: m.Event) -> None:
+        self._feeding = place, pending
+        try:
+            self.driver.feed(event)
+        finally:
+            self._feeding = None
+
+    async def _on_leave(self, data: bytes, context: Any) -> bytes:
+        leave = codec.from_bytes(m.Leave, data)
+        self.left = True
+        await self.link.leave(self.machine.replica_id, clean=leave.clean, reason=leave.reason)
+        await self.link.close()
+        if not self._streams:
+            self._end("")
+        return b""
+
+    async def _on_kill(self, data: bytes, context: Any) -> bytes:
+        self.end(f"killed by request: {codec.parse(pharos_pb2.Kill, data).reason}")
+        return b""
+
+    def metadata_of(self, group_rank: int) -> str | None:
+        """For torchft's healers."""
+        out = self.machine.handle(m.AskMetadata(group_rank), now_s())
+        return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
+
+    # ---- streams of ranks
+
+    async def _on_watch(self, context: Any) -> None:
+        outbox = Outbox(context)
+        try:
+            first = await asyncio.wait_for(outbox.read(), FIRST_WORD_S)
+            hello = codec.parse(pharos_pb2.RankUp, first or b"").hello
+            rank = hello.group_rank
+            if not 0 <= rank < self.config.world_size:
+                raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
+            await self._serve_stream(hello, outbox)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
+        finally:
+            outbox.close()
+
+    async def _serve_stream(self, hello: pharos_pb2.RankHello, outbox: Outbox) -> None:
+        rank, old = hello.group_rank, self._streams.get(hello.group_rank)
+        self._streams[rank] = outbox
+        if old:
+            old.end()
+        if hello.pid > 0 and hello.host == this_host():
+            self.processes[rank] = Process(hello.pid)
+        try:
+            self.driver.feed(m.RankStream(rank, open=True))
+            while (data := await outbox.read()) is not None:
+                self._heard(rank, codec.parse(pharos_pb2.RankUp, data))
+        finally:
+            if self._streams.get(rank) is outbox:
+                del self._streams[rank]
+                self._gone(rank)
+
+    def _gone(self, rank: int) -> None:
+        if not self.left:
+            self.driver.feed(m.RankStream(rank, open=False))
+        elif not self._streams:
+            self._end("")
+
+    def _heard(self, rank: int, up: pharos_pb2.RankUp) -> None:
+        which = up.WhichOneof("up")
+        if which == "report":
+            self._reports[rank] = up.report
+            if self._report().waiting != self._beaten.waiting:
+                self._spawn(self._beat())
+        elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
+            self._gave_up = up.give_up.quorum_id
+            self._spawn(self._give_up(self.machine.replica_id, up.give_up.reason))
+
+    async def _give_up(self, replica_id: str, reason: str) -> None:
+        await self.link.leave(replica_id, clean=False, reason=reason)
+        self.driver.feed(m.LighthouseRefused(replica_id, "LOST", reason))
+
+    # ---- beats
+
+    async def _beat_for_ever(self) -> None:
+        while True:
+            await self._beat()
+            await asyncio.sleep(self.config.times.beat_s)
+
+    async def _beat(self) -> None:
+        """A group of which a trainer is stopped does not beat: it is as good as dead."""
+        if not any(process.is_stopped() for process in self.processes.values()):
+            self._beaten = self._report()
+            await self.link.beat(self._beaten)
+
+    def _report(self) -> pharos_pb2.Report:
+        """Of all ranks: rank 0's figures, what they add up to, and whether all of them wait."""
+        report = pharos_pb2.Report()
+        if self._reports:
+            report.CopyFrom(self._reports[min(self._reports)])
+        report.replica_id = self.machine.replica_id
+        report.waiting = len(self._reports) == self.config.world_size and all(r.waiting for r in self._reports.values())
+        report.healed_bytes = sum(r.healed_bytes for r in self._reports.values())
+        report.settled, report.sent_s = self._settled(), now_s()
+        return report
+
+    def _settled(self) -> int:
+        return max((report.settled for report in self._reports.values()), default=0)
+
+    # ---- effects
+
+    def _give(self, place: Place, answer: Any) -> None:
+        for pending in self._waiting.pop(place, []):
+            pending.give(answer.SerializeToString())
+
+    def _give_asked(self, answer: Any) -> None:
+        if self._feeding:
+            self._feeding[1].give(answer.SerializeToString())
+
+    def _answer_vote(self, effect: m.AnswerVote) -> None:
+        outcome = effect.outcome
+        ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        self._give((effect.group_rank, ballot), codec.to_message(outcome))
+
+    def _fail_rank(self, effect: m.FailRank) -> None:
+        """Of the call that is being fed, if it is this rank's; else of its call for a quorum."""
+        refused = Refused(_STATUS[effect.code], effect.reason)
+        if self._feeding and self._feeding[0][0] == effect.group_rank:
+            self._feeding[1].fail(refused)
+        for pending in self._waiting.pop((effect.group_rank, None), []):
+            pending.fail(refused)
+
+    def _notify_rank(self, effect: m.NotifyRank) -> None:
+        if effect.group_rank in self._streams:
+            notice = codec.notice_message(effect.notice)
+            self._streams[effect.group_rank].send(pharos_pb2.RankDown(notice=notice).SerializeToString())
+
+    # ---- the end
+
+    def end(self, reason: str) -> None:
+        """Tells lighthouse and ranks, then kills the trainers: torchelastic starts the group again."""
+        if not self.left:
+            self.left = True
+            self._spawn(self._end_now(reason))
+
+    async def _end_now(self, reason: str) -> None:
+        log.error("this group ends: %s", reason)
+        for outbox in self._streams.values():
+            outbox.send(pharos_pb2.RankDown(ended=pharos_pb2.Ended(reason=reason[:500])).SerializeToString())
+        await asyncio.gather(
+            self.link.leave(self.machine.replica_id, clean=False, reason=reason), asyncio.sleep(LAST_WORDS_S)
+        )
+        await self.link.close()
+        self._end(reason)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
+            log.error("a fault in the group server", exc_info=task.exception())
+            self._end(f"a fault in the group server: {task.exception()!r}")
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await self.link.close()
+
+
+def _restore(settled: int) -> Any:
+    return pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
+    """Serves until the group ends; "" or why. `parent` is done when whoever started this process is gone."""
+    over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def end(reason: str) -> None:
+        if not over.done():
+            over.set_result(reason)
+
+    access = settings.access
+    reachable = bool(access.token or access.insecure)
+    at = Endpoint("::" if reachable else "127.0.0.1", settings.port)
+    host = settings.host or (socket.gethostname() if reachable else "127.0.0.1")
+    # The port is known only once it listens, and the machine wants the address: routes are looked up at each call.
+    routes: dict[str, Any] = {}
+    server, port = listen(access, routes, [at])
+    scheme = "https" if access.tls else "http"
+    config = GroupConfig(
+        replica_id=settings.replica_id,
+        world_size=settings.world_size,
+        address=f"{scheme}://{Endpoint(host, port)}",
+        store_address=settings.store_address,
+        times=settings.times,
+        retries=settings.retries,
+        spares_above=settings.spares_above,
+    )
+    service = GroupService(config, settings.lighthouse, access, end)
+    link = TorchftLink(settings.lighthouse, access)
+    torchft = TorchftGroup(config, link, kill=service.end, metadata=service.metadata_of)
+    routes.update(service.routes | torchft.routes)
+    await server.start()
+    say(json.dumps({"address": config.address}))
+    beats = asyncio.ensure_future(_beats(settings, service, link))
+    ticks = asyncio.ensure_future(service.driver.run())
+    try:
+        watched: list[asyncio.Future[Any]] = [over, parent, ticks]
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if ticks.done():
+            await ticks
+        if not over.done() and not service.left:
+            service.end("the trainer that started this server is gone")
+            await over
+        return over.result() if over.done() else ""
+    finally:
+        beats.cancel()
+        ticks.cancel()
+        if over.done() and over.result():
+            _kill(service.processes, settings.parent)
+        await service.close()
+        await link.close()
+        await server.stop(0.1)
+
+
+async def _beats(settings: Settings, service: GroupService, link: TorchftLink) -> None:
+    if settings.wire == "pharos":
+        service.start()
+    else:
+        await link.beat_for_ever(settings.replica_id, BEAT_S)
+
+
+def _kill(processes: dict[int, Process], parent: int) -> None:
+    """The parent last: its death is this process's, too."""
+    for process in sorted(processes.values(), key=lambda process: process.pid == parent):
+        process.kill()
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s group server: %(message)s")
+    try:
+        settings = Settings.from_json(sys.stdin.readline())
+        _die_with(settings.parent)
+        reason = asyncio.run(_until_eof(settings))
+    except ValueError as error:
+        print(f"group server: {error}", file=sys.stderr)
+        return 2
+    return 1 if reason else 0
+
+
+async def _until_eof(settings: Settings) -> str:
+    """stdin is the parent's end of a pipe, and the kernel closes it whatever happens to the parent."""
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[None] = loop.create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(
+            number, lambda: None
+        )  # meant for the trainer, which then leaves; this process goes with it
+
+    def readable() -> None:
+        if not os.read(0, 4096) and not gone.done():
+            gone.set_result(None)
+
+    loop.add_reader(0, readable)
+    return await run(settings, gone, lambda line: print(line, flush=True))
+
+
+def _die_with(parent: int) -> None:
+    """Linux kills this process when the thread that started it is gone; group_process.py says `parent` only from the main thread."""
+    if parent and sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            sys.exit(0)  # it went before we asked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

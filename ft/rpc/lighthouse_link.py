@@ -1,0 +1,224 @@
+"""A group server's connection to the lighthouse: its calls, its stream with the beats, and what it says in between as events.
+
+The lighthouse may go and come back: calls fail at once and are made again by the machine's word, the stream is opened again by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ft.protocol import messages as m
+from ft.rpc import codec
+from ft.rpc.access import Access, Endpoint
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.serving import MAX_MESSAGE
+
+CALL_S = 120.0  # of one try; a rank's own deadline is what ends its wait
+LEAVE_S = 1.0
+REOPEN_S = (0.2, 0.6)
+log = logging.getLogger("pharos.group")
+
+_REFUSALS: dict[grpc.StatusCode, m.Refusal] = {
+    grpc.StatusCode.ABORTED: "LOST",
+    grpc.StatusCode.INVALID_ARGUMENT: "INVALID_ARGUMENT",
+    grpc.StatusCode.ALREADY_EXISTS: "ALREADY_EXISTS",
+    grpc.StatusCode.FAILED_PRECONDITION: "FAILED_PRECONDITION",
+    grpc.StatusCode.UNAUTHENTICATED: "FAILED_PRECONDITION",  # trying again would not help: the ranks are told
+}
+
+
+def channel(address: str, access: Access, *, aio: bool) -> Any:
+    """To "http://host:port" or "host:port". It connects when it is first used, and again within a second when it broke."""
+    options = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.enable_http_proxy", 0),  # what groups say to each other is nothing for a proxy
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    place, module = str(Endpoint.parse(address, "address")), grpc.aio if aio else grpc
+    if access.tls is None:
+        return module.insecure_channel(place, options=options)
+    cert, key, ca = access.tls.read()
+    return module.secure_channel(place, grpc.ssl_channel_credentials(ca, key, cert), options=options)
+
+
+class Link:
+    """`hear` gets every event. To be used on one loop."""
+
+    def __init__(self, address: str, access: Access, hear: Callable[[m.Event], None]) -> None:
+        self._channel = channel(address, access, aio=True)
+        self._metadata, self._hear = access.metadata(), hear
+        self._roster = codec.Roster()
+        self._quorum: m.Quorum | None = None
+        self._call: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._stream: Any = None  # open, and its hello is sent
+        self._writing = asyncio.Lock()
+
+    # ---- calls
+
+    def call(self, call: m.Call, delay_s: float) -> None:
+        """Takes the place of the call before it."""
+        if self._call:
+            self._call.cancel()
+        self._call = asyncio.ensure_future(self._ask(call, delay_s))
+
+    async def _ask(self, call: m.Call, delay_s: float) -> None:
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        roster = self._roster
+        request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster.id).SerializeToString()
+        try:
+            reply = await self._unary("/pharos.Lighthouse/Quorum", request, CALL_S)
+            event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), roster)
+        except grpc.RpcError as error:
+            event = _what_failed(error, call.member.replica_id)
+        except ValueError as error:
+            event = m.LighthouseFailed(str(error))
+        self._hear(event)
+
+    def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.Roster) -> m.Event:
+        which = reply.WhichOneof("answer")
+        times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
+        if which == "restore":
+            return m.LighthouseWantsRestore(reply.restore.settled)
+        if which == "same":
+            quorum = roster.complete(reply.same)
+        else:
+            quorum = codec.quorum_from(reply.quorum)
+            roster = codec.Roster.of(quorum)
+        if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
+            self._quorum, self._roster = quorum, roster
+        return m.LighthouseAnswered(quorum, times)
+
+    async def leave(self, replica_id: str, *, clean: bool, reason: str) -> None:
+        """Best effort: a lighthouse that does not hear it notices that the stream breaks."""
+        leave = codec.to_message(m.Leave(replica_id, clean, reason[:500])).SerializeToString()
+        try:
+            await self._unary("/pharos.Lighthouse/Leave", leave, LEAVE_S)
+        except grpc.RpcError as error:
+            log.warning("the lighthouse could not be told: %s", _words(error))
+
+    def _unary(self, path: str, request: bytes, timeout_s: float) -> Any:
+        return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
+
+    # ---- the stream
+
+    def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
+        """In place of the one before. From then on it is kept open."""
+        if self._watch:
+            self._watch.cancel()
+        self._watch = asyncio.ensure_future(self._keep_open(replica_id, settled))
+
+    async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
+        said = ""
+        while True:
+            try:
+                await self._serve(replica_id, settled())
+                why = "it was closed"
+            except grpc.RpcError as error:
+                why = _words(error)
+            except ValueError as error:
+                why = str(error)
+            if why != said:
+                said = why
+                log.warning("the stream to the lighthouse broke: %s", why)
+            await asyncio.sleep(random.uniform(*REOPEN_S))
+
+    async def _serve(self, replica_id: str, settled: int) -> None:
+        stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
+        try:
+            quorum_id = self._quorum.quorum_id if self._quorum else 0
+            hello = pharos_pb2.Hello(replica_id=replica_id, quorum_id=quorum_id, settled=settled)
+            await self._write(stream, pharos_pb2.Up(hello=hello))
+            self._stream = stream
+            while (data := await stream.read()) is not grpc.aio.EOF:
+                await self._heard(codec.parse(pharos_pb2.Down, data), stream)
+        finally:
+            self._stream = None
+            stream.cancel()
+
+    async def _heard(self, down: pharos_pb2.Down, stream: Any) -> None:
+        which = down.WhichOneof("down")
+        if which == "beat_answered":
+            self._hear(m.BeatAnswered(down.beat_answered))
+        elif which == "notice":
+            self._hear(codec.notice_from(down.notice))
+        elif which == "answer":
+            self._hear(self._read(down.answer, self._roster))
+        elif which == "refused":
+            self._hear(codec.from_message(m.LighthouseRefused, down.refused))
+        elif which == "send_quorum" and self._quorum:
+            await self._write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
+
+    async def beat(self, report: pharos_pb2.Report) -> None:
+        """Nothing where there is no stream: the lighthouse then hears nothing from us, as it should be."""
+        if self._stream is not None:
+            with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):  # whoever reads it notices
+                await self._write(self._stream, pharos_pb2.Up(report=report))
+
+    async def _write(self, stream: Any, up: Any) -> None:
+        async with self._writing:
+            await stream.write(up.SerializeToString())
+
+    async def close(self) -> None:
+        for task in (self._call, self._watch):
+            if task:
+                task.cancel()
+        await self._channel.close()
+
+
+class TorchftLink:
+    """The same for a lighthouse of torchft's wire: Quorum, and a beat that is a call."""
+
+    def __init__(self, address: str, access: Access) -> None:
+        self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
+
+    async def quorum(self, member: m.Member, timeout_s: float) -> m.Quorum:
+        """Raises grpc.RpcError; ValueError for an answer that is none."""
+        request = torchft_pb2.LighthouseQuorumRequest(requester=codec.torchft_member(member)).SerializeToString()
+        call = self._channel.unary_unary("/torchft.LighthouseService/Quorum")
+        reply = codec.parse(
+            torchft_pb2.LighthouseQuorumResponse, await call(request, timeout=timeout_s, metadata=self._metadata)
+        )
+        return codec.quorum_from_torchft(reply.quorum)
+
+    async def beat_for_ever(self, replica_id: str, every_s: float) -> None:
+        request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
+        call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
+        said = ""
+        while True:
+            try:
+                await call(request, timeout=5.0, metadata=self._metadata)
+                said = ""
+            except grpc.RpcError as error:
+                if _words(error) != said:
+                    said = _words(error)
+                    log.warning("no beat reaches the lighthouse: %s", said)
+            await asyncio.sleep(every_s)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _what_failed(error: Any, replica_id: str) -> m.Event:
+    refusal = _REFUSALS.get(error.code())
+    if refusal:
+        return m.LighthouseRefused(replica_id, refusal, str(error.details()))
+    return m.LighthouseFailed(_words(error))
+
+
+def _words(error: Any) -> str:
+    return f"{error.code().name}: {error.details()}"

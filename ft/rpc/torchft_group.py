@@ -1,0 +1,151 @@
+"""A group whose ranks, or whose lighthouse, speak torchft: what its ManagerServer answers. No machine stands behind it, for the peer's
+rules for a group are few: ask once when all ranks have asked, and AND their votes. The plan is ft.protocol.plan.torchft_reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from ft.protocol import messages as m
+from ft.protocol.group import GroupConfig
+from ft.protocol.plan import torchft_reply
+from ft.rpc import codec
+from ft.rpc.generated import torchft_pb2
+from ft.rpc.lighthouse_link import TorchftLink
+from ft.rpc.serving import Refused, unary
+
+BEAT_S = 0.1
+RETRY_S = 0.1
+log = logging.getLogger("pharos.group")
+
+
+@dataclass
+class _Round:
+    """A quorum, or a vote, on the way: what each rank asked, and the answer that all wait for."""
+
+    asked: dict[int, Any] = field(default_factory=dict)
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class TorchftGroup:
+    """torchft.ManagerService. `kill` ends the group; `metadata` says where a rank of ours serves its state, where the group is ours."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        link: TorchftLink,
+        *,
+        kill: Callable[[str], None],
+        metadata: Callable[[int], str | None],
+    ) -> None:
+        self.config, self._link, self._kill, self._metadata_of = config, link, kill, metadata
+        self._metadata: dict[int, str] = {}
+        self._quorum = _Round()
+        self._votes: dict[int, _Round] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.routes = {
+            "/torchft.ManagerService/Quorum": unary(self._on_quorum),
+            "/torchft.ManagerService/CheckpointMetadata": unary(self._on_metadata),
+            "/torchft.ManagerService/ShouldCommit": unary(self._on_vote),
+            "/torchft.ManagerService/Kill": unary(self._on_kill),
+        }
+
+    async def _on_quorum(self, data: bytes, context: Any) -> bytes:
+        request = codec.parse(torchft_pb2.ManagerQuorumRequest, data)
+        left_s = context.time_remaining()
+        if left_s is None:
+            raise ValueError("missing timeout")
+        rank = self._rank(request.group_rank)
+        self._metadata[rank] = request.checkpoint_metadata
+        round_ = self._quorum
+        round_.asked[rank] = request
+        if len(round_.asked) == self.config.world_size:
+            self._quorum = _Round()
+            task = asyncio.ensure_future(self._ask(round_, request, left_s))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        quorum = await self._wait(round_, rank, left_s)
+        try:
+            reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=request.init_sync)
+        except KeyError as error:
+            raise Refused(grpc.StatusCode.NOT_FOUND, str(error.args[0])) from None
+        return codec.torchft_reply_message(reply).SerializeToString()
+
+    async def _ask(self, round_: _Round, last: torchft_pb2.ManagerQuorumRequest, left_s: float) -> None:
+        """Tells all ranks what came of it; a failure that leaves no try at once, not at their deadlines."""
+        asked = [round_.asked[rank] for rank in sorted(round_.asked)]
+        member = m.Member(
+            self.config.replica_id,
+            self.config.address,
+            self.config.store_address,
+            last.step,
+            self.config.world_size,
+            shrink_only=any(one.shrink_only for one in asked),
+            commit_failures=max(one.commit_failures for one in asked),
+            reconfigure_handles=tuple(one.reconfigure_handle for one in asked),
+        )
+        try:
+            round_.answer.set_result(await self._ask_lighthouse(member, left_s, retries=self.config.retries or 0))
+        except (grpc.RpcError, ValueError) as error:
+            round_.answer.set_exception(_told(error))
+
+    async def _ask_lighthouse(self, member: m.Member, left_s: float, *, retries: int) -> m.Quorum:
+        try:
+            return await self._link.quorum(member, left_s)
+        except grpc.RpcError:
+            if retries == 0:
+                raise
+        await asyncio.sleep(RETRY_S)
+        return await self._ask_lighthouse(member, left_s, retries=retries - 1)
+
+    async def _on_vote(self, data: bytes, context: Any) -> bytes:
+        request = codec.parse(torchft_pb2.ShouldCommitRequest, data)
+        rank = self._rank(request.group_rank)
+        round_ = self._votes.setdefault(request.step, _Round())
+        round_.asked[rank] = request.should_commit
+        if len(round_.asked) == self.config.world_size:
+            del self._votes[request.step]
+            round_.answer.set_result(all(round_.asked.values()))
+        commit = await self._wait(round_, rank, context.time_remaining())
+        return torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString()
+
+    async def _wait(self, round_: _Round, rank: int, left_s: float | None) -> Any:
+        """Whoever stops waiting before the round is full was never in it."""
+        try:
+            timeout_s = None if left_s is None else left_s - min(0.02, left_s / 10)
+            return await asyncio.wait_for(asyncio.shield(round_.answer), timeout_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise Refused(grpc.StatusCode.CANCELLED, "Timeout expired") from None
+        finally:
+            if not round_.answer.done() and len(round_.asked) < self.config.world_size:
+                round_.asked.pop(rank, None)
+
+    async def _on_metadata(self, data: bytes, context: Any) -> bytes:
+        rank = codec.parse(torchft_pb2.CheckpointMetadataRequest, data).rank
+        found = self._metadata.get(rank, self._metadata_of(rank))
+        if found is None:
+            raise ValueError("rank not found")
+        return torchft_pb2.CheckpointMetadataResponse(checkpoint_metadata=found).SerializeToString()
+
+    async def _on_kill(self, data: bytes, context: Any) -> bytes:
+        self._kill(f"killed by request: {codec.parse(torchft_pb2.KillRequest, data).msg}")
+        return b""
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.config.world_size:
+            raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
+        return rank
+
+
+def _told(error: Any) -> Refused:
+    if isinstance(error, ValueError):
+        return Refused(grpc.StatusCode.INTERNAL, str(error))
+    timed_out = error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+    code = grpc.StatusCode.CANCELLED if timed_out else grpc.StatusCode.UNAVAILABLE
+    return Refused(code, "Timeout expired" if timed_out else f"the lighthouse did not answer: {error.details()}")
