@@ -74,6 +74,7 @@ class LighthouseNode:
             call.at_cancel = lambda: self._cancelled(replica_id, call)
         else:
             call.answer(True)
+            self._heard_s.pop(event.replica_id, None)  # it leaves
         self.feed(event)
 
     def _cancelled(self, replica_id: str, call: Call) -> None:

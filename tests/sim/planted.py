@@ -1,6 +1,6 @@
 """Ten bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
 
-Where a peer or an earlier draft had the bug, it says so. `python -m tests.sim.planted NAME` searches for the first seed that finds one.
+Where a peer or an earlier draft had the bug, it says so. `search` looks for the first seed that finds one.
 """
 
 from __future__ import annotations
@@ -147,14 +147,18 @@ def search(machines: Machines, seeds: range, tell: Callable[[str], None] = print
 
 
 BUGS = {
-    "no majority rule": Bug(Machines(lighthouse=NoMajority), 0, "less than half"),
-    "ids that restart": Bug(Machines(lighthouse=IdsRestart), 0, "ids must grow"),
+    "no majority rule": Bug(Machines(lighthouse=NoMajority), 14, "less than half"),
+    "ids that restart": Bug(Machines(lighthouse=IdsRestart), 13, "two member sets"),
+    "ghost caller": Bug(Machines(lighthouse=GhostCaller), 21, "who do not listen"),
+    "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, "is void and adds"),
+    "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 20, "second version of settled"),
+    "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 0, "has made no step"),
+    "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
+}
+
+# No seed is recorded yet that finds these.
+SOUGHT = {
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, ""),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 0, "below min_replicas"),
-    "ghost caller": Bug(Machines(lighthouse=GhostCaller), 0, "who do not listen"),
-    "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, ""),
-    "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 0, "without healing"),
-    "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 0, ""),
-    "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 0, "goes back to step"),
 }
