@@ -374,7 +374,7 @@ def _read_state(place: Place) -> m.Saved | None:
 
 
 class LighthouseServer:
-    """A lighthouse in a thread of this process, without a state file: for tests, and for one machine. torchft's face.
+    """A lighthouse in a thread of this process, without a state file unless one is named: for tests, and for one machine. torchft's face.
 
     Without a token and `insecure` it listens on loopback, whatever address `bind` names. Raises ValueError where it cannot listen.
     """
@@ -389,6 +389,7 @@ class LighthouseServer:
         *,
         token: str = "",
         insecure: bool = False,
+        state: Path | None = None,
         seen: Seen | None = None,
     ) -> None:
         access = Access(token, insecure)
@@ -407,7 +408,9 @@ class LighthouseServer:
         self._port = 0
         self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(config, Place(at, access), seen)), name="lighthouse", daemon=True
+            target=lambda: asyncio.run(self._run(config, Place(at, access, state), seen)),
+            name="lighthouse",
+            daemon=True,
         )
         self._thread.start()
         self._started.wait()
@@ -430,8 +433,9 @@ class LighthouseServer:
                 self._started.set()
                 await until_stopped(service.driver, self._stop)
         except BaseException as error:
+            if self._started.is_set():
+                raise  # nobody waits for it any more: the thread's last words
             self._error = error
-            raise
         finally:
             self._started.set()
 

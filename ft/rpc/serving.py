@@ -161,7 +161,7 @@ class Pending:
         if left_s is None:
             return await self._answer
         expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        timer = asyncio.get_running_loop().call_later(left_s - min(0.02, left_s / 10), self.fail, expired)
+        timer = asyncio.get_running_loop().call_later(left_s - min(0.05, left_s / 10), self.fail, expired)
         try:
             return await self._answer
         finally:

@@ -1,0 +1,227 @@
+"""The driver keeps the order of effects, the state file is always whole, and a reader that lags costs a bounded amount of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from ft.protocol import messages as m
+from ft.rpc import state_file
+from ft.rpc.driver import Driver
+from ft.rpc.serving import OUTBOX, Outbox
+
+
+@dataclass(frozen=True)
+class Say(m.Effect):
+    word: str
+
+
+@dataclass(frozen=True)
+class Wait(m.Effect):
+    word: str
+
+
+class Echo:
+    """Answers a Leave by two effects, a Beat by one; an Evict is its end."""
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        if isinstance(event, m.Leave):
+            return m.Out((Wait(event.reason), Say(f"after {event.reason}")))
+        if isinstance(event, m.Evict):
+            raise AssertionError("a fault of ours")
+        return m.Out((Say(event.replica_id),)) if isinstance(event, m.Beat) else m.Out()
+
+
+def test_what_comes_after_a_slow_effect_waits_for_it():
+    async def story() -> list[str]:
+        said: list[str] = []
+        disk = asyncio.get_running_loop().create_future()
+
+        def wait(effect: Wait) -> asyncio.Future[None]:
+            said.append(effect.word)
+            return disk
+
+        driver = Driver(Echo(), {Say: lambda e: said.append(e.word), Wait: wait}, tick_s=1.0)
+        driver.feed(m.Leave("a", reason="disk"))
+        driver.feed(m.Beat("b"))
+        assert said == ["disk"], "the machine goes on, what it wants done waits"
+        disk.set_result(None)
+        await asyncio.sleep(0)
+        return said
+
+    assert asyncio.run(story()) == ["disk", "after disk", "b"]
+
+
+def test_an_effect_may_feed_and_its_effects_come_last():
+    async def story() -> list[str]:
+        said: list[str] = []
+
+        def wait(effect: Wait) -> None:
+            said.append(effect.word)
+            driver.feed(m.Beat("fed"))
+
+        driver = Driver(Echo(), {Say: lambda e: said.append(e.word), Wait: wait}, tick_s=1.0)
+        driver.feed(m.Leave("a", reason="first"))
+        return said
+
+    assert asyncio.run(story()) == ["first", "after first", "fed"]
+
+
+def test_a_fault_of_ours_ends_the_run_whoever_fed_it():
+    async def story() -> None:
+        driver = Driver(Echo(), {}, tick_s=1000.0)
+        running = asyncio.ensure_future(driver.run())
+        with pytest.raises(AssertionError):
+            driver.feed(m.Evict("a"))
+        await running
+
+    with pytest.raises(AssertionError, match="a fault of ours"):
+        asyncio.run(story())
+
+
+def test_ticks_come_until_it_is_cancelled():
+    async def story() -> list[m.Event]:
+        seen: list[m.Event] = []
+        enough = asyncio.Event()
+
+        def see(now_s: float, event: m.Event, out: m.Out) -> None:
+            seen.append(event)
+            if len(seen) == 3:
+                enough.set()
+
+        running = asyncio.ensure_future(Driver(Echo(), {}, tick_s=0.001, seen=see).run())
+        await enough.wait()
+        running.cancel()
+        return seen
+
+    assert asyncio.run(story())[:3] == [m.Tick()] * 3
+
+
+# ------------------------------------------------------------------------------------------------ the state file
+
+MEMBER = m.Member("a:1", reconfigure_handles=("x",), restored=0)
+SAVED = m.Saved("epoch", 4, 3, "pharos", m.Quorum(4, (MEMBER,), (3, 2, "c"), "epoch"))
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    path = tmp_path / "state.json"
+    assert state_file.read(path) is None
+    state_file.write(path, SAVED)
+    state_file.write(path, replace(SAVED, last_id=5))
+    assert state_file.read(path) == replace(SAVED, last_id=5)
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": "pharos lighthouse 1"}', '{"format": "other", "epoch": "e"}']
+)
+def test_what_is_no_state_file_is_told(tmp_path: Path, text: str):
+    path = tmp_path / "state.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"state\.json is not a state file"):
+        state_file.read(path)
+
+
+def _keep(path: Path, story: Callable[[state_file.Keeper], Any]) -> None:
+    async def run() -> None:
+        keeper = state_file.Keeper(path)
+        await story(keeper)
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
+    path = tmp_path / "state.json"
+
+    async def story(keeper: state_file.Keeper) -> None:
+        for saved in (SAVED, replace(SAVED, last_id=5), replace(SAVED, last_id=5, settled=1)):
+            written = keeper.keep(saved)
+            assert written is not None
+            await written
+            assert state_file.read(path) == saved
+
+    _keep(path, story)
+
+
+def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Path):
+    path = tmp_path / "state.json"
+
+    async def story(keeper: state_file.Keeper) -> None:
+        await (keeper.keep(SAVED) or asyncio.sleep(0))
+        assert keeper.keep(replace(SAVED, settled=8)) is None
+        assert keeper.keep(replace(SAVED, settled=9)) is None
+        assert state_file.read(path) == SAVED
+
+    _keep(path, story)
+    assert json.loads(path.read_text())["settled"] == 9
+
+
+def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "gone"
+    monkeypatch.setattr(state_file, "RETRY_S", 0.001)
+
+    async def story(keeper: state_file.Keeper) -> None:
+        written = keeper.keep(SAVED)
+        assert written is not None
+        while not keeper.trouble:
+            await asyncio.sleep(0.001)
+        assert not written.done() and "No such file" in keeper.trouble
+        folder.mkdir()
+        await written
+        assert not keeper.trouble and state_file.read(folder / "state.json") == SAVED
+
+    _keep(folder / "state.json", story)
+
+
+# ------------------------------------------------------------------------------------------------ slow readers
+
+
+class Deaf:
+    """A stream whose reader takes nothing and says nothing."""
+
+    async def write(self, message: bytes) -> None:
+        await asyncio.Event().wait()
+
+    async def read(self) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+
+def test_a_reader_that_lags_too_far_behind_loses_its_stream():
+    async def story() -> None:
+        outbox = Outbox(Deaf())
+        reading = asyncio.ensure_future(_handler(outbox))
+        await asyncio.sleep(0)
+        for _ in range(OUTBOX + 2):
+            outbox.send(b"x")
+        assert await reading is None and outbox.is_over()
+        outbox.send(b"x")
+        assert not outbox._messages
+        outbox.close()
+
+    async def _handler(outbox: Outbox) -> bytes | None:
+        outbox._reader = asyncio.current_task()
+        return await outbox.read()
+
+    asyncio.run(story())
+
+
+def test_the_end_of_a_stream_is_no_message():
+    class Ended(Deaf):
+        async def read(self) -> Any:
+            return grpc.aio.EOF
+
+    async def story() -> None:
+        outbox = Outbox(Ended())
+        assert await outbox.read() is None
+        outbox.close()
+
+    asyncio.run(story())

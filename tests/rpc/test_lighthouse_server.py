@@ -1,0 +1,366 @@
+"""The lighthouse over the wire, on loopback: what it answers whom, and that nothing it receives stops it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ft import LighthouseClient, LighthouseServer
+from ft.protocol import messages as m
+from ft.rpc import codec
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
+
+ROOT = Path(__file__).resolve().parents[2]
+QUORUM = "/torchft.LighthouseService/Quorum"
+HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
+OURS = "/pharos.Lighthouse/Quorum"
+SOON = timedelta(seconds=WAIT_S)
+TOKEN = "0123456789abcdef"
+
+
+class House:
+    """A lighthouse and connections to it, closed together."""
+
+    def __init__(self, **options: Any) -> None:
+        self.token = options.get("token", "")
+        self.server = LighthouseServer("[::]:0", **{"min_replicas": 1, "quorum_tick_ms": 10, **options})
+        self._wires: list[Wire] = []
+
+    def wire(self, token: str | None = None) -> Wire:
+        self._wires.append(Wire(self.server.address(), self.token if token is None else token))
+        return self._wires[-1]
+
+    def close(self) -> None:
+        for wire in self._wires:
+            wire.close()
+        self.server.shutdown()
+
+
+@pytest.fixture
+def house() -> Iterator[Any]:
+    houses: list[House] = []
+
+    def build(**options: Any) -> House:
+        houses.append(House(**options))
+        return houses[-1]
+
+    yield build
+    for one in houses:
+        one.close()
+
+
+# ------------------------------------------------------------------------------------------------ torchft's wire
+
+
+def test_a_client_of_torchft_gets_a_quorum_with_its_data(house: Any):
+    client = LighthouseClient(house().server.address(), SOON)
+    quorum = client.quorum("a", SOON, address="localhost", store_address="localhost:1", step=1, data={"my": 1234})
+    [member] = quorum.participants
+    assert (member.replica_id, member.step, member.data, member.world_size) == ("a", 1, {"my": 1234}, 1)
+    assert quorum.created.seconds > 1_700_000_000
+    assert client.quorum("a", SOON).quorum_id == quorum.quorum_id, "the same members keep their generation"
+    client.heartbeat("a")
+    client.close()
+
+
+def test_the_first_caller_waits_for_who_is_alive_until_that_is_silent(house: Any):
+    wire = house(join_timeout_ms=60_000, heartbeat_timeout_ms=400).wire()
+    wire.send(HEARTBEAT, torchft_pb2.LighthouseHeartbeatRequest(replica_id="ghost").SerializeToString())
+    call = wire.begin(QUORUM, torchft_call("a"))
+    while not call.done():
+        wire.send(HEARTBEAT, torchft_pb2.LighthouseHeartbeatRequest(replica_id="a").SerializeToString())
+    quorum = torchft_pb2.LighthouseQuorumResponse.FromString(call.result()).quorum
+    assert [x.replica_id for x in quorum.participants] == ["a"]
+
+
+def test_the_first_caller_waits_no_longer_than_the_join_timeout(house: Any):
+    wire = house(join_timeout_ms=200).wire()
+    for name in ("ghost", "b"):
+        wire.send(HEARTBEAT, torchft_pb2.LighthouseHeartbeatRequest(replica_id=name).SerializeToString())
+    calls = [wire.begin(QUORUM, torchft_call(name)) for name in ("a", "b")]
+    answers = {call.result(WAIT_S) for call in calls}
+    [quorum] = [torchft_pb2.LighthouseQuorumResponse.FromString(data).quorum for data in answers]
+    assert [x.replica_id for x in quorum.participants] == ["a", "b"]
+
+
+def test_a_deadline_is_told_in_the_words_that_torchft_looks_for(house: Any):
+    wire = house(min_replicas=2).wire()
+    assert wire.code(QUORUM, torchft_call("a"), 0.3) == ("CANCELLED", "Timeout expired")
+    # who stopped waiting is no ghost: the next two are a quorum without it
+    calls = [wire.begin(QUORUM, torchft_call(name)) for name in ("b", "c")]
+    quorum = torchft_pb2.LighthouseQuorumResponse.FromString(calls[0].result(WAIT_S)).quorum
+    assert [x.replica_id for x in quorum.participants] == ["b", "c"]
+
+
+def test_a_caller_that_goes_away_is_forgotten(house: Any):
+    wire = house(min_replicas=2).wire()
+    gone = wire.begin(QUORUM, torchft_call("gone"))
+    gone.cancel()
+    calls = [wire.begin(QUORUM, torchft_call(name)) for name in ("b", "c")]
+    quorum = torchft_pb2.LighthouseQuorumResponse.FromString(calls[0].result(WAIT_S)).quorum
+    assert [x.replica_id for x in quorum.participants] == ["b", "c"]
+
+
+def test_a_lighthouse_that_stops_fails_its_callers_and_frees_its_port(house: Any):
+    one = house(min_replicas=2)
+    call = one.wire().begin(QUORUM, torchft_call("a"))
+    one.wire().send(HEARTBEAT, torchft_pb2.LighthouseHeartbeatRequest(replica_id="a").SerializeToString())
+    one.server.shutdown()
+    with pytest.raises(grpc.RpcError):
+        call.result(WAIT_S)
+    port = int(one.server.address().rpartition(":")[2])
+    LighthouseServer(f"127.0.0.1:{port}", 1).shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ ours
+
+
+def _member(replica_id: str, **fields: Any) -> m.Member:
+    return replace(m.Member(replica_id, f"http://{replica_id.partition(':')[0]}:1", "h:1"), **fields)
+
+
+def test_who_holds_the_roster_gets_a_short_answer(house: Any):
+    one = house(min_replicas=2)
+    wires = [one.wire(), one.wire()]
+    ids = ("a:1", "b:1")
+    first = [wire.pharos(m.Call(_member(i))) for wire, i in zip(wires, ids, strict=True)]
+    assert first[0].result(WAIT_S) == first[1].result(WAIT_S), "one answer for all"
+    quorum = quorum_of(first[0])
+    roster = codec.Roster.of(quorum)
+    state = {"step": 5, "commit_quorum_id": quorum.quorum_id, "commit_id": "c5", "dealt": 2, "deal_id": "d"}
+    again = [
+        wire.pharos(m.Call(_member(i, **state), known=quorum.quorum_id), roster.id)
+        for wire, i in zip(wires, ids, strict=True)
+    ]
+    reply = pharos_pb2.QuorumReply.FromString(again[0].result(WAIT_S))
+    assert reply.WhichOneof("answer") == "same" and len(again[0].result()) < 120
+    members = tuple(_member(i, **state) for i in ids)
+    assert roster.complete(reply.same) == m.Quorum(quorum.quorum_id, members, (5, quorum.quorum_id, "c5"), quorum.epoch)
+    assert reply.times.takeover_s == 30.0
+
+
+def test_a_killed_process_is_noticed_by_its_stream(house: Any):
+    """No beat is missed yet: the kernel closes the connection."""
+    one = house(min_replicas=2, heartbeat_timeout_ms=600_000)
+    program = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from tests.rpc.wire import *
+wire = Wire({one.server.address()!r})
+stream = Stream(wire, "b:1")
+wire.pharos(m.Call(m.Member("b:1"))).result(WAIT_S)
+print("in", flush=True)
+stream.next("notice")
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    stream = Stream(one.wire(), "a:1")
+    quorum = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
+    assert child.stdout and child.stdout.readline() == b"in\n"
+    os.kill(child.pid, signal.SIGKILL)
+    assert stream.notice() == m.MemberLost(quorum.quorum_id, ("b:1",), "its connection broke")
+    child.communicate()
+    stream.close()
+
+
+def test_a_newer_stream_takes_the_place_of_the_older(house: Any):
+    one = house()
+    old = Stream(one.wire(), "a:1")
+    old.beat()
+    new = Stream(one.wire(), "a:1")
+    assert list(old.call) == [], "the old one ends"
+    new.beat()
+    assert quorum_of(one.wire().pharos(m.Call(m.Member("a:1")))).ids == ("a:1",), "and nobody was lost"
+
+
+def test_ids_go_on_after_a_restart(house: Any, tmp_path: Path):
+    state = tmp_path / "state.json"
+    one = house(state=state)
+    first = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
+    one.close()
+    two = house(state=state)
+    stream = Stream(two.wire(), "a:1", first)
+    stream.beat()
+    call = m.Call(m.Member("a:1", step=0), known=first.quorum_id, failed=True)
+    second = quorum_of(two.wire().pharos(call))
+    assert second.quorum_id > first.quorum_id and second.epoch == first.epoch
+
+
+def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):
+    known = m.Quorum(41, (_member("a:1", step=7, commit_id="c"),), (7, 40, "c"), "the epoch")
+    one = house()
+    stream = Stream(one.wire(), "a:1", known, settled=7)
+    assert stream.next("send_quorum")
+    stream.send(quorum=codec.to_message(known))
+    stream.beat(step=7)
+    call = m.Call(_member("a:1", step=7, commit_quorum_id=40, commit_id="c"), known=41, failed=True)
+    quorum = quorum_of(one.wire().pharos(call))
+    assert (quorum.quorum_id, quorum.epoch) == (42, "the epoch")
+
+
+def test_a_lost_group_hears_it_on_its_stream_and_its_call(house: Any):
+    one = house()
+    quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
+    one.wire().send("/pharos.Lighthouse/Evict", pharos_pb2.Evict(replica_id="a:1").SerializeToString())
+    assert one.wire().code(OURS, pharos_call(m.Call(m.Member("a:1")))) == ("ABORTED", "an operator evicted it")
+    refused = Stream(one.wire(), "a:1").next("refused")
+    assert (refused.replica_id, refused.code) == ("a:1", "LOST")
+
+
+def test_refusals_have_a_status_and_a_reason(house: Any):
+    wire = house().wire()
+    stream = Stream(wire, "a:1")
+    stream.beat()
+    quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
+    code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("a:2"))))
+    assert code == "ALREADY_EXISTS" and reason.startswith('two groups with one id: "a" is a:1')
+    code, reason = wire.code(QUORUM, torchft_call("b"))
+    assert (code, reason) == (
+        "FAILED_PRECONDITION",
+        "this job's quorums hold members of pharos; torchft cannot join them",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "said"),
+    [
+        (QUORUM, b"", "missing requester"),
+        (QUORUM, torchft_call(""), "empty"),
+        (QUORUM, torchft_call("a", step=1 << 50), "step 1125899906842624"),
+        (QUORUM, torchft_call("a", step=-2), "step -2"),
+        (QUORUM, torchft_call("a", world_size=1 << 30), "world size 1073741824"),
+        (QUORUM, torchft_call("a", address="x" * 600), "longer than 512"),
+        (QUORUM, torchft_call("a\n"), "not printable"),
+        (QUORUM, torchft_call("a", data="x" * 100_000), "data of more than"),
+        (HEARTBEAT, b"", "empty"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", world_size=0))), "world size 0"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=-1))), "quorum -1"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 50)), "step 0"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", dealt=1 << 50))), "step or count"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y"),) * 65)), "digests"),
+    ],
+)
+def test_an_absurd_claim_is_refused_with_its_reason(shared: House, path: str, data: bytes, said: str):
+    code, reason = shared.wire().code(path, data)
+    assert code == "INVALID_ARGUMENT" and said in reason
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[House]:
+    one = House()
+    yield one
+    one.close()
+
+
+PATHS = (QUORUM, HEARTBEAT, OURS, *(f"/pharos.Lighthouse/{name}" for name in ("Leave", "Evict", "TakeOver")))
+ANY_MEMBER = st.builds(
+    m.Member,
+    replica_id=st.sampled_from(["a", "a:1", "b:1", ""]),
+    step=st.integers(-(2**63), 2**63 - 1),
+    commit_quorum_id=st.integers(-(2**63), 2**63 - 1),
+    world_size=st.integers(-(2**63), 2**63 - 1),
+    restored=st.none() | st.integers(-5, 5),
+    init_sync=st.booleans(),
+)
+
+
+@given(
+    path=st.sampled_from(PATHS), data=st.binary(max_size=60) | st.builds(lambda x: pharos_call(m.Call(x)), ANY_MEMBER)
+)
+@example(path=OURS, data=b"\x0a\x00")
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_comes_it_goes_on(shared: House, path: str, data: bytes):
+    wire = Wire(shared.server.address())
+    code, _ = wire.code(path, data, 0.1)
+    assert code in {
+        "OK",
+        "INVALID_ARGUMENT",
+        "CANCELLED",
+        "ABORTED",
+        "FAILED_PRECONDITION",
+        "ALREADY_EXISTS",
+        "DEADLINE_EXCEEDED",
+    }
+    assert wire.code(HEARTBEAT, b"\x0a\x01z")[0] == "OK"
+    wire.close()
+
+
+@given(data=st.lists(st.binary(max_size=40), min_size=1, max_size=4))
+@example(data=[pharos_pb2.Up(report=pharos_pb2.Report(step=1)).SerializeToString()])
+@example(
+    data=[pharos_pb2.Up(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=9)).SerializeToString(), b"\x12\x02\x08\x09"]
+)
+@example(data=[pharos_pb2.Up(hello=pharos_pb2.Hello(replica_id="z:1", settled=1 << 60)).SerializeToString()])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_stream_of_anything_ends_with_a_reason(shared: House, data: list[bytes]):
+    wire = Wire(shared.server.address())
+    with pytest.raises(grpc.RpcError) as caught:
+        list(wire.channel.stream_stream("/pharos.Lighthouse/Watch")(iter(data), timeout=WAIT_S))
+        raise grpc.RpcError  # a stream of good words simply ends
+    assert not hasattr(caught.value, "code") or caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert wire.code(HEARTBEAT, b"\x0a\x01z")[0] == "OK"
+    wire.close()
+
+
+def test_too_much_is_not_even_read(shared: House):
+    wire = shared.wire()
+    assert wire.code(QUORUM, b"\x00" * (17 << 20))[0] == "RESOURCE_EXHAUSTED"
+    wire.metadata = (("x-large", "x" * 100_000),)
+    assert wire.code(HEARTBEAT, b"\x0a\x01z")[0] in {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"}
+
+
+def test_calls_of_one_id_are_bounded(house: Any):
+    wire = house(min_replicas=2).wire()
+    ended: queue.Queue[Any] = queue.Queue()
+    calls = [wire.begin(QUORUM, torchft_call("a")) for _ in range(65)]
+    for call in calls:
+        call.add_done_callback(ended.put)
+    assert ended.get(timeout=WAIT_S).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in calls:
+        call.cancel()
+
+
+# ------------------------------------------------------------------------------------------------ who may speak
+
+
+@pytest.mark.parametrize("token", ["", "0123456789abcdeX", "0123456789abcde"])
+def test_without_the_token_nothing_is_served(house: Any, token: str):
+    one = house(token=TOKEN)
+    wire = one.wire(token)
+    for path in PATHS:
+        assert wire.code(path, torchft_call("a"))[0] == "UNAUTHENTICATED", path
+    with pytest.raises(grpc.RpcError) as caught:
+        list(Stream(wire, "a:1").call)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert one.wire().torchft("a").quorum_id == 1
+
+
+def test_without_a_token_only_this_machine_reaches_it():
+    server = LighthouseServer("0.0.0.0:0", 1)
+    port = int(server.address().rpartition(":")[2])
+    with socket.socket() as probe:  # free on every other address
+        probe.bind(("127.0.0.2", port))
+    server.shutdown()
+
+
+def test_a_taken_port_is_told():
+    server = LighthouseServer("127.0.0.1:0", 1)
+    with pytest.raises(ValueError, match="in use"):
+        LighthouseServer(server.address().removeprefix("http://"), 1)
+    server.shutdown()
