@@ -1,7 +1,7 @@
 """Shows that every layout computes what one process computes: the same loss, the same norm, the same gradient of every parameter.
 
     python proofs/parity.py                              up to 4 ranks: about ten minutes on two cores
-    python proofs/parity.py --ranks 1,2,4,8              `make parity`, which writes docs/parity.md too
+    python proofs/parity.py --ranks 8                    `make parity` runs both, and writes docs/parity*.md
     python proofs/parity.py --ranks 4 --only '^pp.*SGD'  the cases whose layout and optimizer match
     python proofs/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
 
@@ -234,17 +234,25 @@ def main(argv: Sequence[str]) -> int:
         say("; ".join(f"{key} {value}" for key, value in facts.items()))
         with closing(Pool(max(options.ranks))) as pool:
             pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
-            verdicts = list(_run(Proof(task, pool), chosen, say))
+            verdicts = list[Verdict]()
+            for verdict in _run(Proof(task, pool), chosen, say):
+                verdicts.append(verdict)
+                if options.write:  # each time: what is stopped leaves what it has seen
+                    options.write.write_text(_page(verdicts, facts, _end(verdicts, chosen, began)), encoding="utf-8")
     failed = [verdict for verdict in verdicts if verdict.problems]
     for verdict in failed:
         say("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
-    end = f"{len(verdicts) - len(failed)} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s"
+    end = _end(verdicts, chosen, began)
     if options.json:
         print(json.dumps({"facts": facts, "cases": [_record(verdict) for verdict in verdicts], "end": end}, indent=1))
-    if options.write:
-        options.write.write_text(_page(verdicts, facts, end), encoding="utf-8")
     say(end)
     return 1 if failed else 0
+
+
+def _end(verdicts: Sequence[Verdict], chosen: Sequence[Case], began: float) -> str:
+    held = sum(not verdict.problems for verdict in verdicts)
+    left = f"; {len(chosen) - len(verdicts)} more were not reached" if len(verdicts) < len(chosen) else ""
+    return f"{held} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s{left}"
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
