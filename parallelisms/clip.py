@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the parameters' device (no host sync).
+    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync).
 
     Every rank adds the squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over
     all ranks counts everything once, whatever the axes, pipeline stages included.
@@ -19,7 +19,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(local_gradients(parameters), 2, dtype=torch.float32)
     once = [norm for norm, p in zip(norms, parameters, strict=True) if _first_to_hold(p)]
-    square = torch.stack(once).square().sum() if once else torch.zeros((), device=_device(parameters))
+    square = torch.stack(once).square().sum() if once else torch.zeros(())
+    square = square.to(_device(parameters))  # offloaded shards lie elsewhere than where ranks meet
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     return square.sqrt()
@@ -43,5 +44,6 @@ def _first_to_hold(parameter: nn.Parameter) -> bool:
     return all(here == 0 for here, kind in zip(place, parameter.placements, strict=True) if kind.is_replicate())
 
 
-def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
-    return parameters[0].device if parameters else torch.device("cpu")
+def _device(parameters: Sequence[nn.Parameter]) -> str:
+    """The kind of device whose backend serves the ranks."""
+    return next((p.device_mesh.device_type for p in parameters if isinstance(p, DTensor)), "cpu")
