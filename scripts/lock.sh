@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements.lock and requirements-dev.lock from pyproject.toml, for every Python and platform at once (for maintainers),
+# Writes requirements.lock, -dev.lock and -lighthouse.lock from pyproject.toml, for every Python and platform at once (for maintainers),
 # then proves that each pin has a wheel on each of them. Say --upgrade to move every pin to the newest release that fits.
 # Needs uv (`pip install uv`): pip resolves only for the Python that runs it.
 set -euo pipefail
@@ -12,16 +12,21 @@ compile() {  # uv reads the file it writes, and keeps old pins where they still 
 made="Made by scripts/lock.sh from pyproject.toml; do not edit."
 compile --output-file requirements.lock "$@" >/dev/null
 compile --output-file requirements-dev.lock --extra dev --constraint requirements.lock "$@" >/dev/null
+sed -n '/^lighthouse = \[/,/^]/s/^ *"\([^"]*\)".*/\1/p' pyproject.toml |  # the extra alone: a lighthouse has nothing of the base
+  uv pip compile - --quiet --universal --python-version 3.10 --no-header --annotation-style line --constraint requirements.lock \
+    --constraint requirements-dev.lock --output-file requirements-lighthouse.lock "$@" >/dev/null
 
 body=$(grep -v '^#' requirements.lock)
 printf '%s\n' "# $made Everything that training needs on Python 3.10-3.14, save torch's own requirements." "$body" >requirements.lock
 body=$(grep -v -e '^#' -e '-c requirements.lock' requirements-dev.lock)
 printf '%s\n' "# $made What the tests need on top of requirements.lock." "$body" >requirements-dev.lock
+body=$(sed '/^#/d; s/ *# via.*//' requirements-lighthouse.lock)
+printf '%s\n' "# $made What a lighthouse needs where nobody trains." "$body" >requirements-lighthouse.lock
 
 export MACOSX_DEPLOYMENT_TARGET=14.0  # the oldest macOS that torch has wheels for
 for python in 3.10 3.11 3.12 3.13 3.14; do
   for platform in x86_64-manylinux_2_28 aarch64-manylinux_2_28 aarch64-apple-darwin; do
-    uv pip compile requirements.lock requirements-dev.lock --quiet --no-header --no-annotate --no-deps --only-binary :all: \
+    uv pip compile requirements.lock requirements-dev.lock requirements-lighthouse.lock --quiet --no-header --no-annotate --no-deps --only-binary :all: \
       --python-version "$python" --python-platform "$platform" >/dev/null
     printf 'wheels for Python %s on %s: all there\n' "$python" "$platform"
   done

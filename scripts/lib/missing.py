@@ -54,7 +54,7 @@ def lacks(name: str, bounds: str) -> str | None:
 
 def main(locks: list[str]) -> int:
     text = PYPROJECT.read_text(encoding="utf-8")
-    wanted = requirements(text)
+    wanted = requirements(text, "lighthouse" if locks == ["requirements-lighthouse.lock"] else "")
     if any("dev" in lock for lock in locks):
         wanted += requirements(text, "dev")
     missing = [said for name, bounds in wanted if (said := lacks(name, bounds))]

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Starts a lighthouse: the one server of a job that tells groups who takes part. Becomes ft/rpc/lighthouse_main.py.
+set -euo pipefail
+# shellcheck source=scripts/lib/install.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
+
+usage() {
+  printf '%s\n' \
+    "usage: ./scripts/run_lighthouse.sh --min_replicas N [flags]" \
+    "" \
+    "  ./scripts/run_lighthouse.sh --min_replicas 2                              this machine alone reaches it" \
+    "  ./scripts/run_lighthouse.sh --min_replicas 2 --token_file token           whoever has the token reaches it" \
+    "" \
+    "  --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback" \
+    "  --min_replicas N           required: the fewest groups that train" \
+    "  --join_timeout_ms MS       how long the first caller waits for groups that are alive but have not called; 60000" \
+    "  --quorum_tick_ms MS        how often waiting calls are looked at; 100" \
+    "  --heartbeat_timeout_ms MS  a group that is silent for so long is lost; 5000" \
+    "  --http HOST:PORT|none      /status.json and /metrics; default: the addresses of --bind, the port after its" \
+    "  --state_file FILE|none     what a restart must know; ./lighthouse-PORT.json" \
+    "  --takeover_s S|never       after so long without any member of the last quorum others may go on; 30" \
+    "  --recover                  the state file is lost: learn from the groups of the running job" \
+    "  --token_file FILE          the job's token (or PHAROS_TOKEN)" \
+    "  --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority" \
+    "  --insecure                 without a token, listen where others can reach it" \
+    "" \
+    "Uses .venv if that has what a lighthouse needs, else makes .venv-lighthouse, which has no torch." \
+    "Environment: PYTHON, PHAROS_VENV, PHAROS_NO_INSTALL, as in run_train.sh." \
+    "Exit code: 0 after SIGTERM or Ctrl-C; 2 bad input; 1 the rest."
+}
+
+case " $* " in *" --help "* | *" -h "*) usage && exit 0 ;; esac
+
+has_packages() { # whether that Python has what a lighthouse needs; found, not loaded: 30 ms
+  [ -x "$1" ] && "$1" -Ic 'import sys
+from importlib.util import find_spec
+sys.exit(not all(map(find_spec, ("grpc", "google", "aiohttp", "prometheus_client"))))' 2>/dev/null </dev/null
+}
+
+# What differs from a training environment: no torch.
+unset TORCH_INDEX
+install_torch() { torch_from=nowhere; }
+try_it() { run_logged "$python" -Ic "import aiohttp.web, google.protobuf.timestamp_pb2, grpc.aio, prometheus_client" || fail "grpc cannot be loaded"; }
+
+trains_in=${PHAROS_VENV:-$root/.venv}
+case $trains_in in /*) ;; *) trains_in=$PWD/$trains_in ;; esac
+if [ "${PHAROS_NO_INSTALL:-0}" != 1 ] && has_packages "$trains_in/bin/python"; then
+  python=$trains_in/bin/python
+else
+  PHAROS_VENV=$trains_in-lighthouse
+  use_python requirements-lighthouse.lock
+fi
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m ft.rpc.lighthouse_main "$@"

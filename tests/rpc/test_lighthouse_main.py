@@ -1,0 +1,171 @@
+"""The lighthouse's command line: bad flags are one line and exit code 2; a good start says where it listens, and needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from ft.protocol import messages as m
+from ft.rpc import lighthouse_main, state_file
+from tests.rpc.wire import Stream, Wire, quorum_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "0123456789abcdef"
+N = ["--min_replicas", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--min_replicas is missing"),
+        (["--min_replicas", "0"], "--min_replicas: 0: must be a whole number from 1"),
+        (["--min_replicas", "-1"], "--min_replicas: -1: must be a whole number from 1"),
+        (["--min_replicas", "x"], "--min_replicas: x: must be a whole number from 1"),
+        ([*N, "--quorum_tick_ms", "0"], "--quorum_tick_ms: 0: must be a whole number from 1"),
+        ([*N, "--takeover_s", "0"], "--takeover_s: 0: must be seconds above 0, or never"),
+        ([*N, "--bind", "here"], "--bind here: must be HOST:PORT"),
+        ([*N, "--bind", "127.0.0.1:99999"], "must be HOST:PORT"),
+        (
+            [*N, "--bind", "0.0.0.0:0"],
+            "--bind 0.0.0.0:0: others could reach it, and there is no token; nearest: --bind 127.0.0.1:0",
+        ),
+        ([*N, "--bind", "192.0.2.1:0", "--insecure"], "that is no address of this machine"),
+        ([*N, "--bind", "127.0.0.1:0", "--http", "0.0.0.0:0"], "--http 0.0.0.0:0: others could reach it"),
+        ([*N, "--bind", "127.0.0.1:0", "--tls_cert", "none.pem"], "--tls_cert none.pem: no such file"),
+        ([*N, "--bind", "127.0.0.1:0", "--tls_cert", __file__], "--tls_key is missing"),
+        ([*N, "--bind", "127.0.0.1:0", "--tls_cert", __file__, "--tls_key", __file__], "TLS with"),
+        ([*N, "--bind", "127.0.0.1:0", "--token_file", "none"], "no token in none"),
+        ([*N, "--bind", "127.0.0.1:0", "--state_file", "no/where.json"], "there is no folder no"),
+        ([*N, "--bind", "127.0.0.1:0", "--state_file", __file__], "is not a state file"),
+        ([*N, "--min_replica", "1"], "unrecognized arguments: --min_replica"),
+    ],
+)
+def test_a_bad_flag_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert lighthouse_main.main(flags) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("lighthouse: ") and said in line
+
+
+def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]):
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        assert lighthouse_main.main([*N, "--bind", f"127.0.0.1:{other.getsockname()[1]}"]) == 2
+    assert "the port is in use" in capsys.readouterr().err
+
+
+def test_a_short_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "token").write_text("short\n")
+    assert lighthouse_main.main([*N, "--token_file", str(tmp_path / "token")]) == 2
+    monkeypatch.setenv("PHAROS_TOKEN", "two words of sixteen")
+    assert lighthouse_main.main(N) == 2
+    assert capsys.readouterr().err.count("at least 16 printable characters without spaces") == 2
+
+
+def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Asked for, or with a token everywhere, else on loopback alone."""
+    monkeypatch.setattr(lighthouse_main, "DEFAULT_PORT", 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+
+    def at(*flags: str) -> list[str]:
+        return [str(place) for place in lighthouse_main.read_options([*N, *flags]).place.at]
+
+    assert at("--token_file", "token") == at("--insecure") == ["[::]:0"]
+    assert at()[0] == "127.0.0.1:0" and set(at()[1:]) <= {"[::1]:0"}
+    assert at("--bind", "localhost:0") == ["localhost:0"]
+    options = lighthouse_main.read_options([*N, "--takeover_s", "never", "--http", "none"])
+    assert options.config.times.takeover_s is None and options.http == []
+    config = lighthouse_main.read_options(N).config
+    assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Times())
+
+
+@contextmanager
+def _started(*flags: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    # -X importtime would tell what was loaded, too, but in 2,000 lines
+    program = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from ft.rpc.lighthouse_main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "--min_replicas", "1", "--bind", "127.0.0.1:0", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
+    (tmp_path / "token").write_text(TOKEN)
+    flags = ["--token_file", "token", "--state_file", "state.json", "--http", "127.0.0.1:0"]
+    with _started(*flags, folder=tmp_path) as (address, process):
+        wire = Wire(address, TOKEN)
+        stream = Stream(wire, "a:1")
+        stream.beat()
+        quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
+        stream.beat(step=3, phase="training", mean_loss=1.25)
+        assert state_file.read(tmp_path / "state.json") == m.Saved(quorum.epoch, 1, 0, "pharos", quorum)
+        assert process.stderr
+        page = next(found[1] for line in process.stderr if (found := re.search(r"(http://\S+)/status\.json", line)))
+        for path in ("/status.json", "/metrics"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(page + path)
+            assert caught.value.code == 401
+        status = json.loads(_get(page + "/status.json"))
+        assert [member["replica_id"] for member in status["quorum"]["members"]] == ["a:1"]
+        assert status["reports"]["a:1"]["phase"] == "training" and status["streams"] == 1
+        metrics = _get(page + "/metrics")
+        assert "pharos_quorum_members 1.0" in metrics and 'pharos_loss{replica="a:1"} 1.25' in metrics
+        stream.close()
+        wire.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout and process.stdout.read() == "False\n", "no torch"
+        assert process.wait() == 0
+
+
+def _get(url: str) -> str:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def test_killed_and_started_again_ids_go_on(tmp_path: Path):
+    ids = []
+    for failed in (False, True):
+        with _started("--state_file", "state.json", "--http", "none", folder=tmp_path) as (address, _):
+            wire = Wire(address)
+            quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"), known=len(ids), failed=failed)))
+            ids.append(quorum.quorum_id)
+            wire.close()  # the block ends with SIGKILL
+    assert ids == [1, 2]
+
+
+def test_a_damaged_state_file_stops_the_start_unless_the_groups_are_to_be_asked(tmp_path: Path):
+    (tmp_path / "state.json").write_text("{")
+    with _started("--state_file", "state.json", "--http", "none", folder=tmp_path) as (address, process):
+        assert address in ("", "False") and process.wait() == 2
+        assert process.stderr and "--recover learns from the groups" in process.stderr.read()
+    flags = ["--state_file", "state.json", "--recover", "--http", "none", "--heartbeat_timeout_ms", "200"]
+    with _started(*flags, folder=tmp_path) as (address, _):
+        wire = Wire(address)
+        stream = Stream(wire, "a:1", m.Quorum(9, (m.Member("a:1"),), (0, 0, ""), "e"))
+        assert stream.next("send_quorum")
+        wire.close()
