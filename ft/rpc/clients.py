@@ -68,11 +68,16 @@ class GroupClient:
         """Ends the group: its trainers are killed. Raises TimeoutError, RuntimeError."""
         self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
 
-    def watch(self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None]) -> None:
-        """Opens this rank's stream. From then on the group ends if this process does; `on_end` is called once if the server goes, and the
-        rank is to exit. Both are called from a thread of their own, and must not raise."""
+    def watch(
+        self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
+    ) -> None:
+        """Opens this rank's stream. From then on the group ends if this stream does, unless it has left; `on_end` is called once if the
+        server goes, and the rank is to exit. Both are called from a thread of their own, and must not raise. pid: the process that is
+        killed when the group ends, by default this one; 0: none."""
         assert self._thread is None, "one stream a rank"
-        hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=os.getpid(), host=this_host())
+        hello = pharos_pb2.RankHello(
+            group_rank=self.group_rank, pid=os.getpid() if pid is None else pid, host=this_host()
+        )
         self._send(pharos_pb2.RankUp(hello=hello))
         self._watching = self._channel.stream_stream("/pharos.Group/Watch")(self._sent(), metadata=self._metadata)
         self._thread = threading.Thread(target=self._watch, args=(on_notice, on_end), name="group-watch", daemon=True)
@@ -115,7 +120,7 @@ class GroupClient:
             yield up.SerializeToString()
 
     def _watch(self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None]) -> None:
-        why = "the group's server closed the stream"
+        why = ""
         try:
             for data in self._watching:
                 down = codec.parse(pharos_pb2.RankDown, data)
@@ -123,8 +128,9 @@ class GroupClient:
                     on_notice(codec.notice_from(down.notice))
                 else:
                     why = down.ended.reason
+            why = why or "the group's server closed the stream"
         except grpc.RpcError as error:
-            why = f"the stream to the group's server broke: {error.details()}"
+            why = why or f"the stream to the group's server broke: {error.details()}"
         if not self._closed:
             on_end(why)
 

@@ -40,7 +40,10 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        (
+            "grpc.min_reconnect_backoff_ms",
+            5000,
+        ),  # in spite of its name, what one attempt may take; a busy machine needs it
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

@@ -58,6 +58,8 @@ def stream(handler: StreamHandler) -> Any:
     async def serve(_: Any, context: Any) -> None:
         try:
             await handler(context)
+        except asyncio.CancelledError:
+            return  # the client is gone, or this server is about to be; the handler has tidied up
         except Refused as refused:
             await context.abort(refused.code, refused.reason[:1000])
         except ValueError as error:
@@ -161,7 +163,7 @@ class Pending:
         if left_s is None:
             return await self._answer
         expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        timer = asyncio.get_running_loop().call_later(left_s - min(0.05, left_s / 10), self.fail, expired)
+        timer = asyncio.get_running_loop().call_later(left_s - min(0.2, left_s / 10), self.fail, expired)
         try:
             return await self._answer
         finally:

@@ -118,7 +118,7 @@ class TorchftGroup:
     async def _wait(self, round_: _Round, rank: int, left_s: float | None) -> Any:
         """Whoever stops waiting before the round is full was never in it."""
         try:
-            timeout_s = None if left_s is None else left_s - min(0.05, left_s / 10)
+            timeout_s = None if left_s is None else left_s - min(0.2, left_s / 10)
             return await asyncio.wait_for(asyncio.shield(round_.answer), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             raise Refused(grpc.StatusCode.CANCELLED, "Timeout expired") from None

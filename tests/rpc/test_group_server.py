@@ -1,0 +1,222 @@
+"""Groups over the wire: ranks in threads, real group servers as children of this process, a lighthouse in a thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ft import LighthouseServer
+from ft.protocol import messages as m
+from ft.rpc.clients import GroupClient, Stale
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.group_process import GroupProcess
+from ft.rpc.group_server import Settings
+from tests.rpc.wire import WAIT_S, Wire
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+R = TypeVar("R")
+
+
+class Team:
+    """One group: its server and a client for each rank, which notes what its stream says."""
+
+    def __init__(self, lighthouse: str, name: str, **settings: Any) -> None:
+        self.server = GroupProcess(Settings(f"{name}:1", RANKS, lighthouse, f"{name}:29500", **settings))
+        self.ranks = [GroupClient(self.server.address, rank) for rank in range(RANKS)]
+        self.heard: queue.Queue[m.Notice | str] = queue.Queue()
+
+    def watch(self) -> None:
+        for rank in self.ranks:
+            rank.watch(self.heard.put, self.heard.put, pid=0)  # this process is not to be killed
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.server.close()
+
+
+def together(*calls: Callable[[], R]) -> list[R]:
+    """All at once, each in a thread; their answers, or the first error."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures: list[Future[R]] = [threads.submit(call) for call in calls]
+        return [future.result(WAIT_S * 2) for future in futures]
+
+
+def quorum(*teams: Team, known: int = 0, failed: bool = False) -> list[Any]:
+    def ask(team: Team, rank: int) -> Callable[[], Any]:
+        call = m.RankCall(rank, m.Member(""), f"state of {team.server.address} {rank}", known=known, failed=failed)
+        return lambda: team.ranks[rank].quorum(call, WAIT_S)
+
+    return together(*(ask(team, rank) for team in teams for rank in range(RANKS)))
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("[::]:0", 2, quorum_tick_ms=10)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def team(lighthouse: LighthouseServer) -> Iterator[Callable[..., Team]]:
+    teams: list[Team] = []
+
+    def build(name: str, **settings: Any) -> Team:
+        teams.append(Team(lighthouse.address(), name, **settings))
+        return teams[-1]
+
+    yield build
+    for one in teams:
+        one.close()
+
+
+def test_two_groups_from_first_quorum_to_death(team: Callable[..., Team]):
+    a, b = team("a"), team("b")
+    a.watch(), b.watch()
+    parts = quorum(a, b)
+    first = parts[0].quorum_id
+    assert {part.quorum_id for part in parts} == {first}
+    assert [(part.replica_id, part.replica_rank) for part in parts] == [("a:1", 0), ("a:1", 0), ("b:1", 1), ("b:1", 1)]
+    assert {part.store_address for part in parts} == {"a:29500", "b:29500"}, "ranks meet at different stores"
+    assert a.ranks[0].checkpoint_metadata(1, WAIT_S) == f"state of {a.server.address} 1"
+
+    # asked again, nothing has changed: the ranks keep their process group
+    assert all(part.known and part.quorum_id == first for part in quorum(a, b, known=first))
+
+    def vote(rank: int, verdict: Any = "yes", attempt: int = 0) -> m.Outcome:
+        return a.ranks[rank].vote(m.Vote(rank, "commit", first, attempt, 0, verdict), WAIT_S)
+
+    yes, same = together(lambda: vote(0), lambda: vote(1))
+    assert yes == same and (yes.verdict, yes.reason) == ("yes", "all ranks said yes")
+    assert vote(1) == yes, "outcomes are kept"
+    with pytest.raises(Stale, match="a vote for quorum 9"):
+        a.ranks[0].vote(m.Vote(0, "commit", 9, 0, 0, "yes"), WAIT_S)
+    assert vote(0, "failed", attempt=1).verdict == "failed", "the first no decides at once"
+    assert isinstance(a.heard.get(timeout=WAIT_S), m.Abandoned), "and is told to the other rank"
+
+    os.kill(b.server.pid, signal.SIGKILL)
+    lost = m.MemberLost(first, ("b:1",), "its connection broke")
+    assert [a.heard.get(timeout=WAIT_S), a.heard.get(timeout=WAIT_S)] == [lost, lost]
+    assert "broke" in b.heard.get(timeout=WAIT_S), "its own ranks are told to exit"  # type: ignore[operator]
+
+
+def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callable[..., Team]):
+    a, b = team("a"), team("b")
+    a.watch(), b.watch()
+    first = quorum(a, b)[0].quorum_id
+    for rank in b.ranks:  # each rank asks for it, once is enough
+        rank.give_up(first, "too slow")
+    assert a.heard.get(timeout=WAIT_S) == m.MemberLost(first, ("b:1",), "too slow")
+    parts = quorum(a, b, known=first, failed=True)
+    assert parts[0].quorum_id > first and parts[0].members == ("a:1", "b:1.1")
+    b.ranks[0].leave(clean=True, reason="done")
+    change = m.ChangeAnnounced(parts[0].quorum_id, "b:1.1 done")
+    assert change in iter(lambda: a.heard.get(timeout=WAIT_S), None), (
+        "after what both ranks heard of the old generation"
+    )
+
+
+def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
+    a = team("a")
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from ft.rpc.clients import GroupClient\n"
+        "heard = lambda notice: print('heard', flush=True)\n"
+        "GroupClient(sys.argv[1], int(sys.argv[2])).watch(heard, print)\n"
+        "time.sleep(60)\n"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, a.server.address, str(rank)], stdout=subprocess.PIPE)
+        for rank in range(RANKS)
+    ]
+    for rank in a.ranks:  # a no that the other rank hears, once its stream is open: so the server knows both
+        rank.vote(m.Vote(rank.group_rank, "commit", 0, rank.group_rank, 0, "failed"), WAIT_S)
+    for process in ranks:
+        assert process.stdout and process.stdout.readline() == b"heard\n"
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert ranks[0].wait(WAIT_S) == -signal.SIGKILL
+    for process in ranks:
+        process.communicate()
+
+
+def test_kill_needs_no_more_than_a_call(team: Callable[..., Team]):
+    a = team("a")
+    a.ranks[0].watch(a.heard.put, a.heard.put, pid=0)
+    a.ranks[1].vote(m.Vote(1, "commit", 0, 0, 0, "failed"), WAIT_S)
+    assert isinstance(a.heard.get(timeout=WAIT_S), m.Abandoned), "so the stream is open"
+    kill = torchft_pb2.KillRequest(msg="drill").SerializeToString()
+    Wire(a.server.address).send("/torchft.ManagerService/Kill", kill)
+    assert a.heard.get(timeout=WAIT_S) == "killed by request: drill"
+
+
+def test_a_lighthouse_that_is_gone_is_told_to_the_ranks_at_once(
+    team: Callable[..., Team], lighthouse: LighthouseServer
+):
+    a = team("a", retries=0)
+    lighthouse.shutdown()
+    with pytest.raises(RuntimeError, match="UNAVAILABLE: the lighthouse did not answer in 1 tries"):
+        quorum(a)
+
+
+def test_a_wrong_token_is_told_to_the_ranks(lighthouse: LighthouseServer):
+    guarded = LighthouseServer("[::]:0", 1, token="0123456789abcdef")
+    team = Team(guarded.address(), "a")
+    with pytest.raises(RuntimeError, match="this job has a token"):
+        quorum(team)
+    team.close()
+    guarded.shutdown()
+
+
+def test_bad_words_from_a_rank_are_refused(team: Callable[..., Team]):
+    a = team("a")
+    wire = Wire(a.server.address)
+    call = pharos_pb2.RankCall(group_rank=7)
+    assert wire.code("/pharos.Group/Quorum", call.SerializeToString())[0] == "INVALID_ARGUMENT"
+    for path in ("Quorum", "CastVote", "CheckpointMetadata", "Leave", "Kill"):
+        assert wire.code(f"/pharos.Group/{path}", b"\xff\xff")[0] == "INVALID_ARGUMENT", path
+    for path in ("Quorum", "CheckpointMetadata", "ShouldCommit", "Kill"):
+        assert wire.code(f"/torchft.ManagerService/{path}", b"\xff\xff")[0] == "INVALID_ARGUMENT", path
+    assert wire.code("/pharos.Group/CheckpointMetadata", b"")[1] == "rank not found"
+    assert wire.code("/torchft.ManagerService/CheckpointMetadata", b"")[1] == "rank not found"
+    with pytest.raises(TimeoutError):
+        a.ranks[0].quorum(m.RankCall(0, m.Member("")), 0.3)
+    wire.close()
+
+
+def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
+    """Once by the kernel's signal (started from the main thread), once by the end of the pipe."""
+    program = (
+        f"import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from ft.rpc.group_process import GroupProcess\n"
+        "from ft.rpc.group_server import Settings\n"
+        f"start = lambda: print(GroupProcess(Settings('a:1', 1, {lighthouse.address()!r})).pid, flush=True) or time.sleep(60)\n"
+        "start() if sys.argv[1] == 'main' else threading.Thread(target=start).start()\n"
+    )
+    for where in ("main", "thread"):
+        parent = subprocess.Popen([sys.executable, "-c", program, where], stdout=subprocess.PIPE)
+        assert parent.stdout
+        server = os.pidfd_open(int(parent.stdout.readline()))
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.communicate()
+        assert select.select([server], [], [], WAIT_S)[0], f"started from {where}, it lives on"
+        os.close(server)
+
+
+def test_no_torch_in_a_group_server():
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import ft.rpc.group_server, ft.rpc.clients, ft.rpc.group_process\n"
+        "assert not {'torch', 'numpy', 'aiohttp'} & set(sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=50).returncode == 0
