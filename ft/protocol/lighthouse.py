@@ -10,6 +10,8 @@ Where the rules leave a choice:
   grave; the others go on from the step before, which is what they all hold.
 - A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id (`formerly`) is.
 - Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
+- The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
+  on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
 - A clean Leave announces a change; it does not stop a collective that the leaver has already fed.
 """
 
@@ -59,7 +61,7 @@ class View:
     reachable: int  # healthy members of the previous quorum, whether they have called or not
     claims: int  # previous members that may hold the state, and have neither left nor been succeeded
     claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
-    waited_s: float  # since the first candidate called
+    waited_s: float  # since the first candidate called, previous members first
     settled: int  # no state below it, unless restored on purpose
     min_replicas: int
     join_timeout_s: float
@@ -195,9 +197,9 @@ class Lighthouse:
         self._previous: frozenset[str] = frozenset()
         self._answered: dict[str, Member] = {}  # members as they called, when the quorum was issued again under its id
         self._gone: set[str] = set()  # previous members that left
-        self._present: set[str] = set()
+        self._present: dict[str, None] = {}  # in the order of their calls
         self._missing: set[str] = set()
-        self._heirs: set[str] = set()
+        self._heirs: dict[str, None] = {}  # in the order of their calls
         self._shrinkers: set[str] = set()
         self._reachable: set[str] = set()
         self._claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
@@ -402,7 +404,7 @@ class Lighthouse:
         generation.alone_since_s = None
         self._gone, self._claims_expired = set(), False
         self._claims = {member.name: (member.replica_id, now_s) for member in quorum.members}
-        for replica_id in touched:
+        for replica_id in sorted(touched):
             self._place(replica_id)
         for replica_id in list(self._candidates):  # who waits on under a new id may have been in it under the old one
             self._place(replica_id)
@@ -489,7 +491,7 @@ class Lighthouse:
         member = peer.call.member if peer and peer.call and alive else None
         was_in = replica_id in self._previous
         _put(self._healthy, replica_id, bool(alive and peer and (peer.called or was_in or peer.kind == "torchft")))
-        _put(self._present, replica_id, bool(member and was_in))
+        _keep(self._present, replica_id, bool(member and was_in))
         _put(self._reachable, replica_id, bool(alive and was_in))
         away = replica_id in self._gone or replica_id in self._sitting
         _put(self._missing, replica_id, was_in and not member and not away)
@@ -498,14 +500,15 @@ class Lighthouse:
         )  # a newcomer would bar itself
         _put(self._shrinkers, replica_id, bool(asks))
         inherits = member and not member.void and (was_in or member.formerly in self._previous)
-        _put(self._heirs, replica_id, bool(inherits))
+        _keep(self._heirs, replica_id, bool(inherits))
         if member:
             self._candidates[replica_id] = member
         else:
             self._candidates.pop(replica_id, None)
 
     def _waited(self, now_s: float) -> float:
-        first = next(iter(self._candidates), None)
+        members = (self._present or self._heirs) if self._kind == "pharos" else {}
+        first = next(iter(members or self._candidates), None)
         return now_s - self._peers[first].called_s if first else 0.0
 
     def _drop_call(self, replica_id: str) -> None:
@@ -607,7 +610,7 @@ class Lighthouse:
 
     def _end_crossed_waits(self, now_s: float) -> None:
         """Members that ask for a quorum and members that wait for them in the collective: neither wait would end by itself."""
-        generation, asking = self._generation, self._present
+        generation, asking = self._generation, self._present.keys()
         if not asking or generation.failed or len(asking) == len(self._previous):
             generation.crossed_since_s = None
         elif self._previous - asking <= generation.waiting:
@@ -734,3 +737,11 @@ def absurd(event: Call) -> _Problem:
 
 def _put(ids: set[str], replica_id: str, inside: bool) -> None:
     (ids.add if inside else ids.discard)(replica_id)
+
+
+def _keep(ids: dict[str, None], replica_id: str, inside: bool) -> None:
+    """As _put, where the order counts: a place once taken is kept."""
+    if inside:
+        ids.setdefault(replica_id)
+    else:
+        ids.pop(replica_id, None)

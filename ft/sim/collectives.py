@@ -22,7 +22,7 @@ class Member:
 
     process: Process
     given: Any
-    done: Callable[[Any], None] | None  # called with what all gave, by replica rank, or with None: the work failed
+    done: Callable[[Any], None]  # called with the result, or with None: the work failed
     over: bool = False
 
 
@@ -32,9 +32,18 @@ class Work:
 
     key: Key
     size: int
+    combine: Callable[[list[Any]], Any]
     members: dict[int, Member] = field(default_factory=dict)  # by replica rank
+    combined: Any = None
     running: bool = False
     broken: bool = False
+
+    @property
+    def result(self) -> Any:
+        """Of what all gave, by replica rank: the same object for each member, made once."""
+        if self.combined is None:
+            self.combined = self.combine([self.members[rank].given for rank in range(self.size)])
+        return self.combined
 
 
 class Collectives:
@@ -49,13 +58,21 @@ class Collectives:
         self._dice = world.dice("collectives")
 
     def join(
-        self, process: Process, generation: Key, key: Key, rank: int, size: int, given: Any, done: Callable[[Any], None]
+        self,
+        process: Process,
+        generation: Key,
+        key: Key,
+        rank: int,
+        size: int,
+        given: Any,
+        done: Callable[[Any], None],
+        combine: Callable[[list[Any]], Any] = list,
     ) -> None:
-        """`done` is called with the list of what all gave, or None for a failure; or never."""
+        """`done` is called with what `combine` makes of the list of what all gave, or None for a failure; or never."""
         key = (*generation, *key)
         work = self._work.get(key)
         if work is None:
-            work = self._work[key] = Work(key, size)
+            work = self._work[key] = Work(key, size, combine)
         assert work.size == size and rank not in work.members, f"{process.name} enters {work.key} as {rank} of {size}"
         member = work.members[rank] = Member(process, given, done)
         self._of.setdefault(process, {})[work] = rank
@@ -95,7 +112,7 @@ class Collectives:
         if hindered:  # TCP goes on where it was, some time after the hindrance is gone
             self.world.after(0.2, member.process, self._complete, work, member)
             return
-        self._end(work, member, [work.members[rank].given for rank in range(work.size)])
+        self._end(work, member, work.result)
 
     def _break(self, work: Work) -> None:
         if work.broken:
@@ -109,19 +126,17 @@ class Collectives:
         """After a member has gone: sums that were all but there arrive, or an error does, or nothing."""
         fate = self._dice.random()
         if work.running and fate < 0.3:
-            given = [work.members[rank].given for rank in range(work.size)]
-            self.world.after(self._dice.between(0.0, 0.05), member.process, self._end, work, member, given)
+            self.world.after(self._dice.between(0.0, 0.05), member.process, self._end, work, member, work.result)
         elif fate < 0.8 and not any(other.process.dark for other in work.members.values()):
             self.world.after(self._dice.between(0.0, 0.05), member.process, self._end, work, member, None)
         else:
             self.world.seen["collective hung"] += 1
 
-    def _end(self, work: Work, member: Member, result: list[Any] | None) -> None:
+    def _end(self, work: Work, member: Member, result: Any) -> None:
         if not member.over:
             member.over = True
             self.world.seen["collective completed" if result is not None else "collective failed"] += 1
             self._of[member.process].pop(work)
             if all(other.over for other in work.members.values()) and len(work.members) == work.size:
                 self._work.pop(work.key, None)
-            assert member.done is not None
             member.done(result)

@@ -94,9 +94,12 @@ class Truth:
         self._keeps_history(quorum)
 
     def majority(self, ids: tuple[str, ...], before: tuple[str, ...], asked: set[str], heard: set[str]) -> None:
-        """Unless all previous members are in it, more than half of those whom the lighthouse hears have asked for a quorum."""
+        """Unless all previous members are in it, more than half of those whom the lighthouse hears have asked for a quorum. A group that
+        has just returned under a new id is one group, though its old stream may still be open."""
         whole = bool(before) and set(before) <= set(ids)
-        require(whole or 2 * len(asked) > len(heard | asked), f"quorum of {ids}: less than half of {sorted(heard)}")
+        asking = {m.name_of(replica_id) for replica_id in asked}
+        there = asking | {m.name_of(replica_id) for replica_id in heard}
+        require(whole or 2 * len(asking) > len(there), f"quorum of {ids}: less than half of {sorted(heard)}")
 
     def _keeps_history(self, quorum: m.Quorum) -> None:
         """A settled step stays, unless nobody who can be reached holds it any more."""

@@ -1,7 +1,9 @@
 """The network between processes: calls that may be lost, doubled or overtaken; streams that keep their order and break; cuts.
 
 It behaves as gRPC over TCP does. A call has one answer or none: a lost request and a lost answer look alike to the caller, and a
-retry reaches the server twice. A stream delivers in order or breaks; a dead process closes its streams, a dead host is only silent.
+retry reaches the server twice. TCP sends a lost packet again, so a message is lost only with its connection, which the caller notices
+within seconds; in a cut nobody notices anything before the call's own deadline. A stream delivers in order or breaks; a dead process
+closes its streams, a dead host is only silent.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 from ft.sim.world import Process, World
 
+NOTICED_S = (0.05, 3.0)  # a call's connection is gone: a reset, or no acknowledgement
 Answer = Callable[[Any], None]  # None stands for "no answer": refused, broken, or timed out
 
 
@@ -133,11 +136,17 @@ class Network:
             if not self._is_lost(caller, server):
                 self.calls[call] = None
                 self.world.after(self.delay_s(caller, server), server, service.call, call)
+            elif not twice and not self.is_cut(caller, server):
+                self.world.after(self._dice.between(*NOTICED_S), caller, self._expire, copies)
         self.world.after(timeout_s, caller, self._expire, copies)
 
     def carry_answer(self, call: Call, reply: Any) -> None:
-        if call.waiting and not self._is_lost(call.server, call.caller):
+        if not call.waiting:
+            return
+        if not self._is_lost(call.server, call.caller):
             self.world.after(self.delay_s(call.server, call.caller), call.caller, _finish, call.waiting, reply)
+        elif not self.is_cut(call.server, call.caller):
+            self.world.after(self._dice.between(*NOTICED_S), call.caller, _finish, call.waiting, None)
 
     def _expire(self, copies: list[Call]) -> None:
         for call in copies:
@@ -209,6 +218,9 @@ class Network:
     def is_cut(self, source: Process, target: Process) -> bool:
         if source.site == target.site:
             return False
+        return bool(self.cuts or source.dark or target.dark) and self._is_hidden(source, target)
+
+    def _is_hidden(self, source: Process, target: Process) -> bool:
         return source.dark or target.dark or any(cut.stops(source.site, target.site) for cut in self.cuts)
 
     def cut(self, cut: Cut) -> None:

@@ -230,7 +230,7 @@ class RankNode:
         key = (effect.quorum_id, effect.attempt, effect.step)
         open_work = [True]
 
-        def end(result: list[Given] | None, reason: str = "") -> None:
+        def end(result: tuple[Sums, tuple[float, ...]] | None, reason: str = "") -> None:
             if not open_work:
                 return
             open_work.clear()
@@ -240,9 +240,8 @@ class RankNode:
                 self.cluster.collectives.abandon(self.process, self._generation(effect.quorum_id))
                 self.feed(m.ReduceFailed(*key, reason or "connection reset"))
                 return
-            self._sums = add(result)
-            tails = [given.tail for given in result]
-            self.feed(m.Reduced(*key, tuple(sum(column) for column in zip(*tails, strict=True))))
+            self._sums, tail = result
+            self.feed(m.Reduced(*key, tail))
 
         self.waiting = True
         self._pending[effect.quorum_id] = lambda: end(None, "given up")
@@ -254,6 +253,7 @@ class RankNode:
             len(part.members),
             given,
             end,
+            add,
         )
 
     def _stop_waiting(self, effect: m.StopWaiting) -> None:
@@ -394,14 +394,16 @@ class RankNode:
             self.cluster.job_stopped(effect.reason)
 
 
-def add(given: list[Given]) -> Sums:
+def add(given: list[Given]) -> tuple[Sums, tuple[float, ...]]:
+    """The sums, and the tail's."""
     gradients: dict[int, int] = {}
     tokens: dict[int, float] = {}
     for one in given:
         for slot, weights in one.gradients.items():
             assert slot not in gradients, f"slot {slot} is in one sum twice"
             gradients[slot], tokens[slot] = weights, one.tokens[slot]
-    return Sums(gradients, tokens, tuple(rank for rank, one in enumerate(given) if one.gradients))
+    sums = Sums(gradients, tokens, tuple(rank for rank, one in enumerate(given) if one.gradients))
+    return sums, tuple(map(sum, zip(*(one.tail for one in given), strict=True)))
 
 
 __all__ = ["Given", "Ledger", "RankNode", "Snapshot", "Step", "Sums"]

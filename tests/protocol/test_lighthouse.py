@@ -226,6 +226,28 @@ def test_a_newcomer_waits_and_the_members_are_told_to_finish_their_step():
     assert notices(talk.say(m.StreamOpened("a:1", talk.machine.quorum))) == [("ChangeAnnounced", ("a:1",))]
 
 
+def test_who_has_waited_long_during_a_step_does_not_part_the_members():
+    """They commit, and call within milliseconds of each other: the join time runs from the first of *their* calls."""
+    talk = formed("abcd", join_timeout_s=2)
+    talk.call("e", 1.0)
+    talk.beats("abcde", until=9.0)
+    talk.calls("abc", 9.0, step=1, known=1)
+    assert talk.quorum == (1, "abcd")
+    talk.call("d", 9.01, step=1, known=1)
+    assert talk.quorum == (2, "abcde")
+
+
+def test_a_member_that_does_not_call_is_waited_for_no_longer_than_the_join_time():
+    talk = formed("abcd", join_timeout_s=2)
+    talk.call("e", 1.0)
+    talk.beats("abcde", until=9.0)
+    talk.calls("abc", 9.0, step=1, known=1)
+    talk.beats("abcde", until=10.9)
+    assert talk.quorum == (1, "abcd")
+    talk.beats("abcde", until=11.1)
+    assert talk.quorum == (2, "abce")
+
+
 def test_a_broken_stream_is_a_loss_now_and_final():
     talk = formed("abc")
     assert notices(talk.say(m.StreamClosed("c:1"))) == [("MemberLost", ("a:1", "b:1"))]
