@@ -25,7 +25,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.dashboard": ({"ft"}, {"aiohttp"}),
     "ft": (set(), {"torch", "grpc", "google"}),
     "models": (set(), {"torch"}),
-    "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),  # the contract, and the kernels that all models share
+    # the contract, and the kernels that all models share
+    "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
     "training": ({"parallelisms", "models"}, None),
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
