@@ -79,7 +79,7 @@ class Group:
         if not 0 <= rank < size:
             self._emit(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
             return
-        if rank in self._waiting and event.known < self._waiting[rank].known:
+        if any(_is_older(event, than) for than in (self._waiting.get(rank), self._round.get(rank)) if than):
             self.reason = f"rank {rank}: a late copy of an older question"
             return
         self._metadata[rank] = event.checkpoint_metadata
@@ -141,6 +141,9 @@ class Group:
             return
         if self._calling is None or self.replica_id not in quorum.ids:
             self.reason = f"quorum {quorum.quorum_id} is not for this group, or nobody asked"
+            return
+        if any(x.replica_id == self.replica_id and x.state != self._calling.member.state for x in quorum.members):
+            self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
             self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
@@ -321,6 +324,14 @@ class Group:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
+
+
+def _is_older(call: RankCall, than: RankCall) -> bool:
+    """Of the same rank: asked before `than`. Within one generation states only grow, but for those that start to heal or are restored."""
+    member = call.member
+    if call.known != than.known or member.void or member.restored is not None:
+        return call.known < than.known
+    return member.state < than.member.state
 
 
 _HANDLERS = cast(

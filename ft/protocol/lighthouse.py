@@ -244,6 +244,8 @@ class Lighthouse:
         peer = self._see(member.replica_id, event.kind, now_s)
         if event.kind == "pharos":
             self._live[member.name] = member.replica_id
+            if peer.call and event.known < peer.call.known:
+                return  # a late copy of an older question
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if self._repeats(event):
                 if member.state == next(x.state for x in self._current.members if x.replica_id == member.replica_id):

@@ -85,6 +85,7 @@ class Name:
     starts: int = 0
     group: GroupNode | None = None
     wanted: bool = True  # False: scaled down
+    shrink: bool = False  # its next quorum is to have previous members alone
 
 
 @dataclass
@@ -195,7 +196,7 @@ class Cluster:
             self.world.after(self.dice.between(*RESTART_S), None, self.start_group, name)
 
     def name_of(self, group: GroupNode) -> Name:
-        return next(name for name in self.names if name.name == group.name)
+        return self.names[int(group.name[1:])]
 
     def job_stopped(self, reason: str) -> None:
         unable = any(fault.kind == "not a number" for fault in self.setting.faults)
@@ -247,11 +248,9 @@ class Cluster:
         if "lighthouse" in fault.kind:
             self._hit_lighthouse(fault)
         elif fault.kind == "group joins":
-            self.names.append(Name(f"g{len(self.names)}"))
+            # Some newcomers ask for previous members alone.
+            self.names.append(Name(f"g{len(self.names)}", shrink=fault.share < 0.25))
             self.start_group(self.names[-1])
-            newcomer = self.names[-1].group
-            assert newcomer is not None
-            newcomer.shrink = fault.share < 0.25  # a newcomer that asks for previous members alone
         elif not live:
             return
         elif "cut" in fault.kind:
@@ -302,7 +301,10 @@ class Cluster:
         elif fault.kind == "group leaves" and len(live) > self.setting.lighthouse.min_replicas + 1:
             group.wants_to_leave()
         elif fault.kind == "shrink asked":
-            group.shrink = True
+            self.name_of(group).shrink = True
+            if fault.share < 0.3:  # and no previous member is left that could follow
+                for one in live:
+                    one.kill()
         elif fault.kind == "not a number":
             group.nan_attempts = 1 + int(fault.share * 3.5)
 

@@ -14,6 +14,7 @@ from ft.protocol import messages as m
 if TYPE_CHECKING:
     from ft.sim.cluster import Cluster
     from ft.sim.ranks import Given, RankNode, Snapshot, Sums
+    from ft.sim.servers import GroupNode
 
 
 class Violation(AssertionError):
@@ -65,6 +66,7 @@ class Truth:
             tuple[str, int, int], str
         ] = {}  # (quorum_id, step) -> the one commit_id that its members go on from
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
+        self._votes: dict[tuple[str, m.Ballot], dict[int, str]] = {}  # (group, ballot) -> what each rank has said
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
 
     # -- quorums ----------------------------------------------------------------------------------------------------
@@ -130,6 +132,19 @@ class Truth:
             f"{rank.process.name} at {rank.commit_id or 'void'} enters quorum {part.quorum_id} without healing; "
             f"it goes on from {part.reference}",
         )
+
+    # -- votes ------------------------------------------------------------------------------------------------------
+
+    def votes(self, rank: RankNode, vote: m.Vote) -> None:
+        self._votes.setdefault((rank.group.process.name, vote.key), {})[rank.group_rank] = vote.verdict
+
+    def decided(self, group: GroupNode, outcome: m.Outcome) -> None:
+        """All ranks have said yes on this very ballot, or there is no yes."""
+        if outcome.verdict == "yes":
+            key: m.Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+            said = self._votes.get((group.process.name, key), {})
+            without = [rank.group_rank for rank in group.ranks if said.get(rank.group_rank) != "yes"]
+            require(not without, f"{group.process.name} decides yes on {key}, and its ranks {without} have not said so")
 
     # -- the step ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 from ft.sim.world import Process, World
 
 NOTICED_S = (0.05, 3.0)  # a call's connection is gone: a reset, or no acknowledgement
+AGAIN_S = 1.0  # until a request is sent a second time
 Answer = Callable[[Any], None]  # None stands for "no answer": refused, broken, or timed out
 
 
@@ -135,7 +136,8 @@ class Network:
         for call in copies:
             if not self._is_lost(caller, server):
                 self.calls[call] = None
-                self.world.after(self.delay_s(caller, server), server, service.call, call)
+                again_s = 0.0 if call is copies[0] else self._dice.between(0.0, AGAIN_S)
+                self.world.after(again_s + self.delay_s(caller, server), server, service.call, call)
             elif not twice and not self.is_cut(caller, server):
                 self.world.after(self._dice.between(*NOTICED_S), caller, self._expire, copies)
         self.world.after(timeout_s, caller, self._expire, copies)

@@ -121,7 +121,10 @@ class RankNode:
     def feed(self, event: m.Event) -> None:
         if not self.process.alive:
             return
+        before = self.machine.phase
         out = self.machine.handle(event, self.world.now_s)
+        if self.machine.phase is not before:
+            self.world.seen[f"step: {before.name} to {self.machine.phase.name}"] += 1
         self.cluster.saw(self.process.name, event, out)
         for effect in out.effects:
             if self.process.alive:
@@ -154,7 +157,7 @@ class RankNode:
 
         if number == self._asked:
             call = effect.call
-            if self.group.shrink:
+            if self.cluster.name_of(self.group).shrink:
                 call = replace(call, member=replace(call.member, shrink_only=True))
             self.network.call(self.process, self.group.address, call, answered, timeout_s=30.0)
 
@@ -262,6 +265,7 @@ class RankNode:
             self.world.after(0.01, self.process, give_up)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
+        self.truth.votes(self, effect.vote)
         self._vote(effect.vote, VOTE_TRIES)
 
     def _vote(self, vote: m.Vote, tries: int) -> None:

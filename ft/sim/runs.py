@@ -19,6 +19,27 @@ from ft.sim.world import World
 ENOUGH = 1000  # in so many seeds everything that can happen has to happen
 # Told by an operator, by torchft's clients, or base classes; BeatAnswered and metadata are the driver's affair.
 NOT_SIMULATED = ("TakeOver", "Evict", "Beat", "Notice", "AskMetadata", "Metadata")
+# Why a lighthouse lets its callers wait, in its own words.
+WAITS = (
+    "would take part, min_replicas is",
+    "more than half is needed",
+    "for the others",
+    "may come back",
+    "was settled: load a checkpoint",
+    "sit out",
+    "members of a running job are given time",
+)
+# Ways from one phase of a step to another.
+STEPS = {
+    "BOUNDARY": ("ASKING", "COMPUTING", "AWAITING"),
+    "ASKING": ("CONFIGURING",),
+    "CONFIGURING": ("AGREEING",),
+    "AGREEING": ("COMPUTING", "ASKING", "CLOSING"),
+    "COMPUTING": ("VOTING",),
+    "VOTING": ("BOUNDARY", "COMPUTING", "ASKING", "CLOSING", "AWAITING"),
+    "AWAITING": ("ASKING", "COMPUTING"),
+    "CLOSING": ("ASKING",),
+}
 LAST_LINES = 60  # of a failed run's trace
 
 
@@ -120,7 +141,8 @@ def never_seen(found: list[Run]) -> list[str]:
     total: Counter[str] = Counter()
     for one in found:
         total.update(one.seen)
-    return [what for what in must_occur() if not total[what]]
+    waits = [why for why in WAITS if not any(why in what for what in total if what.startswith("reason: "))]
+    return [what for what in must_occur() if not total[what]] + [f"reason: ... {why}" for why in waits]
 
 
 def must_occur() -> list[str]:
@@ -128,6 +150,7 @@ def must_occur() -> list[str]:
     words = [f"fault: {kind}" for kind in faults.KINDS]
     words += [f"event: {kind.__name__}" for kind in m.Event.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
     words += [f"effect: {kind.__name__}" for kind in m.Effect.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
+    words += [f"step: {before} to {after}" for before, ways in STEPS.items() for after in ways]
     words += [f"collective {end}" for end in ("completed", "failed", "hung")]
     return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]
 

@@ -169,7 +169,6 @@ class GroupNode:
         self.slow = 1.0
         self.ended = False
         self.left = False
-        self.shrink = False  # its next quorum is to have previous members alone
         self.nan_attempts = 0
         self._departed = 0
         self.compute_s = cluster.dice.between(0.9, 1.1)
@@ -246,6 +245,7 @@ class GroupNode:
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
+        self.truth.decided(self, outcome)
         ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
         self._answer(effect.group_rank, ballot, outcome)
 
@@ -296,7 +296,7 @@ class GroupNode:
     def _heard(self, event: m.Event) -> None:
         if isinstance(event, m.LighthouseAnswered):
             self._quorum = event.quorum
-            self.shrink = False
+            self.cluster.name_of(self).shrink = False
         self.feed(event)
 
     def _open_stream(self, effect: m.OpenStream) -> None:

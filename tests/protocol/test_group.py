@@ -72,6 +72,16 @@ def test_peer_get_quorum():
     ]
 
 
+def test_a_late_copy_of_an_older_question_is_nobodys():
+    """A rank's call from an earlier step of the same generation, and an answer that names the group as it was then."""
+    machine = joined()
+    ask(machine, 0, known=1, step=5)
+    assert ask(machine, 0, known=1, step=3) == [] and "older question" in machine.reason
+    [call] = ask(machine, 1, known=1, step=5)
+    assert isinstance(call, m.CallLighthouse) and call.call.member.step == 5
+    assert said(machine, m.LighthouseAnswered(quorum())) == [] and "older question" in machine.reason
+
+
 def test_peer_should_commit():
     """AND of all ranks; the next step's vote starts anew."""
     machine = joined()

@@ -1,4 +1,4 @@
-"""Ten bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
+"""Ten bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little. Three are not yet.
 
 Where a peer or an earlier draft had the bug, it says so. `search` looks for the first seed that finds one.
 """
@@ -41,11 +41,13 @@ class IdsRestart(Lighthouse):
 
 
 class EmptyShrink(Lighthouse):
-    """The peer's: min_replicas is tested before the shrink filter, so that a shrink may leave nobody."""
+    """The peer's: anybody may ask for a shrink, and the callers are counted before it, so that it may leave nobody."""
 
     def _evaluate(self, now_s: float) -> None:
         view = self._view(now_s)
-        if view.shrinkers and view.previous and not view.present and len(view.candidates) >= view.min_replicas:
+        asked = any(member.shrink_only for member in view.candidates.values())
+        enough = len(view.candidates) >= max(view.min_replicas, view.healthy // 2 + 1)
+        if asked and enough and view.previous and not view.present:
             self._emit(m.Answer((), m.Quorum(self._last_id + 1, (), epoch=self._epoch)))
         super()._evaluate(now_s)
 
@@ -152,13 +154,13 @@ BUGS = {
     "ghost caller": Bug(Machines(lighthouse=GhostCaller), 21, "who do not listen"),
     "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, "is void and adds"),
     "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 20, "second version of settled"),
     "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 0, "has made no step"),
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
 }
 
-# No seed is recorded yet that finds these.
+# No seed is recorded that finds these. The first was found by seed 20 before late copies of calls were told from new ones; not since.
 SOUGHT = {
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 0, "second version of settled"),
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, ""),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 0, "below min_replicas"),
 }

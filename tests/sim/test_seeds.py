@@ -1,7 +1,8 @@
 """Many runs of the real machines in the simulated world; every invariant after every event.
 
-PHAROS_SEEDS=1000 plays the full thousand and `make sim` ten thousand; neither passes yet. Known to fail: seeds 11 and 85 (50 groups that
-do not find together) and 190 (a group that makes no step). Without PHAROS_SEEDS the first 40 are played, but for those of OPEN.
+PHAROS_SEEDS=1000 plays the full thousand and `make sim` ten thousand; neither passes yet. Of seeds 0 to 300, these are known to fail: 163
+and 185 (less than half of those heard), 182 (a quorum does not go on from the furthest state), 289 (a yes that a rank has not said)
+and 291 (a group that makes no step). Seeds above 300 have not been played. Without PHAROS_SEEDS the first 40 are played.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ import pytest
 from ft.sim import runs
 
 ROOT = Path(__file__).resolve().parents[2]
-OPEN = (11, 85, 190)  # not yet explained
-SEEDS = (
-    range(int(os.environ["PHAROS_SEEDS"])) if "PHAROS_SEEDS" in os.environ else [s for s in range(40) if s not in OPEN]
-)
+SEEDS = range(int(os.environ.get("PHAROS_SEEDS", "40")))
 REGRESSIONS = [
     tuple(int(word) for word in line.split()[:3])
     for line in (Path(__file__).parent / "regressions.txt").read_text(encoding="utf-8").splitlines()
