@@ -14,6 +14,8 @@ next test finds a pool that works. This file is also the worker's program.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
 import importlib.util
 import os
@@ -199,11 +201,20 @@ def _run(task: _Task) -> bytes:
 
 
 def _forget_meshes() -> None:
-    """DTensor keeps what it knows of operations by mesh; an equal mesh of the next run would be given groups of this one."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    """DTensor keeps what it knows of operations by mesh: an equal mesh of the next run would be given groups of this one, and as long as
+    a mesh is known its groups live, with three threads and four descriptors each."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.13
+    gc.collect()
+    for thing in gc.get_objects():
+        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("torch.distributed."):
+            thing.cache_clear()
+    gc.collect()
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:
