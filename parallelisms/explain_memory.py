@@ -10,6 +10,7 @@ again and freed is what a real rank keeps, gathers, computes again and frees.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -209,7 +210,7 @@ def measure(
     microbatches: Sequence[tuple[Tensor, Tensor]],
 ) -> Step:
     """One step over `microbatches`: forward, backward, and the optimizer's update with the making of its state."""
-    with Ruler() as ruler:
+    with _no_collector(), Ruler() as ruler:
         optimizer = make_optimizer(parallel.parts)
         for inputs, targets in microbatches:
             parallel.forward_backward(inputs, targets)
@@ -226,6 +227,19 @@ def measure(
     stretches = ruler.stretches(set().union(*gradients), constant)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
     return Step(tuple(held), tuple(stretches), labels)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Python's collector frees what lies in cycles at moments of its own: without it two equal steps count the same."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import io
 import json
 import mmap
+import os
 import pickle
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from training.log import Log
 from training.progress import Progress
-from training.watchdog import Watchdog, describe, dump_flight_recorder, flight_recorder_env
+from training.watchdog import Watchdog, describe, flight_recorder_env
 
 
 class Clock:
@@ -248,15 +249,33 @@ def test_the_flight_recorder_is_asked_for_in_torchs_own_words(tmp_path: Path) ->
             assert all(content.find(name) >= 0 for name in (b"TORCH_FR_BUFFER_SIZE", b"TORCH_FR_DUMP_TEMP_FILE"))
 
 
+RECORD = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from training.watchdog import dump_flight_recorder
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+print(dump_flight_recorder(Path(sys.argv[1]), 3))
+"""
+
+
 def test_the_flight_recorder_is_saved_with_the_collectives_so_far(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        dist.barrier()
-        path = dump_flight_recorder(tmp_path / "comm_traces", 3)
-    finally:
-        dist.destroy_process_group()
-    if path is None:
+    """In a process of its own: a recorder is set up once, by the first group of a process."""
+    folder = tmp_path / "comm_traces"
+    environment = {**os.environ, **flight_recorder_env(trace_buf_size=100, folder=folder)}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", RECORD, str(folder)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    if done.stdout.strip() == "None":
         pytest.skip("this torch gives no access to its flight recorder")
-    assert path.name == "rank_3"
+    path = folder / "rank_3"
     names = json.dumps([entry["profiling_name"] for entry in pickle.loads(path.read_bytes())["entries"]])
     assert "gloo:" in names
