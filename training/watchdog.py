@@ -244,10 +244,11 @@ def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
 
     Twice, the second time with Python's stacks: looking those up took 6 s here, and the end may be nearer.
     """
+    import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
-    # Which of the two exists depends on whether the build has NCCL; the second covers gloo.
-    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    # NCCL has a recorder of its own, which a build without it lacks; the other one covers gloo.
+    dump = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace", None)
     if dump is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
