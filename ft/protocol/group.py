@@ -55,7 +55,9 @@ class Group:
         self._round: dict[int, RankCall] = {}  # the calls that self.quorum answered
         self._answered_as = ""  # the id that they were answered under
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
+        self._newest: dict[int, int] = {}  # by rank: the number of its newest call
         self._calling: m.Call | None = None
+        self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
         self._metadata: dict[int, str] = {}
         self._votes: dict[Ballot, dict[int, Vote]] = {}
@@ -79,9 +81,10 @@ class Group:
         if not 0 <= rank < size:
             self._emit(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
             return
-        if any(_is_older(event, than) for than in (self._waiting.get(rank), self._round.get(rank)) if than):
+        if event.number < self._newest.get(rank, 0):
             self.reason = f"rank {rank}: a late copy of an older question"
             return
+        self._newest[rank] = event.number
         self._metadata[rank] = event.checkpoint_metadata
         if self.quorum and self._round.get(rank) == event:
             self.reason = f"rank {rank} asked again: its answer got lost"
@@ -119,7 +122,10 @@ class Group:
         )
         failed = any(c.failed for c in calls)
         blame = tuple(sorted({other for c in calls for other in c.blame}))
-        self._calling = m.Call(member, "pharos", max(c.known for c in calls), failed, blame, calls[0].shape)
+        self._number += 1
+        self._calling = m.Call(
+            member, "pharos", max(c.known for c in calls), failed, blame, calls[0].shape, self._number
+        )
         self._tries = 0
         self.reason = "all ranks have asked: the lighthouse is asked"
         self._emit(m.CallLighthouse(self._calling))
@@ -141,6 +147,7 @@ class Group:
             return
         if self._calling is None or self.replica_id not in quorum.ids:
             self.reason = f"quorum {quorum.quorum_id} is not for this group, or nobody asked"
+            self._overtaken(quorum.quorum_id)
             return
         if any(x.replica_id == self.replica_id and x.state != self._calling.member.state for x in quorum.members):
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
@@ -279,9 +286,16 @@ class Group:
         current = self.quorum.quorum_id if self.quorum else 0
         if notice.quorum_id != current:
             self.reason = f"a notice for quorum {notice.quorum_id}; this group is in {current}"
+            self._overtaken(notice.quorum_id)
             return
         self._tell_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
+
+    def _overtaken(self, quorum_id: int) -> None:
+        """A newer quorum than this group's counts on it, so its own is over: its ranks must not wait on that one."""
+        if self.quorum and quorum_id > self.quorum.quorum_id:
+            why = f"quorum {quorum_id} was formed"
+            self._tell_ranks(m.Abandoned(self.quorum.quorum_id, why))
 
     def _tell_ranks(self, notice: Notice, except_ranks: set[int] | None = None) -> None:
         """Once each; a rank whose stream opens later gets it then."""
@@ -324,14 +338,6 @@ class Group:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
-
-
-def _is_older(call: RankCall, than: RankCall) -> bool:
-    """Of the same rank: asked before `than`. Within one generation states only grow, but for those that start to heal or are restored."""
-    member = call.member
-    if call.known != than.known or member.void or member.restored is not None:
-        return call.known < than.known
-    return member.state < than.member.state
 
 
 _HANDLERS = cast(

@@ -46,13 +46,13 @@ class LighthouseConfig:
 # ------------------------------------------------------------------------------------------------ the rules
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one for every event, and that would be half of its cost
 class View:
     """What the rules look at. Collections are the lighthouse's own, not copies."""
 
     kind: Kind
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
-    healthy: int  # groups that could be candidates, these included
+    healthy: int  # groups that could be candidates, these included, and those that are just returning
     previous: Collection[str]  # ids of the previous quorum
     present: Collection[str]  # of those, candidates
     missing: Collection[str]  # of those, neither candidates nor left nor sitting out
@@ -155,6 +155,7 @@ class _Peer:
     call: Call | None = None  # waiting for a quorum
     called_s: float = 0.0
     called: bool = False  # at least once
+    number: int = 0  # of its newest call
 
 
 @dataclass
@@ -195,7 +196,11 @@ class Lighthouse:
         self._candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
         self._healthy: set[str] = set()
         self._previous: frozenset[str] = frozenset()
-        self._answered: dict[str, Member] = {}  # members as they called, when the quorum was issued again under its id
+        self._processes: frozenset[str] = (
+            frozenset()
+        )  # of the previous members: one that was lost comes back under another id
+        self._members: dict[str, Member] = {}  # of the quorum, as they called
+        self._again = False  # it was issued again under its id
         self._gone: set[str] = set()  # previous members that left
         self._present: dict[str, None] = {}  # in the order of their calls
         self._missing: set[str] = set()
@@ -204,6 +209,10 @@ class Lighthouse:
         self._reachable: set[str] = set()
         self._claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
         self._claims_expired = False
+        self._restored_in = 0  # the last quorum that went back to a checkpoint
+        self._returning: dict[
+            str, float
+        ] = {}  # name of a group that was just told that it is lost -> until when it is awaited
         self._generation = _Generation()
         self._shape: tuple[tuple[str, str], ...] = ()
         self._failures = 0  # failed generations of the same members from the same state, in a row
@@ -244,17 +253,18 @@ class Lighthouse:
         peer = self._see(member.replica_id, event.kind, now_s)
         if event.kind == "pharos":
             self._live[member.name] = member.replica_id
-            if peer.call and event.known < peer.call.known:
+            if event.number < peer.number:
                 return  # a late copy of an older question
+            peer.number = event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if self._repeats(event):
-                if member.state == next(x.state for x in self._current.members if x.replica_id == member.replica_id):
+                if member.state == self._members[member.replica_id].state:
                     self._emit(m.Answer((member.replica_id,), self._current))
                     return
                 self._fail_generation(f"{member.replica_id} has gone on since it was put in", member.replica_id)
             self._note_failure(event)
             self._settle_claim(member)
-        if event.kind == "torchft":
+        if event.kind == "torchft" and peer.call:
             self._drop_call(member.replica_id)  # its join time is that of its newest call
         peer.called_s = peer.called_s if peer.call else now_s
         peer.call, peer.called = event, True
@@ -268,17 +278,19 @@ class Lighthouse:
             self._drop_call(event.replica_id)
 
     def _on_beat(self, event: m.Beat, now_s: float) -> None:
-        if not self._is_lost(event.replica_id):
+        if not self._is_lost(event.replica_id, now_s):
             self._see(event.replica_id, event.kind, now_s)
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known = event.replica_id, event.quorum
-        if self._is_lost(replica_id):
+        if self._is_lost(replica_id, now_s):
             return
-        if known and known.quorum_id > (self.quorum.quorum_id if self.quorum else 0):
-            self._epoch = known.epoch
+        newest = self.quorum.quorum_id if self.quorum else 0
+        if known and known.quorum_id > newest:
+            self._epoch, self._settled = known.epoch, 0  # another history's, if the job has gone back since
             self._adopt(known, now_s)
-        self._settled = max(self._settled, event.settled)
+        if known and known.quorum_id >= newest:
+            self._settled = max(self._settled, event.settled)
         self._see(replica_id, "pharos", now_s).stream = True
         self._live.setdefault(m.name_of(replica_id), replica_id)
         self._bring_up_to_date(replica_id, known.quorum_id if known else 0)
@@ -287,13 +299,14 @@ class Lighthouse:
         self._lose([event.replica_id], "its connection broke")
 
     def _on_report(self, event: m.Report, now_s: float) -> None:
-        if self._is_lost(event.replica_id):
+        if self._is_lost(event.replica_id, now_s):
             return
         self._see(event.replica_id, "pharos", now_s)
         generation = self._generation
         if self.quorum and event.replica_id in self._previous:
             in_it = event.commit_quorum_id == self.quorum.quorum_id
-            self._settled = max(self._settled, event.settled, event.step - 1 if in_it else 0)
+            told = event.settled if event.commit_quorum_id >= self._restored_in else 0
+            self._settled = max(self._settled, told, event.step - 1 if in_it else 0)
             generation.median_step_s = event.median_step_s or generation.median_step_s
             (generation.waiting.add if event.waiting else generation.waiting.discard)(event.replica_id)
             alone = len(generation.waiting) == len(self._previous) - 1 > 0
@@ -325,6 +338,7 @@ class Lighthouse:
         self._expire_claims(now_s)
         self._lose_who_holds_up(now_s)
         self._end_crossed_waits(now_s)
+        self._returning = {name: until_s for name, until_s in self._returning.items() if until_s > now_s}
         for replica_id in [i for i, until_s in self._sitting.items() if until_s <= now_s]:
             del self._sitting[replica_id]
             self._place(replica_id)
@@ -354,7 +368,7 @@ class Lighthouse:
         return View(
             kind=self._kind,
             candidates=self._candidates,
-            healthy=len(self._healthy),
+            healthy=len(self._healthy) + self._awaited(),
             previous=self._previous,
             present=self._present,
             missing=self._missing,
@@ -377,39 +391,44 @@ class Lighthouse:
             self._pairs.clear()
         self._last_id += self._starts_a_generation(decision, ids)
         quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch)
-        self._settled = decision.reference[0]  # chosen; lower than before only if that was restored on purpose
+        if decision.reference[0] < self._settled:  # restored on purpose
+            self._restored_in = quorum.quorum_id
+        self._settled = decision.reference[0]
         fresh = old is None or old.quorum_id != quorum.quorum_id
+        for replica_id in ids:
+            self._peers[replica_id].call = None
         self._take(quorum, _Generation() if fresh else self._generation, now_s)
         self._generation.change = ""
         self._persist(now_s)
-        for replica_id in ids:
-            self._drop_call(replica_id)
         self._emit(m.Answer(ids, quorum))
         if old and fresh:
             out = tuple(i for i in old.ids if i not in self._previous and i in self._peers)
             self._notify(out, m.Abandoned(old.quorum_id, f"quorum {quorum.quorum_id} was formed without this group"))
 
     def _starts_a_generation(self, decision: Decision, ids: tuple[str, ...]) -> bool:
-        """The id grows if the members changed or one of them reports a failed generation; else they keep what they have."""
+        """The id grows if the members changed or one of them reports a failed generation; else they keep what they have. It also grows
+        when they go back to a checkpoint: what they decided about the steps after it is not to be found under the same names."""
         failed = self._generation.failed or any(member.commit_failures > 0 for member in decision.members)
-        return failed or not self._same_members(ids)
+        restored = any(member.restored is not None for member in decision.members)
+        return failed or restored or not self._same_members(ids)
 
     def _same_members(self, ids: tuple[str, ...]) -> bool:
         return self.quorum is not None and self.quorum.ids == ids
 
     def _take(self, quorum: Quorum, generation: _Generation, now_s: float) -> None:
         touched = {*self._previous, *quorum.ids}
-        again = bool(self.quorum and self.quorum.quorum_id == quorum.quorum_id)
-        self._answered = {member.replica_id: member for member in quorum.members} if again else {}
+        self._again = bool(self.quorum and self.quorum.quorum_id == quorum.quorum_id)
+        self._members = {member.replica_id: member for member in quorum.members}
         self.quorum, self._previous, self._generation = quorum, frozenset(quorum.ids), generation
+        self._processes = frozenset(map(m.process_of, quorum.ids))
         generation.waiting.clear()
         generation.alone_since_s = None
         self._gone, self._claims_expired = set(), False
         self._claims = {member.name: (member.replica_id, now_s) for member in quorum.members}
         for replica_id in sorted(touched):
             self._place(replica_id)
-        for replica_id in list(self._candidates):  # who waits on under a new id may have been in it under the old one
-            self._place(replica_id)
+        for replica_id in [i for i in self._candidates if i not in touched]:
+            self._place(replica_id)  # who waits on under a new id may have been in it under the old one
 
     def _adopt(self, quorum: Quorum, now_s: float) -> None:
         """From the state file or a report: its members are alive until they were silent for a whole heartbeat timeout from now."""
@@ -427,7 +446,9 @@ class Lighthouse:
         that was issued again under its id shows by the member itself: it is as it was when it was answered, without a step since."""
         if self.quorum is None or event.member.replica_id not in self._previous or event.failed:
             return False
-        if event.known >= self.quorum.quorum_id and self._answered.get(event.member.replica_id) != event.member:
+        if event.known >= self.quorum.quorum_id and not (
+            self._again and self._members[event.member.replica_id] == event.member
+        ):
             return False
         return not self._generation.failed and not self._generation.lost and not self._gone
 
@@ -478,12 +499,14 @@ class Lighthouse:
 
     def _see(self, replica_id: str, kind: Kind, now_s: float) -> _Peer:
         peer = self._peers.get(replica_id)
+        back = peer is None or replica_id not in self._order
         if peer is None:
             peer = self._peers[replica_id] = _Peer(kind, now_s)
         peer.seen_s = now_s
         self._order[replica_id] = None
         self._order.move_to_end(replica_id)
-        self._place(replica_id)
+        if back:
+            self._place(replica_id)
         return peer
 
     def _place(self, replica_id: str) -> None:
@@ -492,7 +515,8 @@ class Lighthouse:
         alive = peer is not None and replica_id in self._order and replica_id not in self._sitting
         member = peer.call.member if peer and peer.call and alive else None
         was_in = replica_id in self._previous
-        _put(self._healthy, replica_id, bool(alive and peer and (peer.called or was_in or peer.kind == "torchft")))
+        counts = peer and (peer.called or m.process_of(replica_id) in self._processes or peer.kind == "torchft")
+        _put(self._healthy, replica_id, bool(alive and counts))
         _keep(self._present, replica_id, bool(member and was_in))
         _put(self._reachable, replica_id, bool(alive and was_in))
         away = replica_id in self._gone or replica_id in self._sitting
@@ -550,11 +574,17 @@ class Lighthouse:
             alive = tuple(i for i in self.quorum.ids if i in self._peers)
             self._notify(alive, m.MemberLost(self.quorum.quorum_id, tuple(members), why))
 
-    def _is_lost(self, replica_id: str) -> bool:
-        """Tells it so."""
+    def _is_lost(self, replica_id: str, now_s: float) -> bool:
+        """Tells it so. It will return under another id, and is awaited for a moment: those whom a cut had kept away come back within
+        milliseconds of each other, and the first few must not form a quorum without the rest."""
         if replica_id in self._lost:
             self._emit(m.Refuse(replica_id, "LOST", self._lost[replica_id]))
+            self._returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
         return replica_id in self._lost
+
+    def _awaited(self) -> int:
+        """Those that return, until they can be counted under their new id."""
+        return sum(self._live.get(name) not in self._healthy for name in self._returning)
 
     def _settle_claim(self, member: Member) -> None:
         """A previous member's claim to the state ends when its name has a new id, or when it says itself that it has none."""
@@ -627,7 +657,7 @@ class Lighthouse:
     def _refused(self, event: Call, now_s: float) -> bool:
         """Whether the call was refused. A lost id, a wrong kind, a second group under one name, another shape, absurd claims."""
         member = event.member
-        if event.kind == "pharos" and self._is_lost(member.replica_id):
+        if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True
         if not self._candidates and self.quorum is None:
             self._kind = event.kind
@@ -728,7 +758,9 @@ def absurd(event: Call) -> _Problem:
     """What no honest member claims. torchft's may leave world size and addresses out."""
     member = event.member
     texts = (member.replica_id, member.address, member.store_address, member.formerly, member.commit_id)
-    if any(len(text) > MAX_TEXT or not text.isprintable() for text in texts) or not member.replica_id:
+    all_texts = "".join(texts)  # as a rule shorter in all than one may be
+    too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
+    if too_long or not all_texts.isprintable() or not member.replica_id:
         return ("INVALID_ARGUMENT", f"an id or address is empty, not printable or longer than {MAX_TEXT}")
     if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
         return ("INVALID_ARGUMENT", f"step {member.step} of quorum {member.commit_quorum_id}: legal is 0 to {MAX_STEP}")

@@ -192,6 +192,9 @@ class Call(Event):
     shape: tuple[
         tuple[str, str], ...
     ] = ()  # (what, digest): layout, dtypes, buckets, config; must be the same everywhere
+    number: int = (
+        0  # of this process's questions, growing; a retry repeats its own, so that a late copy is known for one
+    )
 
 
 @dataclass(frozen=True)
@@ -338,6 +341,7 @@ class RankCall(Event):
     failed: bool = False
     blame: tuple[str, ...] = ()
     shape: tuple[tuple[str, str], ...] = ()
+    number: int = 0  # as Call.number, of this rank's questions
 
 
 @dataclass(frozen=True)

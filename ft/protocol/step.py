@@ -111,6 +111,7 @@ class Step:
         self._wants_change = ""  # to be announced in the next tail
         self._leaving = False
         self._restored: int | None = None
+        self._questions = 0
         self._place = 0  # the step that the group's collectives are at: `step`, or further when sums are held
         self._attempt = 0
         self._agains = 0
@@ -177,7 +178,9 @@ class Step:
             deal_id="" if self.void else self.ledger.deal_id,
             init_sync=self.config.init_sync,
         )
-        call = m.RankCall(self.config.group_rank, member, "", known, self._failed, blame, self.config.shape)
+        self._questions += 1
+        shape, number = self.config.shape, self._questions
+        call = m.RankCall(self.config.group_rank, member, "", known, self._failed, blame, shape, number)
         self._emit(m.AskQuorum(call))
 
     def _on_part(self, part: Part, now_s: float) -> None:
@@ -462,6 +465,7 @@ class Step:
         """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
         assert self.part is not None
         self._load(state, keep_deal=True)
+        self.settled = self.step  # a quorum chose it; what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
         self._emit(m.LoadState(self.step))
         held, self._held = self._held, []

@@ -91,9 +91,17 @@ class Truth:
         require(len(set(names)) == len(names), "two lives of one group in", quorum.ids)
         absent = [replica_id for replica_id in answered if replica_id not in listening]
         require(not absent, f"quorum {quorum.quorum_id} names {absent}, who do not listen")
-        best = max((member.state for member in quorum.members if not member.void), default=None)
+        states = [member.state for member in quorum.members if not member.void]
+        best = max((state for state in states if self._is_of_this_job(state[2])), default=None)
         require(best == quorum.reference, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {best}")
         self._keeps_history(quorum)
+
+    def _is_of_this_job(self, commit_id: str) -> bool:
+        """Not of what the job had come to before it went back to a checkpoint: who was away meanwhile may still hold that."""
+        record = self.commits_by_id.get(commit_id)
+        if record is None or record.era == self.era:
+            return True
+        return self.settled is not None and self.settled.at(record.step) is record
 
     def majority(self, ids: tuple[str, ...], before: tuple[str, ...], asked: set[str], heard: set[str]) -> None:
         """Unless all previous members are in it, more than half of those whom the lighthouse hears have asked for a quorum. A group that

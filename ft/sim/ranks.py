@@ -72,7 +72,6 @@ class RankNode:
         self.machine = cluster.machines.step(config, cluster.machines.ledger(1))
         self.weights: int | None = INITIAL  # None: void, the state is arriving
         self.commit_id = ""  # of the weights, as the truth knows them
-        self.settled = 0
         self.waiting = False
         self.leaving = False
         self.progress_s = self.world.now_s
@@ -383,7 +382,6 @@ class RankNode:
     # -- the rest ---------------------------------------------------------------------------------------------------
 
     def _settle(self, effect: m.Settled) -> None:
-        self.settled = max(self.settled, effect.step)
         self.truth.settles(self, effect.step)
         for step in [step for step in self._checkpoints if step <= effect.step]:
             self.cluster.publish(step, self.group, self.group_rank, self._checkpoints.pop(step))

@@ -336,7 +336,7 @@ class GroupNode:
         )
 
     def _settled(self) -> int:
-        return max(rank.settled for rank in self.ranks)
+        return max(rank.machine.settled for rank in self.ranks)
 
     def wants_to_leave(self) -> None:
         """Scale-down, SIGTERM: the ranks go after their next commit, and nobody starts them again."""

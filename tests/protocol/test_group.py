@@ -25,8 +25,10 @@ def said(machine: Group, event: m.Event, now_s: float = 0.0) -> list[m.Effect]:
     return list(machine.handle(event, now_s).effects)
 
 
-def ask(machine: Group, rank: int, *, known: int = 0, failed: bool = False, **member: Any) -> list[m.Effect]:
-    return said(machine, RankCall(rank, Member("", **member), f"http://a/{rank}", known, failed))
+def ask(
+    machine: Group, rank: int, *, known: int = 0, failed: bool = False, number: int = 0, **member: Any
+) -> list[m.Effect]:
+    return said(machine, RankCall(rank, Member("", **member), f"http://a/{rank}", known, failed, number=number))
 
 
 def quorum(quorum_id: int = 1, *ids: str) -> Quorum:
@@ -75,10 +77,10 @@ def test_peer_get_quorum():
 def test_a_late_copy_of_an_older_question_is_nobodys():
     """A rank's call from an earlier step of the same generation, and an answer that names the group as it was then."""
     machine = joined()
-    ask(machine, 0, known=1, step=5)
-    assert ask(machine, 0, known=1, step=3) == [] and "older question" in machine.reason
-    [call] = ask(machine, 1, known=1, step=5)
-    assert isinstance(call, m.CallLighthouse) and call.call.member.step == 5
+    ask(machine, 0, known=1, step=5, number=3)
+    assert ask(machine, 0, known=1, step=3, number=2) == [] and "older question" in machine.reason
+    [call] = ask(machine, 1, known=1, step=5, number=3)
+    assert isinstance(call, m.CallLighthouse) and call.call.member.step == 5 and call.call.number == 2
     assert said(machine, m.LighthouseAnswered(quorum())) == [] and "older question" in machine.reason
 
 
@@ -162,9 +164,9 @@ def test_a_call_that_comes_again_after_the_group_was_lost_gets_the_answer_it_had
 def test_a_late_copy_of_an_older_question_does_not_answer_the_newer_one():
     """Found by simulation: the rank was sent back into the generation that it had just reported as failed."""
     machine = joined()
-    ask(machine, 1, known=1, failed=True)
+    ask(machine, 1, known=1, failed=True, number=1)
     assert ask(machine, 1) == [] and machine.reason == "rank 1: a late copy of an older question"
-    [call] = ask(machine, 0, known=1, failed=True)
+    [call] = ask(machine, 0, known=1, failed=True, number=1)
     assert isinstance(call, m.CallLighthouse) and call.call.known == 1
 
 
@@ -293,8 +295,17 @@ def test_notices_reach_each_rank_once_and_only_in_their_generation():
     lost = m.MemberLost(1, ("b:1",))
     assert said(machine, lost) == [m.NotifyRank(0, lost), m.NotifyRank(1, lost)]
     assert said(machine, lost) == []
-    assert said(machine, m.Abandoned(7)) == []
+    assert said(machine, m.Abandoned(0)) == []
     assert said(machine, m.RankStream(0, True)) == [m.NotifyRank(0, lost)]  # a new stream starts with what holds
+
+
+@pytest.mark.parametrize("sign", [m.Abandoned(2), m.ChangeAnnounced(2), m.LighthouseAnswered(quorum(2))])
+def test_a_newer_quorum_that_counts_on_this_group_ends_its_generation(sign: m.Event):
+    """Found by simulation: the group was put in by a late copy of its call. It waited in the old collective, the others in the new."""
+    machine = joined()
+    over = m.Abandoned(1, "quorum 2 was formed")
+    assert said(machine, sign) == [m.NotifyRank(0, over), m.NotifyRank(1, over)]
+    assert said(machine, sign) == []
 
 
 def test_a_rank_that_is_gone_ends_the_group():

@@ -31,7 +31,9 @@ class Talk:
         return list(self.machine.handle(event, self.now_s).effects)
 
     def call(self, name: str, at: float | None = None, *, step: int = 0, id_: int = 1, **more: Any) -> list[m.Effect]:
-        fields = {key: more.pop(key) for key in list(more) if key not in ("known", "failed", "blame", "shape")}
+        fields = {
+            key: more.pop(key) for key in list(more) if key not in ("known", "failed", "blame", "shape", "number")
+        }
         commit = {"commit_id": f"c{step}", "commit_quorum_id": max(0, min(step, 1))} if self.kind == "pharos" else {}
         member = Member(**{"replica_id": f"{name}:{id_}", "step": step, **commit, **fields})
         return self.say(m.Call(member, self.kind, **more), at)
@@ -255,7 +257,52 @@ def test_a_broken_stream_is_a_loss_now_and_final():
     assert refusals(talk.call("c", known=1)) == [("LOST", "its connection broke")]
     assert refusals(talk.say(m.Beat("c:1"))) == [("LOST", "its connection broke")]
     talk.calls("ab", known=1, failed=True)
+    assert talk.quorum == (1, "abc") and talk.reason.startswith("2 of 3 healthy groups")  # it lives, and will return
+    talk.beats("ab", 2.1)
     assert talk.quorum == (2, "ab")
+
+
+def test_those_who_come_back_together_are_counted_before_they_have_called():
+    """Found by simulation: a cut was over, all had been lost, and the first three of seven went on alone with new ids."""
+    talk = formed("abcde")
+    for name in "abcde":
+        talk.say(m.StreamOpened(f"{name}:1"))
+    talk.tick(5.1)
+    for name in "abcde":
+        assert refusals(talk.say(m.Report(f"{name}:1", 0))) == [("LOST", "silent for 5 s")]
+    for name in "ab":
+        talk.say(m.StreamOpened(f"{name}:1.1"))
+        talk.call(name, known=1, failed=True, replica_id=f"{name}:1.1", formerly=f"{name}:1")
+    assert talk.quorum == (1, "abcde") and talk.reason.startswith("2 of 5 healthy groups have called; more than half")
+    talk.say(m.StreamOpened("c:1.1"))  # no longer awaited, but there: a previous member, though it has not called
+    talk.tick(7.2)
+    assert talk.reason.startswith("2 of 3 healthy groups have called")
+    talk.call("c", known=1, failed=True, replica_id="c:1.1", formerly="c:1")
+    assert talk.quorum == (2, "abc")
+
+
+def test_a_late_copy_of_an_older_question_is_nobodys():
+    """Found by simulation: b was put in as it had been before, and never heard of it."""
+    talk = formed("ab")
+    talk.call("b", known=1, number=2)
+    assert talk.call("b", number=1) == [] and talk.call("a", known=1, failed=True, number=2) != []
+    assert talk.machine.quorum is not None and talk.quorum == (2, "ab")
+
+
+def test_going_back_to_a_checkpoint_is_a_generation_of_its_own():
+    """Found by simulation: under the same quorum id, the votes on the steps after the checkpoint had been counted before."""
+    talk = formed("ab")
+    talk.calls("ab", step=11, known=1)
+    assert talk.quorum == (1, "ab") and talk.machine.saved.settled == 11
+    effects = talk.calls("ab", known=1)
+    assert [e.replica_ids for e in effects if isinstance(e, m.MustRestore)] == [("a:1", "b:1")]
+    talk.calls("ab", known=1, restored=0)
+    assert talk.quorum == (2, "ab") and talk.machine.saved.settled == 0
+    talk.say(m.Report("a:1", 11, commit_quorum_id=1, settled=11))  # sent before it went back
+    talk.say(m.StreamOpened("b:1", m.Quorum(1, ()), settled=11))
+    assert talk.machine.saved.settled == 0
+    talk.say(m.Report("a:1", 3, commit_quorum_id=2, settled=2))
+    assert talk.machine.saved.settled == 2
 
 
 def test_silence_is_a_loss_after_the_heartbeat_timeout():

@@ -129,18 +129,20 @@ class Notice(_message.Message):
     def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[Abandoned, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("member", "known", "failed", "blame", "shape")
+    __slots__ = ("member", "known", "failed", "blame", "shape", "number")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     member: Member
     known: int
     failed: bool
     blame: _containers.RepeatedScalarFieldContainer[str]
     shape: _containers.RepeatedCompositeFieldContainer[Digest]
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("call", "roster")
@@ -279,7 +281,7 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class RankCall(_message.Message):
-    __slots__ = ("group_rank", "member", "checkpoint_metadata", "known", "failed", "blame", "shape")
+    __slots__ = ("group_rank", "member", "checkpoint_metadata", "known", "failed", "blame", "shape", "number")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +289,7 @@ class RankCall(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     member: Member
     checkpoint_metadata: str
@@ -294,7 +297,8 @@ class RankCall(_message.Message):
     failed: bool
     blame: _containers.RepeatedScalarFieldContainer[str]
     shape: _containers.RepeatedCompositeFieldContainer[Digest]
-    def __init__(self, group_rank: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., checkpoint_metadata: _Optional[str] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, group_rank: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., checkpoint_metadata: _Optional[str] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("replica_rank", "address")
