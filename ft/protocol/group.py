@@ -9,6 +9,7 @@ Where the rules leave a choice:
 - Ranks of one group that report different states are a fault that no healing may paper over: the group ends and starts again.
 - A failed lighthouse call is told to all waiting ranks at once when there are no retries left. By default there always are: a
   lighthouse that restarts stops nobody, and each rank's own deadline (RankCancelled) bounds the wait.
+- A commit that was held back, for the lighthouse was away too long, is given up at the word that the others have gone on.
 """
 
 from __future__ import annotations
@@ -288,6 +289,8 @@ class Group:
             self.reason = f"a notice for quorum {notice.quorum_id}; this group is in {current}"
             self._overtaken(notice.quorum_id)
             return
+        if self._held and isinstance(notice, m.Abandoned):
+            self._decide(replace(self._held, verdict="failed", reason=f"cut off before the commit: {notice.reason}"))
         self._tell_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
 

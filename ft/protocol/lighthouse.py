@@ -12,11 +12,14 @@ Where the rules leave a choice:
 - Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
 - The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
   on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
+- A quorum of another epoch is not adopted once this lighthouse has issued its own: its members were away when the job began anew
+  without a state file. They are told that theirs is over, and heal.
 - A clean Leave announces a change; it does not stop a collective that the leaver has already fed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -183,7 +186,8 @@ class Lighthouse:
         self, config: LighthouseConfig, now_s: float, *, epoch: str, saved: Saved | None = None, fresh: bool = False
     ) -> None:
         """`epoch`: unique to this start, used unless `saved` or a report names the job's. saved: the state file. fresh: a state file is
-        kept, but there was none yet. Neither: members' reports are awaited for one heartbeat timeout, lest a newcomer take over."""
+        kept, but there was none yet. Neither (it is lost): members' reports are awaited for takeover_s, lest a newcomer take over while
+        they go on; with takeover_s None until there is one, or an operator's word."""
         self.config = config
         self.quorum: Quorum | None = None
         self.reason = "nobody has called"
@@ -221,7 +225,8 @@ class Lighthouse:
         self._sat: dict[str, int] = {}  # name -> times
         self._last_tick_s = now_s
         self._persisted = (0, now_s)  # settled, when
-        self._silent_until_s = now_s if saved or fresh else now_s + config.times.heartbeat_timeout_s
+        takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
+        self._silent_until_s = now_s if saved or fresh else now_s + takeover_s
         self._out: list[Effect] = []
         if saved:
             self._epoch, self._last_id, self._settled, self._kind = (
@@ -278,19 +283,23 @@ class Lighthouse:
             self._drop_call(event.replica_id)
 
     def _on_beat(self, event: m.Beat, now_s: float) -> None:
-        if not self._is_lost(event.replica_id, now_s):
+        if not self._is_foreign(event.replica_id, event.kind) and not self._is_lost(event.replica_id, now_s):
             self._see(event.replica_id, event.kind, now_s)
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known = event.replica_id, event.quorum
-        if self._is_lost(replica_id, now_s):
+        if self._is_foreign(replica_id, "pharos") or self._is_lost(replica_id, now_s):
             return
-        newest = self.quorum.quorum_id if self.quorum else 0
-        if known and known.quorum_id > newest:
-            self._epoch, self._settled = known.epoch, 0  # another history's, if the job has gone back since
-            self._adopt(known, now_s)
-        if known and known.quorum_id >= newest:
-            self._settled = max(self._settled, event.settled)
+        if known:
+            self._settle_kind("pharos")
+            self._last_id = max(self._last_id, known.quorum_id)
+        if known and (self.quorum is None or known.epoch == self.quorum.epoch):
+            newest = self.quorum.quorum_id if self.quorum else 0
+            if known.quorum_id > newest:
+                self._epoch, self._settled = known.epoch, 0  # another history's, if the job has gone back since
+                self._adopt(known, now_s)
+            if known.quorum_id >= newest:
+                self._settled = max(self._settled, event.settled)
         self._see(replica_id, "pharos", now_s).stream = True
         self._live.setdefault(m.name_of(replica_id), replica_id)
         self._bring_up_to_date(replica_id, known.quorum_id if known else 0)
@@ -299,7 +308,7 @@ class Lighthouse:
         self._lose([event.replica_id], "its connection broke")
 
     def _on_report(self, event: m.Report, now_s: float) -> None:
-        if self._is_lost(event.replica_id, now_s):
+        if self._is_foreign(event.replica_id, "pharos") or self._is_lost(event.replica_id, now_s):
             return
         self._see(event.replica_id, "pharos", now_s)
         generation = self._generation
@@ -314,7 +323,7 @@ class Lighthouse:
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
         replica_id = event.replica_id
-        if replica_id not in self._peers:
+        if replica_id not in self._peers or self._peers[replica_id].kind != "pharos":
             return
         if replica_id in self._previous:
             self._gone.add(replica_id)
@@ -327,7 +336,7 @@ class Lighthouse:
             self._lose([replica_id], event.reason)
 
     def _on_take_over(self, event: m.TakeOver, now_s: float) -> None:
-        self._claims_expired = True
+        self._claims_expired, self._silent_until_s = True, now_s
 
     def _on_evict(self, event: m.Evict, now_s: float) -> None:
         self._lose([event.replica_id], "an operator evicted it")
@@ -516,7 +525,7 @@ class Lighthouse:
         member = peer.call.member if peer and peer.call and alive else None
         was_in = replica_id in self._previous
         counts = peer and (peer.called or m.process_of(replica_id) in self._processes or peer.kind == "torchft")
-        _put(self._healthy, replica_id, bool(alive and counts))
+        _put(self._healthy, replica_id, bool(alive and counts and peer and peer.kind == self._kind))
         _keep(self._present, replica_id, bool(member and was_in))
         _put(self._reachable, replica_id, bool(alive and was_in))
         away = replica_id in self._gone or replica_id in self._sitting
@@ -659,24 +668,34 @@ class Lighthouse:
         member = event.member
         if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True
-        if not self._candidates and self.quorum is None:
-            self._kind = event.kind
+        self._settle_kind(event.kind)
         if not self._candidates and not self._claims:
             self._shape = event.shape
         problem = (
-            absurd(event) or self._kind_differs(event) or self._name_taken(event, now_s) or self._shape_differs(event)
+            absurd(event) or self.refuses(event.kind) or self._name_taken(event, now_s) or self._shape_differs(event)
         )
         if problem:
             self._emit(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
-    def _kind_differs(self, event: Call) -> _Problem:
-        if event.kind == self._kind:
+    def refuses(self, kind: Kind) -> _Problem:
+        """Why members of this kind cannot join. Until one has called, either may."""
+        if kind == self._kind or (self.quorum is None and not self._candidates):
             return None
-        return (
-            "FAILED_PRECONDITION",
-            f"this job's quorums hold members of {self._kind}; {event.kind} cannot join them",
-        )
+        return ("FAILED_PRECONDITION", f"this job's quorums hold members of {self._kind}; {kind} cannot join them")
+
+    def _is_foreign(self, replica_id: str, kind: Kind) -> bool:
+        """Tells it so, and nothing of it is remembered."""
+        problem = self.refuses(kind)
+        if problem:
+            self._emit(m.Refuse(replica_id, *problem))
+        return problem is not None
+
+    def _settle_kind(self, kind: Kind) -> None:
+        if kind != self._kind and not self.refuses(kind):
+            self._kind = kind
+            for replica_id in list(self._peers):  # those of the other kind were waited for until now
+                self._place(replica_id)
 
     def _name_taken(self, event: Call, now_s: float) -> _Problem:
         """A newcomer replaces the live id of its name if that is silent; else there are two groups with one id."""

@@ -65,7 +65,8 @@ class Access:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def _is_it(self, value: Any) -> bool:
-        given = value.encode() if isinstance(value, str) else bytes(value)
+        # HTTP headers may hold any byte: what is no UTF-8 arrives as lone surrogates, and is simply wrong
+        given = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
         return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
 

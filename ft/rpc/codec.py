@@ -8,6 +8,7 @@ lighthouse.absurd for sense; both raise ValueError, which a server turns into IN
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,13 +16,15 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from google.protobuf.message import DecodeError, Message
 
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import absurd
+from ft.protocol.lighthouse import MAX_STEP, absurd
 from ft.protocol.plan import TorchftReply
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 W = TypeVar("W")
 P = TypeVar("P", bound=Message)
 
+MAX_TEXT = 512  # characters of an id, an address, a digest
+MAX_TEXTS = {"reason": 16 << 10, "data": 64 << 10, "checkpoint_metadata": 64 << 10, "reconfigure_handles": 64 << 10}
 NOTICES = {m.MemberLost: "member_lost", m.Abandoned: "abandoned", m.ChangeAnnounced: "change_announced"}
 
 
@@ -51,6 +54,19 @@ def from_message(word_type: type[W], message: Message, **given: Any) -> W:
 def from_bytes(word_type: type[W], data: bytes, **given: Any) -> W:
     """Raises ValueError."""
     return from_message(word_type, parse(_message_type(word_type), data), **given)
+
+
+def report_from(message: pharos_pb2.Report) -> m.Report:
+    """What a group beats with: its figures go to people, and into the machine's sums. Raises ValueError."""
+    if len(message.phase) > MAX_TEXT:
+        raise ValueError(f"phase: {len(message.phase)} characters, legal is up to {MAX_TEXT}")
+    for name in ("median_step_s", "goodput_s", "wall_s", "healed_bytes"):
+        if not 0 <= getattr(message, name) < math.inf:
+            raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
+    for name in ("step", "settled", "commit_quorum_id"):
+        if not m.VOID <= getattr(message, name) <= MAX_STEP:
+            raise ValueError(f"{name} = {getattr(message, name)}: legal is {m.VOID} to {MAX_STEP}")
+    return from_message(m.Report, message)
 
 
 def notice_message(notice: m.Notice) -> Any:
@@ -108,7 +124,7 @@ def _ways(name: str, hint: Any) -> tuple[Any, Any]:
     """put(message, value) and decode(value of the field, its message)."""
     origin, args = get_origin(hint), get_args(hint)
     if hint == m.State:
-        return _put_state(name), lambda value, _: (value.step, value.commit_quorum_id, value.commit_id)
+        return _put_state(name), lambda x, _: (x.step, x.commit_quorum_id, _text("commit_id", x.commit_id))
     if origin is Literal:
         return _put_scalar(name), lambda value, _: _one_of(name, value, args)
     if origin in (Union, UnionType):
@@ -119,11 +135,15 @@ def _ways(name: str, hint: Any) -> tuple[Any, Any]:
         inner: Any = args[0]
         return _put_words(name), lambda value, _: tuple(from_message(inner, one) for one in value)
     if origin is tuple and get_origin(args[0]) is tuple:  # (what, digest)
-        return _put_pairs(name), lambda value, _: tuple((one.what, one.digest) for one in value)
+        return _put_pairs(name), lambda value, _: tuple((_text(name, x.what), _text(name, x.digest)) for x in value)
+    if origin is tuple and args[0] is str:
+        return _put_many(name), lambda value, _: tuple([_text(name, one) for one in value])
     if origin is tuple:
         return _put_many(name), lambda value, _: tuple(value)
     if isinstance(hint, type) and is_dataclass(hint):
         return _put_word(name), lambda value, _: from_message(hint, value)
+    if hint is str:
+        return _put_scalar(name), lambda value, _: _text(name, value)
     return _put_scalar(name), lambda value, _: value
 
 
@@ -169,9 +189,16 @@ def _put_state(name: str) -> Any:
     return put
 
 
+def _text(name: str, value: str) -> str:
+    """Bounded: what a group says of itself is kept, and goes to all the others."""
+    if len(value) > MAX_TEXT and len(value) > MAX_TEXTS.get(name, MAX_TEXT):
+        raise ValueError(f"{name}: {len(value)} characters, legal is up to {MAX_TEXTS.get(name, MAX_TEXT)}")
+    return value
+
+
 def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
     if value not in legal:
-        raise ValueError(f"{name} = {value!r}: legal is {', '.join(legal)}")
+        raise ValueError(f"{name} = {value[:80]!r}: legal is {', '.join(legal)}")
     return value
 
 

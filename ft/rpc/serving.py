@@ -6,6 +6,7 @@ Handlers take and give bytes: an answer for a thousand callers is serialised onc
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,11 +22,13 @@ MAX_MESSAGE = 16 << 20  # bytes; the quorum of some 50,000 groups, which a group
 MAX_METADATA = 16 << 10
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
-FIRST_WORD_S = 10.0  # a stream must say who it is within
-OUTBOX = (
-    512  # messages that a stream's reader may lag behind; a stream that is opened again starts with all that matters
-)
+MAX_REASON = 1000  # characters
+OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
+FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
+LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
+OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
+log = logging.getLogger("pharos.serving")
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 StreamHandler = Callable[[Any], Awaitable[None]]
@@ -36,36 +39,65 @@ class Refused(Exception):
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
-        self.code, self.reason = code, reason
+        self.code, self.reason = code, reason[:MAX_REASON]
 
 
-def unary(handler: Handler) -> Any:
-    async def serve(data: bytes, context: Any) -> bytes:
+class Calls:
+    """Those that a server is in the middle of."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._over = False
+
+    async def serve(self, work: Awaitable[Any], context: Any) -> Any:
+        """What `work` returns; what it raises becomes the call's status."""
+        task = asyncio.current_task()
+        assert task
+        self._tasks.add(task)
         try:
-            return await handler(data, context)
-        except Refused as refused:
-            await context.abort(refused.code, refused.reason[:1000])
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:1000])
-        raise AssertionError("abort raises")
-
-    return grpc.unary_unary_rpc_method_handler(serve)
-
-
-def stream(handler: StreamHandler) -> Any:
-    """`handler` reads with context.read() and writes through an Outbox."""
-
-    async def serve(_: Any, context: Any) -> None:
-        try:
-            await handler(context)
+            return await work
         except asyncio.CancelledError:
-            return  # the client is gone, or this server is about to be; the handler has tidied up
-        except Refused as refused:
-            await context.abort(refused.code, refused.reason[:1000])
+            if not self._over:
+                raise  # the caller is gone
+            refused = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+        except Refused as error:
+            refused = error
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:1000])
+            refused = Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._tasks.discard(task)
+        await context.abort(refused.code, refused.reason)
 
-    return grpc.stream_stream_rpc_method_handler(serve)
+    def end(self) -> None:
+        """Each is told that the server stops."""
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+
+
+Route = Callable[[Calls], Any]
+
+
+def unary(handler: Handler) -> Route:
+    def of(calls: Calls) -> Any:
+        async def serve(data: bytes, context: Any) -> Any:
+            return await calls.serve(handler(data, context), context)
+
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    return of
+
+
+def stream(handler: StreamHandler) -> Route:
+    """`handler` reads and writes through an Outbox."""
+
+    def of(calls: Calls) -> Any:
+        async def serve(_: Any, context: Any) -> None:
+            await calls.serve(handler(context), context)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    return of
 
 
 async def _deny(_: Any, context: Any) -> None:
@@ -75,53 +107,75 @@ async def _deny(_: Any, context: Any) -> None:
 class Router(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Looks at the token before anything of a call is read."""
 
-    def __init__(self, access: Access, routes: Mapping[str, Any]) -> None:
+    def __init__(self, access: Access, routes: Mapping[str, Route], calls: Calls) -> None:
         """routes: "/package.Service/Method" -> unary(...) or stream(...)."""
-        self._access, self._routes = access, routes
+        self._access, self._routes, self._calls = access, routes, calls
         self._denied = grpc.stream_stream_rpc_method_handler(_deny)
 
     def service(self, details: Any) -> Any:
-        handler = self._routes.get(details.method)
-        return handler if handler is None or self._access.permits(details.invocation_metadata) else self._denied
+        if not self._access.permits(details.invocation_metadata):
+            return self._denied
+        route = self._routes.get(details.method)
+        return route and route(self._calls)
 
 
-def listen(access: Access, routes: Mapping[str, Any], at: Sequence[Endpoint]) -> tuple[grpc.aio.Server, int]:
+class Server:
+    """grpc.aio's, whose end is told to whoever it serves, and leaves nothing behind on the loop."""
+
+    def __init__(self, server: Any, calls: Calls) -> None:
+        self._server, self._calls = server, calls
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        stopped = asyncio.ensure_future(self._server.stop(LAST_WORDS_S))  # no new calls from here on
+        await asyncio.sleep(0)
+        self._calls.end()
+        await stopped
+        # grpc watches each call by a task of its own, which learns of the end a little later, and is loud if the loop ends before.
+        left = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
+        if left:
+            await asyncio.wait(left, timeout=LAST_WORDS_S)
+
+
+def listen(access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> tuple[Server, int]:
     """A server that is yet to be started, and its port. With port 0, all of `at` get the same free one.
 
     Raises ValueError where it cannot listen.
     """
-    _raise_file_limit()
-    options = [
-        ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-        ("grpc.max_receive_message_length", MAX_MESSAGE),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA),
-        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-        ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
-        (
-            "grpc.keepalive_time_ms",
-            60_000,
-        ),  # a host that vanished; who has a stream is noticed by its beats long before
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers((Router(access, routes),))
+    calls = Calls()
+    server = grpc.aio.server(options=_options(room_for_connections() // len(at)), maximum_concurrent_rpcs=MAX_CALLS)
+    server.add_generic_rpc_handlers((Router(access, routes, calls),))
     port = at[0].port
     for place in at:
         endpoint = Endpoint(place.host, port)
-        if not (
-            place.port == 0 and endpoint.port
-        ):  # the first free port may be taken on the second address: then do without it
+        if not (place.port == 0 and port):  # the first free port may be taken on the second address: then do without it
             try_to_listen(endpoint)
         try:
             port = _add_port(server, endpoint, access)
         except RuntimeError as error:
             if place is at[0] or place.port:
                 raise ValueError(f"--bind {endpoint}: {error}") from None
-    return server, port
+    return Server(server, calls), port
+
+
+def _options(connections: int) -> list[tuple[str, int]]:
+    """connections: at most so many at one address."""
+    return [
+        ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
+        ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", MAX_METADATA),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", int(FIRST_WORD_S * 1000)),
+        ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
+        ("grpc.keepalive_time_ms", 60_000),  # a host that vanished; beats show it long before where there is a stream
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
 
 
 def _add_port(server: Any, endpoint: Endpoint, access: Access) -> int:
@@ -133,14 +187,20 @@ def _add_port(server: Any, endpoint: Endpoint, access: Access) -> int:
     return int(server.add_secure_port(str(endpoint), credentials))
 
 
-def _raise_file_limit() -> None:
-    """A connection is a descriptor, and the usual soft limit is 1,024."""
+def room_for_connections() -> int:
+    """How many this process can hold. Each is a descriptor, and the usual limit is 1,024: it is raised as far as this user may, and
+    where that is not enough, it is said."""
+    wanted = MAX_CONNECTIONS + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + 1024
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+            soft = max(soft, most)
+    room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
+    if room < MAX_CONNECTIONS:
+        log.warning("at most %d connections, for the limit of open files (ulimit -n) is %d: more are refused", room, soft)
+    return room
 
 
 class Pending:
@@ -182,6 +242,7 @@ class Outbox:
         self._reader = asyncio.current_task()  # the handler
         self._writer = asyncio.ensure_future(self._write())
         self._over = False
+        self._too_slow: Refused | None = None
 
     def send(self, message: bytes) -> None:
         if self.is_over():
@@ -190,18 +251,21 @@ class Outbox:
         self._bytes += len(message)
         self._more.set()
         if len(self._messages) > OUTBOX or self._bytes > OUTBOX_BYTES:
+            waiting = f"{len(self._messages)} messages of {self._bytes} bytes in all have not been read"
+            self._too_slow = Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the reader is too slow: {waiting}")
             self.end()
 
     async def read(self) -> bytes | None:
-        """The next message; None: the stream is over, from either side."""
-        if self.is_over():
-            return None
+        """The next message; None: the stream is over, from either side. Raises Refused for a reader that was too slow."""
+        data: Any = grpc.aio.EOF
         try:
-            data = await self._context.read()
+            if not self._over:
+                data = await self._context.read()
         except asyncio.CancelledError:
-            if self.is_over():
-                return None
-            raise
+            if not self._over:
+                raise
+        if self._too_slow:
+            raise self._too_slow
         return None if data is grpc.aio.EOF else data
 
     def is_over(self) -> bool:

@@ -45,6 +45,7 @@ class Setting:
     world_size: int
     spread: bool  # the ranks of a group are on hosts of their own
     compute_s: float
+    sum_s: tuple[float, float]  # how long an all-reduce between the groups takes, and a rendezvous
     checkpoint_every: int
     lighthouse: LighthouseConfig
     step: dict[str, Any]  # of StepConfig
@@ -53,8 +54,11 @@ class Setting:
 
 def setting(seed: int, groups: int, steps: int) -> Setting:
     """Everything that is drawn for a run, but for what happens inside it."""
-    dice = World(seed).dice("setting")
+    dice, more = World(seed).dice("setting"), World(seed).dice("sums")
     compute_s = dice.between(0.15, 0.4)
+    # Most jobs compute for longer than they sum. In the others much may happen to a sum.
+    sum_s, breaks = ((0.02, 0.08), False) if more.chance(0.75) else ((0.1, 0.6), True)
+    duration_s = steps * compute_s * 1.3
     return Setting(
         seed=seed,
         groups=groups,
@@ -62,6 +66,7 @@ def setting(seed: int, groups: int, steps: int) -> Setting:
         world_size=dice.pick((1, 1, 2, 3)),
         spread=dice.chance(0.5),
         compute_s=compute_s,
+        sum_s=sum_s,
         checkpoint_every=dice.pick((5, 20)),
         lighthouse=LighthouseConfig(
             min_replicas=1 + dice.index(min(groups, 3)) if dice.chance(0.7) else 1 + groups // 2,
@@ -73,7 +78,7 @@ def setting(seed: int, groups: int, steps: int) -> Setting:
             "every_step": dice.chance(0.1),
             "skip_unable": dice.chance(0.8),
         },
-        faults=faults.draw(dice, groups, steps * compute_s * 1.3),
+        faults=faults.draw(dice, groups, duration_s) + (faults.interrupted(more, duration_s) if breaks else ()),
     )
 
 
@@ -100,7 +105,7 @@ class Cluster:
         self.dice = self.world.dice("cluster")
         self.times = setting.lighthouse.times
         self.network = Network(self.world, faults.quality(self.world.dice("quality")))
-        self.collectives = Collectives(self.world, self.network, seconds=(0.02, 0.08))
+        self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)
         self.truth = Truth(self)
         self.state_file: dict[str, Any] | None = {}
         self.lighthouse: LighthouseNode | None = None
@@ -305,6 +310,8 @@ class Cluster:
             if fault.share < 0.3:  # and no previous member is left that could follow
                 for one in live:
                     one.kill()
+        elif fault.kind == faults.BROKEN:
+            group.break_connection()
         elif fault.kind == "not a number":
             group.nan_attempts = 1 + int(fault.share * 3.5)
 

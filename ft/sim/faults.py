@@ -30,6 +30,7 @@ KINDS = {
     "not a number": 6,
     "shrink asked": 3,
 }
+BROKEN = "connection broken"  # drawn apart from these, by `interrupted`
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,15 @@ def draw(dice: Dice, groups: int, duration_s: float) -> tuple[Fault, ...]:
         # Most are short; some outlast the heartbeat timeout (5 s), the heal grace and the takeover (30 s).
         lasts_s = dice.pick((dice.between(0.05, 2.0), dice.between(2.0, 8.0), dice.between(8.0, 45.0)))
         found.append(Fault(at_s, _kind(dice), dice.index(1000), lasts_s, dice.random()))
+    return tuple(sorted(found, key=lambda fault: fault.at_s))
+
+
+def interrupted(dice: Dice, duration_s: float) -> tuple[Fault, ...]:
+    """Connections between group servers and the lighthouse that break: the group lives, is lost at once, and returns within a second. So
+    it may have committed a step that the others, told of its loss, have given up and make again without it."""
+    found = [
+        Fault(dice.between(0.0, 0.66 * duration_s), BROKEN, dice.index(1000), 0.0, 0.0) for _ in range(dice.index(9))
+    ]
     return tuple(sorted(found, key=lambda fault: fault.at_s))
 
 

@@ -196,6 +196,7 @@ class Truth:
             record = self._new(
                 effect, part.quorum_id, tuple(sums.gradients), self.commits_by_id.get(parent_id, self.initial)
             )
+        record.era = self.era  # made once more, the very same, after the job went back to before it
         require(
             record.parent is None or record.parent.commit_id == parent_id or record.step == 1,
             f"{who}: {commit_id} after {parent_id}, elsewhere after another",

@@ -177,10 +177,14 @@ class Network:
         if self.is_cut(to.other.process, to.process):
             to.held.append(message)
         elif to.process.site != to.other.process.site and self._happens("stream broken", self.quality.broken):
-            self._in_order(to, self._close, to)
-            self._in_order(to.other, self._close, to.other)
+            self.snap(to)
         else:
             self._in_order(to, self._arrive, to, message)
+
+    def snap(self, end: End) -> None:
+        """The connection is gone, and both ends hear of it."""
+        self._in_order(end, self._close, end)
+        self._in_order(end.other, self._close, end.other)
 
     def carry_close(self, to: End) -> None:
         if not self.is_cut(to.other.process, to.process):

@@ -147,7 +147,7 @@ def never_seen(found: list[Run]) -> list[str]:
 
 def must_occur() -> list[str]:
     """Every fault, event and effect, the reasons to wait, and the ways in which a collective and a message end."""
-    words = [f"fault: {kind}" for kind in faults.KINDS]
+    words = [f"fault: {kind}" for kind in (*faults.KINDS, faults.BROKEN)]
     words += [f"event: {kind.__name__}" for kind in m.Event.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
     words += [f"effect: {kind.__name__}" for kind in m.Effect.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
     words += [f"step: {before} to {after}" for before, ways in STEPS.items() for after in ways]

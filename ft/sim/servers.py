@@ -317,6 +317,11 @@ class GroupNode:
         stream.message = self._heard
         stream.closed = lambda: self.world.after(again, self.process, self._connect, replica_id)
 
+    def break_connection(self) -> None:
+        """To the lighthouse."""
+        if self._stream is not None and self._stream.open:
+            self.network.snap(self._stream)
+
     def _beat(self) -> None:
         if self._stream is not None and self._stream.open:
             self._stream.send((self.world.now_s, self._report()))

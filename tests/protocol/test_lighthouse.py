@@ -626,6 +626,36 @@ def test_a_quorum_holds_one_kind_of_members():
     assert refusal == ("FAILED_PRECONDITION", "this job's quorums hold members of pharos; torchft cannot join them")
 
 
+@pytest.mark.parametrize(("job", "stranger"), [("pharos", "torchft"), ("torchft", "pharos")])
+def test_whoever_is_of_the_other_kind_is_refused_and_not_remembered(job: Kind, stranger: Kind):
+    """Not by its beats either: a heartbeat alone makes a member of torchft healthy, and the majority would be counted with it."""
+    talk = formed("ab", job)
+    reason = f"this job's quorums hold members of {job}; {stranger} cannot join them"
+    words: list[m.Event] = [m.Call(Member("z:1"), stranger), m.Beat("z:1", stranger), m.Beat("a:1", stranger)]
+    if stranger == "pharos":
+        known = m.Quorum(9, (Member("z:1"),), (0, 0, ""), "another job")
+        words += [m.StreamOpened("z:1", known), m.Report("z:1", 3)]
+    for word in words:
+        assert refusals(talk.say(word)) == [("FAILED_PRECONDITION", reason)], word
+    assert talk.quorum == (1, "ab") and talk.machine.saved.epoch == "job"
+    if stranger == "pharos":  # nor is it mourned
+        assert talk.say(m.Leave("a:1", clean=True, reason="done")) == talk.say(m.StreamClosed("z:1")) == []
+    assert [type(effect) for effect in talk.calls("ab", 1)] == [m.Persist, m.Answer], "nobody waits for z"
+    assert talk.quorum == (1, "ab")
+
+
+def test_who_beats_before_the_first_call_counts_for_a_job_of_its_kind_alone():
+    beats = [m.Beat(f"{name}:1", "torchft") for name in "xyz"]
+    ours = Talk("pharos")
+    assert [ours.say(beat) for beat in beats] == [[], [], []], "it may become theirs"
+    ours.call("a")
+    assert ours.quorum == (1, "a") and "1 of 1 healthy" not in ours.reason
+    theirs = Talk("torchft")
+    for beat in beats:
+        theirs.say(beat)
+    assert theirs.call("x") == [] and theirs.reason.startswith("1 of 3 healthy groups have called")
+
+
 def test_another_layout_is_refused_by_name():
     talk = Talk(min_replicas=2)
     talk.call("a", shape=(("layout", "1"), ("dtypes", "1")))

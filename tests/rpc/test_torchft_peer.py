@@ -1,39 +1,24 @@
-"""torchft's own clients and servers (the Rust ones of its wheel) with ours. Needs `pip install --no-deps torchft-nightly`; where it
-cannot be had, the same messages are tested from our side in test_lighthouse_server.py and test_group_server.py."""
+"""torchft's clients and servers with ours, over the wire that they share. How they come here: peer.py.
+
+A conversation is a function of an API: `ft` here, or torchft's extension in the peer's process. The rules are in test_torchft_rules.py.
+"""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft import LighthouseServer
+import ft
 from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import Settings
+from tests.rpc.peer import SOON, Peer
 
-SOON = timedelta(seconds=20)
-
-
-def _torchft() -> Any:
-    """The extension alone: the package around it would load torch and telemetry."""
-    found = importlib.util.find_spec("torchft")
-    files = list(Path(str(found.origin)).parent.glob("_torchft*.so")) if found else []
-    if not files:
-        pytest.skip("needs torchft's wheel: pip install --no-deps torchft-nightly", allow_module_level=True)
-    loader = importlib.machinery.ExtensionFileLoader("_torchft", str(files[0]))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_torchft", loader))  # type: ignore[arg-type]
-    loader.exec_module(module)
-    return module
-
-
-torchft = _torchft()
+LEASE = timedelta(milliseconds=300)
 
 
 @pytest.fixture
@@ -42,105 +27,156 @@ def cleanup() -> Iterator[ExitStack]:
         yield stack
 
 
-def _lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str:
-    server = LighthouseServer("[::]:0", min_replicas, **options)
+def our_lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str:
+    server = ft.LighthouseServer("[::]:0", min_replicas, **options)
     cleanup.callback(server.shutdown)
     return server.address()
 
 
-def _ask(client: Any, rank: int, step: int = 0) -> Callable[[], Any]:
-    return lambda: client._quorum(
-        group_rank=rank,
-        step=step,
-        checkpoint_metadata=f"meta {rank}",
-        shrink_only=False,
-        timeout=SOON,
-        commit_failures=0,
-        reconfigure_handle="",
-        init_sync=True,
-    )
-
-
-def _together(*calls: Callable[[], Any]) -> list[Any]:
+def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(60) for future in [threads.submit(call) for call in calls]]
 
 
-def test_their_client_and_our_lighthouse(cleanup: ExitStack):
-    address = _lighthouse(cleanup, 1)
-    client = torchft.LighthouseClient(address, SOON)
-    result = client.quorum(
-        "a", SOON, address="localhost", store_address="localhost:1", step=1, world_size=1, data={"my": 1234}
-    )
-    [member] = result.participants
-    assert (member.replica_id, member.data["my"], member.step) == ("a", 1234, 1)
+# ------------------------------------------------------------------------------------------------ lighthouses and their clients
+
+
+@pytest.mark.parametrize("whose_client", ["ours", "theirs"])
+@pytest.mark.parametrize("whose_lighthouse", ["ours", "theirs"])
+def test_any_client_and_any_lighthouse(whose_client: str, whose_lighthouse: str, peer: Peer, cleanup: ExitStack):
+    """Data and defaults, ids, order, and who is alive: each client hears the same from each lighthouse."""
+
+    def talk(conversation: Callable[..., Any], address: str) -> Any:
+        return conversation(ft, address) if whose_client == "ours" else peer.run(conversation, address)
+
+    def lighthouse(min_replicas: int, **options: int) -> str:
+        if whose_lighthouse == "ours":
+            return our_lighthouse(cleanup, min_replicas, **options)
+        return cleanup.enter_context(peer.lighthouse(min_replicas, **options))
+
+    alone, again, bare, seconds, created = talk(one_alone, lighthouse(1))
+    assert alone == [("a", "here", "here:1", 7, 3, False, {"my": 1234, "list": [1, None, "x"]})]
+    assert bare == [("a", "", "", 0, 1, False, None)]
+    assert again == 0 and abs(created - seconds) < 60
+    assert talk(two_at_once, lighthouse(2)) == [["a", "b"], ["a", "b"]]
+    assert talk(silence_is_death, lighthouse(1, heartbeat_timeout_ms=300)) == ["b"]
+    said = talk(too_late, lighthouse(2))
+    assert "Timeout expired" in said or whose_client == "ours"  # grpc has a clock of its own, which may come first
+
+
+def one_alone(api: Any, address: str) -> tuple[list[Any], int, list[Any], float, float]:
+    import time
+
+    client = api.LighthouseClient(address, SOON)
+    first = client.quorum("a", SOON, "here", "here:1", 7, 3, False, {"my": 1234, "list": [1, None, "x"]})
     client.heartbeat("a")
-    assert client.quorum("a", SOON).quorum_id == result.quorum_id
+    bare = client.quorum(replica_id="a", timeout=SOON)
+    return _members(first), bare.quorum_id - first.quorum_id, _members(bare), time.time(), first.created.seconds
 
 
-def test_their_client_sees_a_timeout_as_one(cleanup: ExitStack):
-    client = torchft.LighthouseClient(_lighthouse(cleanup, 2), SOON)
-    with pytest.raises(TimeoutError):
-        client.quorum("a", timedelta(milliseconds=300))
+def two_at_once(api: Any, address: str) -> list[list[str]]:
+    clients = {name: api.LighthouseClient(address, SOON) for name in ("b", "a")}
+    answers = together(*(lambda name=name: clients[name].quorum(name, SOON) for name in clients))
+    return [[member.replica_id for member in answer.participants] for answer in answers]
 
 
-def test_their_groups_and_our_lighthouse(cleanup: ExitStack):
-    """Two of their ManagerServers, two ranks each: first step, heal, commit."""
-    address = _lighthouse(cleanup, 2)
-    servers = [_their_group(name, address, cleanup) for name in ("a", "b")]
-    clients = [[torchft.ManagerClient(server.address(), SOON) for _ in range(2)] for server in servers]
-    calls = [_ask(client, rank) for group in clients for rank, client in enumerate(group)]
-    first = _together(*calls)
-    assert len({answer.quorum_id for answer in first}) == 1
-    assert {answer.replica_world_size for answer in first} == {2}
-    second = _together(
-        *(_ask(c, rank, step) for step, group in zip((3, 0), clients, strict=True) for rank, c in enumerate(group))
-    )
-    assert [answer.heal for answer in second] == [False, False, True, True]
-    assert second[2].recover_src_manager_address == servers[0].address()
-    assert clients[1][0]._checkpoint_metadata(1, SOON) == "meta 1"
+def silence_is_death(api: Any, address: str) -> list[str]:
+    """A beat alone makes `a` one that is waited for; b, which goes on beating, gets a quorum once `a` has been silent."""
+    client = api.LighthouseClient(address, SOON)
+    client.heartbeat("a")
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(client.quorum, "b", SOON)
+        while not call.done():
+            client.heartbeat("b", SOON)
+        return [member.replica_id for member in call.result().participants]
 
 
-def _their_group(name: str, address: str, cleanup: ExitStack) -> Any:
-    server = torchft.ManagerServer(
-        replica_id=name,
-        lighthouse_addr=address,
-        hostname="localhost",
-        bind="[::]:0",
-        store_addr=f"{name}:1",
-        world_size=2,
-        heartbeat_interval=timedelta(milliseconds=100),
-        connect_timeout=SOON,
-        quorum_retries=0,
-    )
-    cleanup.callback(server.shutdown)
-    return server
+def too_late(api: Any, address: str) -> str:
+    client = api.LighthouseClient(addr=address, connect_timeout=SOON)
+    with pytest.raises(TimeoutError) as caught:
+        client.quorum("a", LEASE)
+    return str(caught.value)
 
 
-def test_their_ranks_and_our_group_server(cleanup: ExitStack):
-    """One of our groups beside one of theirs, under our lighthouse: quorum, votes, metadata."""
-    address = _lighthouse(cleanup, 2)
+def _members(quorum: Any) -> list[Any]:
+    names = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data")
+    return [tuple(getattr(member, name) for name in names) for member in quorum.participants]
+
+
+# ------------------------------------------------------------------------------------------------ groups' servers and their ranks
+
+
+def test_their_groups_and_our_lighthouse(peer: Peer, cleanup: ExitStack):
+    """Two of their ManagerServers, two ranks each: the first step, a group that heals, and where it heals from."""
+    address = our_lighthouse(cleanup, 2)
+    servers = [cleanup.enter_context(peer.group(name, address)) for name in ("a", "b")]
+    first = peer.run(quorum, servers, (0, 0))
+    assert len({answer["quorum_id"] for answer in first}) == 1
+    assert {answer["replica_world_size"] for answer in first} == {2}
+    assert [answer["replica_ids"] for answer in first] == [["a", "b"]] * 4
+    second = peer.run(quorum, servers, (3, 0))
+    assert [answer["heal"] for answer in second] == [False, False, True, True]
+    assert {answer["recover_src_manager_address"] for answer in second[2:]} == {servers[0]}
+    assert {answer["quorum_id"] for answer in second} == {first[0]["quorum_id"]}, "the same members"
+    assert peer.run(metadata, servers[1], 1) == "state of rank 1"
+
+
+def test_their_ranks_and_our_group_server(peer: Peer, cleanup: ExitStack):
+    """One of our groups beside one of theirs, under our lighthouse: quorum, metadata, votes."""
+    address = our_lighthouse(cleanup, 2)
     ours = GroupProcess(Settings("a", 2, address, "a:1", wire="torchft"))
     cleanup.callback(ours.close)
-    theirs = _their_group("b", address, cleanup)
-    clients = [[torchft.ManagerClient(where, SOON) for _ in range(2)] for where in (ours.address, theirs.address())]
-    answers = _together(*(_ask(client, rank) for group in clients for rank, client in enumerate(group)))
-    assert len({answer.quorum_id for answer in answers}) == 1
-    assert [answer.replica_rank for answer in answers] == [0, 0, 1, 1]
-    assert clients[0][0]._checkpoint_metadata(1, SOON) == "meta 1"
-    votes = _together(
-        *(lambda rank=rank: clients[0][rank].should_commit(rank, 0, rank == 0, SOON) for rank in range(2))
+    servers = [ours.address, cleanup.enter_context(peer.group("b", address))]
+    answers = peer.run(quorum, servers, (4, 0))
+    assert len({answer["quorum_id"] for answer in answers}) == 1
+    assert [answer["replica_rank"] for answer in answers] == [0, 0, 1, 1]
+    assert [answer["heal"] for answer in answers] == [False, False, True, True]
+    assert {answer["store_address"] for answer in answers} == {"a:1"}, "of the only group at the highest step"
+    assert [answer["reconfigure_handles"] for answer in answers] == [["handle 0"] * 2, ["handle 1"] * 2] * 2
+    assert peer.run(metadata, servers[0], 1) == "state of rank 1"
+    assert peer.run(votes, servers[0], 4, [True, False]) == [False, False]
+    assert peer.run(votes, servers[0], 4, [True, True]) == [True, True]
+
+
+def test_our_group_server_and_their_lighthouse(peer: Peer, cleanup: ExitStack):
+    """Both of ours, and they beat: one that is asked for a quorum waits for the other that is alive."""
+    address = cleanup.enter_context(peer.lighthouse(1, join_timeout_ms=60_000))
+    servers = [GroupProcess(Settings(name, 1, address, f"{name}:1", wire="torchft")) for name in ("a", "b")]
+    for server in servers:
+        cleanup.callback(server.close)
+    answers = peer.run(quorum, [server.address for server in servers], (5, 2), 1)
+    assert [(x["replica_rank"], x["max_step"], x["heal"]) for x in answers] == [(0, 5, False), (1, 5, True)]
+    assert answers[1]["recover_src_manager_address"] == servers[0].address
+
+
+def quorum(torchft: Any, servers: list[str], steps: tuple[int, ...], ranks: int = 2) -> list[dict[str, Any]]:
+    """What each rank of each group, at the step of its group, is told."""
+
+    def ask(server: str, rank: int, step: int) -> Any:
+        client = torchft.ManagerClient(server, SOON)
+        return client._quorum(
+            group_rank=rank,
+            step=step,
+            checkpoint_metadata=f"state of rank {rank}",
+            shrink_only=False,
+            timeout=SOON,
+            commit_failures=0,
+            reconfigure_handle=f"handle {rank}",
+            init_sync=True,
+        )
+
+    asked = [(server, rank, step) for server, step in zip(servers, steps, strict=True) for rank in range(ranks)]
+    answers = together(*(lambda one=one: ask(*one) for one in asked))
+    names = [name for name in dir(answers[0]) if not name.startswith("_")]
+    return [{name: getattr(answer, name) for name in names} for answer in answers]
+
+
+def metadata(torchft: Any, server: str, rank: int) -> Any:
+    return torchft.ManagerClient(server, SOON)._checkpoint_metadata(rank, SOON)
+
+
+def votes(torchft: Any, server: str, step: int, wanted: list[bool]) -> list[bool]:
+    clients = [torchft.ManagerClient(server, SOON) for _ in wanted]
+    return together(
+        *(lambda r=rank, yes=yes: clients[r].should_commit(r, step, yes, SOON) for rank, yes in enumerate(wanted))
     )
-    assert votes == [False, False]
-    votes = _together(*(lambda rank=rank: clients[0][rank].should_commit(rank, 1, True, SOON) for rank in range(2)))
-    assert votes == [True, True]
-
-
-def test_our_group_server_and_their_lighthouse(cleanup: ExitStack):
-    lighthouse = torchft.LighthouseServer("[::]:0", 1, join_timeout_ms=100)
-    cleanup.callback(lighthouse.shutdown)
-    port = lighthouse.address().rpartition(":")[2]
-    ours = GroupProcess(Settings("a", 1, f"http://localhost:{port}", "a:1", wire="torchft"))
-    cleanup.callback(ours.close)
-    answer = _ask(torchft.ManagerClient(ours.address, SOON), 0, 5)()
-    assert (answer.replica_world_size, answer.max_step, answer.heal) == (1, 5, False)
