@@ -159,5 +159,5 @@ BUGS = {
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
     "stale vote accepted": Bug(Machines(group=StaleVote), 112, "decides yes on"),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 503, "second version of settled"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 105, "second version of settled"),
 }
