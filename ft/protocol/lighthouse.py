@@ -650,14 +650,16 @@ class Lighthouse:
             self._lose([last], f"all others waited {limit_s:g} s for it")
 
     def _end_crossed_waits(self, now_s: float) -> None:
-        """Members that ask for a quorum and members that wait for them in the collective: neither wait would end by itself."""
+        """Members that ask for a quorum, or have left, and members that wait for them in the collective: no wait would end by itself."""
         generation, asking = self._generation, self._present.keys()
-        if not asking or generation.failed or len(asking) == len(self._previous):
+        away = asking | self._gone
+        if not away or generation.failed or len(away) == len(self._previous):
             generation.crossed_since_s = None
-        elif self._previous - asking <= generation.waiting:
+        elif self._previous - away <= generation.waiting:
             since_s = generation.crossed_since_s = generation.crossed_since_s or now_s
             if now_s - since_s >= 2 * self.config.times.beat_s:
-                self._fail_generation(f"{min(asking)} asks for a quorum, and all others wait for it", *asking)
+                verb = "asks for a quorum" if asking else "has left"
+                self._fail_generation(f"{min(asking or away)} {verb}, and all others wait for it", *asking)
         else:
             generation.crossed_since_s = None
 

@@ -625,7 +625,8 @@ class HealEnded(Event):
 
 @dataclass(frozen=True)
 class Leaving(Event):
-    """The trainer means to go after the coming commit (SIGTERM, the last step): the others are told in the tail."""
+    """The trainer means to go (SIGTERM, the last step). To be said at a step's boundary, by all ranks of the group at the same one: its
+    tail tells the others, and CommitStep.leave says when to go."""
 
 
 # ------------------------------------------------------------------------------------------------ step: effects
@@ -717,6 +718,7 @@ class CommitStep(Effect):
     mean_loss: float
     quorum_size: int
     held: bool = False
+    leave: bool = False  # the others know that this group goes now
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Step:
         self._failed = False  # the generation did
         self._doomed = ""  # a notice said that it will
         self._wants_change = ""  # to be announced in the next tail
-        self._leaving = False
+        self._leaving = self._told_leaving = False
         self._restored: int | None = None
         self._questions = 0
         self._place = 0  # the step that the group's collectives are at: `step`, or further when sums are held
@@ -281,7 +281,7 @@ class Step:
             ok=0.0 if unable and not self._excused else 1.0,
             change=1.0 if self._wants_change or self._leaving else 0.0,
         )
-        zeros = not usable
+        self._told_leaving, zeros = self._leaving, not usable
         self._emit(
             m.LaunchTail(self.part.quorum_id, self._attempt, self._place, tail.values, zeros, again and not zeros)
         )
@@ -381,8 +381,10 @@ class Step:
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
         gave = {m.process_of(owners[slot]) for slot in entry.contributed}
         contributors = tuple(rank for rank, i in enumerate(part.members) if m.process_of(i) in gave)
-        loss = tail.loss_sum / tail.divisor
-        self._emit(m.CommitStep(self.step, self.commit_id, tail.divisor, contributors, loss, len(part.members), held))
+        loss, leave = tail.loss_sum / tail.divisor, self._told_leaving and not held
+        self._emit(
+            m.CommitStep(self.step, self.commit_id, tail.divisor, contributors, loss, len(part.members), held, leave)
+        )
         self._mine, self._excused, self._agains = None, False, 0
         self.reason = f"step {self.step} is committed"
         if not self._due:

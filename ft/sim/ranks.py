@@ -73,7 +73,6 @@ class RankNode:
         self.weights: int | None = INITIAL  # None: void, the state is arriving
         self.commit_id = ""  # of the weights, as the truth knows them
         self.waiting = False
-        self.leaving = False
         self.progress_s = self.world.now_s
         self._part: m.Part | None = None
         self._kept = Given((), {}, {})
@@ -133,6 +132,12 @@ class RankNode:
         if self.process.alive:
             self.world.note(self.process.name, f"exits: {why}")
             self.world.kill(self.process)
+
+    def _begin(self) -> None:
+        leaves_at = self.group.leaves_at
+        if leaves_at is not None and self.machine.step >= leaves_at:
+            self.feed(m.Leaving())
+        self.feed(m.Begin())
 
     def _tick(self) -> None:
         self.feed(m.Tick())
@@ -302,10 +307,10 @@ class RankNode:
         self.truth.commits(self, effect, self._part, sums, parent)
         if effect.step % self.cluster.setting.checkpoint_every == 0:
             self._checkpoints[effect.step] = self.snapshot()
-        if self.leaving and not effect.held:
+        if effect.leave:
             self.group.rank_left()
         elif not effect.held:
-            self.world.after(OPTIMIZER_S, self.process, self.feed, m.Begin())
+            self.world.after(OPTIMIZER_S, self.process, self._begin)
 
     # -- healing ----------------------------------------------------------------------------------------------------
 

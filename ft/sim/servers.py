@@ -169,6 +169,7 @@ class GroupNode:
         self.slow = 1.0
         self.ended = False
         self.left = False
+        self.leaves_at: int | None = None  # all ranks mean to go when they begin this step
         self.nan_attempts = 0
         self._departed = 0
         self.compute_s = cluster.dice.between(0.9, 1.1)
@@ -346,9 +347,7 @@ class GroupNode:
     def wants_to_leave(self) -> None:
         """Scale-down, SIGTERM: the ranks go after their next commit, and nobody starts them again."""
         self.cluster.name_of(self).wanted = False
-        for rank in self.ranks:
-            rank.leaving = True
-            rank.feed(m.Leaving())
+        self.leaves_at = 1 + max(rank.machine.step for rank in self.ranks)
 
     def rank_left(self) -> None:
         self._departed += 1

@@ -539,6 +539,16 @@ def test_members_that_ask_and_members_that_wait_for_them_are_freed():
     assert talk.quorum == (2, "ab")
 
 
+def test_members_that_wait_for_one_that_has_left_are_freed():
+    talk = formed("abc")
+    talk.say(m.Leave("c:1"))
+    for name in "ab":
+        talk.say(m.Report(f"{name}:1", 1, 1, waiting=True))
+    said = talk.beats("ab", 1.9)
+    assert notices(said) == []
+    assert ("Abandoned", ("a:1", "b:1")) in notices(talk.beats("ab", 2.3))
+
+
 def test_a_member_that_has_gone_on_since_it_was_put_in_is_put_in_anew():
     """Found by simulation: it got the answer again, which said to go on from a state that was no longer its own, without healing."""
     talk = formed("ab")

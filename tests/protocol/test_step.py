@@ -130,6 +130,18 @@ def test_who_means_to_leave_says_so_in_its_last_tail():
     assert only(m.LaunchTail, rank.see(Computed((10.0,), 25.0))).tail[-1] == 1
 
 
+def test_who_says_too_late_that_it_leaves_stays_for_another_step():
+    """Found by simulation: it went at a commit of which the others knew nothing, and they waited for it in the next step."""
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    rank.see(m.Leaving())
+    assert not only(m.CommitStep, rank.finish()).leave
+    rank.see(m.Begin())
+    rank.see(Computed((10.0,), 25.0))
+    assert only(m.CommitStep, rank.finish(change=True)).leave
+
+
 def test_a_step_is_settled_when_a_later_one_committed_in_the_same_generation():
     rank = Rank()
     rank.enter()
