@@ -205,7 +205,7 @@ class Lighthouse:
         )  # of the previous members: one that was lost comes back under another id
         self._members: dict[str, Member] = {}  # of the quorum, as they called
         self._again = False  # it was issued again under its id
-        self._gone: set[str] = set()  # previous members that left
+        self._gone: set[str] = set()  # previous members that left on purpose
         self._present: dict[str, None] = {}  # in the order of their calls
         self._missing: set[str] = set()
         self._heirs: dict[str, None] = {}  # in the order of their calls
@@ -326,9 +326,10 @@ class Lighthouse:
         if replica_id not in self._peers or self._peers[replica_id].kind != "pharos":
             return
         if replica_id in self._previous:
-            self._gone.add(replica_id)
             self._claims.pop(m.name_of(replica_id), None)
         if event.clean:
+            if replica_id in self._previous:
+                self._gone.add(replica_id)
             self._forget(replica_id, event.reason)
             if replica_id in self._previous:
                 self._announce(f"{replica_id} {event.reason}")

@@ -40,6 +40,7 @@ class LighthouseNode:
             str, float
         ] = {}  # when those that have called, or were members, were last heard on their stream
         self._members: tuple[str, ...] = ()
+        self._left: set[str] = set()  # on purpose
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.Persist: self._persist,
             m.Answer: self._answer,
@@ -75,6 +76,8 @@ class LighthouseNode:
         else:
             call.answer(True)
             self._heard_s.pop(event.replica_id, None)  # it leaves
+            if event.clean:
+                self._left.add(event.replica_id)
         self.feed(event)
 
     def _cancelled(self, replica_id: str, call: Call) -> None:
@@ -121,7 +124,8 @@ class LighthouseNode:
             heard = {i for i in self._streams if self._heard_s.get(i, silent_s) > silent_s}
             asked = {*effect.quorum.ids, *self._waiting}
             heard -= self.machine._sitting.keys()
-            self.cluster.truth.majority(effect.quorum.ids, self._members, asked, heard)
+            before = tuple(i for i in self._members if i not in self._left)
+            self.cluster.truth.majority(effect.quorum.ids, before, asked, heard)
             self._members = effect.quorum.ids
         answer = m.LighthouseAnswered(effect.quorum, self.config.times)
         for replica_id in effect.replica_ids:

@@ -338,6 +338,18 @@ def test_leaving_costs_no_failed_step():
     assert notices(talk.say(m.Leave("b:1", clean=False))) == [("MemberLost", ("a:1",))]
 
 
+def test_who_leaves_because_it_fails_makes_no_fast_quorum():
+    """Found by simulation: one of two crashed, the other went on at once, without the one that had been waiting to come in."""
+    talk = formed("ab")
+    talk.call("c")
+    talk.say(m.Leave("b:1", clean=False))
+    talk.call("a", known=1, failed=True, number=1)
+    assert talk.quorum == (2, "ac")  # both, for both have called
+    talk.say(m.Leave("a:1", clean=False))
+    talk.call("d")
+    assert talk.quorum == (2, "ac") and talk.reason.startswith("1 of 2 healthy groups have called; more than half")
+
+
 def test_when_all_have_left_nobody_is_admitted_by_the_fast_rule():
     talk = formed("ab")
     talk.say(m.Leave("a:1"))
