@@ -59,7 +59,7 @@ class Truth:
         self.settled: Committed | None = None  # the newest settled step
         self.era = 0
         self.last_id = 0
-        self.members: tuple[str, ...] = ()  # of the newest quorum
+        self.newest = m.Quorum(0, ())
         self.forgetful = False  # the lighthouse's state file was lost: an id that nobody received may come again
         self._quorums: dict[tuple[str, int], tuple[str, ...]] = {}  # (epoch, id) -> members, of those issued
         self._entered: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -83,7 +83,8 @@ class Truth:
             quorum.quorum_id > self.last_id or self.forgetful,
             f"quorum id {quorum.quorum_id} after {self.last_id}: ids must grow",
         )
-        self.last_id, self.members = max(self.last_id, quorum.quorum_id), quorum.ids
+        self._goes_on(quorum)
+        self.last_id, self.newest = max(self.last_id, quorum.quorum_id), quorum
         require(
             len(quorum.members) >= self.min_replicas, f"quorum {quorum.quorum_id} of {quorum.ids}: below min_replicas"
         )
@@ -92,17 +93,22 @@ class Truth:
         require(len(set(names)) == len(names), "two lives of one group in", quorum.ids)
         absent = [replica_id for replica_id in answered if replica_id not in listening]
         require(not absent, f"quorum {quorum.quorum_id} names {absent}, who do not listen")
-        states = [member.state for member in quorum.members if not member.void]
-        best = max((state for state in states if self._is_of_this_job(state[2])), default=None)
-        require(best == quorum.reference, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {best}")
         self._keeps_history(quorum)
 
-    def _is_of_this_job(self, commit_id: str) -> bool:
-        """Not of what the job had come to before it went back to a checkpoint: who was away meanwhile may still hold that."""
-        record = self.commits_by_id.get(commit_id)
-        if record is None or record.era == self.era:
-            return True
-        return self.settled is not None and self.settled.at(record.step) is record
+    def _goes_on(self, quorum: m.Quorum) -> None:
+        """From the furthest state that is on the line of quorums: what was committed in an older generation than the previous quorum's,
+        beyond the state which that one chose, has been left behind. Where nobody of the previous quorum is there, all states count."""
+        states = [member.state for member in quorum.members if not member.void]
+        previous, processes = self.newest, set(map(m.process_of, self.newest.ids))
+        on_line = [s for s in states if s[1] >= previous.quorum_id or s[0] <= previous.reference[0]]
+        heirs = any(m.process_of(member.replica_id) in processes and not member.void for member in quorum.members)
+        allowed = {max(states, default=None)} if not heirs else {max(on_line, default=None)}
+        if self.forgetful:
+            allowed = {max(states, default=None), max(on_line, default=None)}
+        require(
+            quorum.reference in allowed,
+            f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {allowed}",
+        )
 
     def majority(self, ids: tuple[str, ...], before: tuple[str, ...], asked: set[str], heard: set[str]) -> None:
         """Unless all previous members are in it, more than half of those whom the lighthouse hears have asked for a quorum. A group that
@@ -210,7 +216,7 @@ class Truth:
         require(record.step == before + 1, f"step {record.step} follows step {before}")
         if self.settled is not None and record.step <= self.settled.step:
             # It held all sums when it was stopped, and wakes after the others have gone on: nobody can know, and it will heal.
-            away = part.quorum_id < self.last_id and part.replica_id not in self.members
+            away = part.quorum_id < self.last_id and part.replica_id not in self.newest.ids
             require(away, f"step {record.step} is committed again, as {record.commit_id}, and was settled")
             self.cluster.world.seen["a settled step was committed by one that was away"] += 1
         if parent is not None:
