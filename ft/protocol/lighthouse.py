@@ -243,6 +243,10 @@ class Lighthouse:
         """What a restart must know."""
         return Saved(self._epoch, self._last_id, self._settled, self._kind, self.quorum)
 
+    def __contains__(self, replica_id: str) -> bool:
+        """Whether it is one of the live ids."""
+        return replica_id in self._peers
+
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
         _HANDLERS[type(event)](self, event, now_s)
