@@ -458,12 +458,12 @@ class Lighthouse:
     def _repeats(self, event: Call) -> bool:
         """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost. A quorum
         that was issued again under its id shows by the member itself: it is as it was when it was answered, without a step since."""
-        if self.quorum is None or event.member.replica_id not in self._previous or event.failed:
+        if self.quorum is None or event.member.replica_id not in self._previous:
             return False
-        if event.known >= self.quorum.quorum_id and not (
-            self._again and self._members[event.member.replica_id] == event.member
-        ):
-            return False
+        if event.known >= self.quorum.quorum_id:  # else what it says has failed was an older one
+            same = self._again and self._members[event.member.replica_id] == event.member
+            if event.failed or not same:
+                return False
         return not self._generation.failed and not self._generation.lost and not self._gone
 
     # ---- failures that repeat

@@ -96,19 +96,15 @@ class Truth:
         self._keeps_history(quorum)
 
     def _goes_on(self, quorum: m.Quorum) -> None:
-        """From the furthest state that is on the line of quorums: what was committed in an older generation than the previous quorum's,
-        beyond the state which that one chose, has been left behind. Where nobody of the previous quorum is there, all states count."""
-        states = [member.state for member in quorum.members if not member.void]
-        previous, processes = self.newest, set(map(m.process_of, self.newest.ids))
-        on_line = [s for s in states if s[1] >= previous.quorum_id or s[0] <= previous.reference[0]]
-        heirs = any(m.process_of(member.replica_id) in processes and not member.void for member in quorum.members)
-        allowed = {max(states, default=None)} if not heirs else {max(on_line, default=None)}
-        if self.forgetful:
-            allowed = {max(states, default=None), max(on_line, default=None)}
-        require(
-            quorum.reference in allowed,
-            f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {allowed}",
-        )
+        """From the furthest state that a process of the previous quorum holds: what another one holds beyond that was left behind when
+        the previous quorum was formed without it. Where none of those is there, from the furthest of all."""
+        states = {m.process_of(x.replica_id): x.state for x in quorum.members if not x.void}
+        heirs = [states[process] for process in map(m.process_of, self.newest.ids) if process in states]
+        allowed = {max(heirs or states.values(), default=None)}
+        if self.forgetful:  # the lighthouse may not know the previous one
+            allowed.add(max(states.values(), default=None))
+        went_on = quorum.reference in allowed
+        require(went_on, f"quorum {quorum.quorum_id} goes on from {quorum.reference}, not from {allowed}")
 
     def majority(self, ids: tuple[str, ...], before: tuple[str, ...], asked: set[str], heard: set[str]) -> None:
         """Unless all previous members are in it, more than half of those whom the lighthouse hears have asked for a quorum. A group that
