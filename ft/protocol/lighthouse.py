@@ -264,9 +264,9 @@ class Lighthouse:
             self._live[member.name] = member.replica_id
             if event.number < peer.number:
                 return  # a late copy of an older question
-            peer.number = event.number
+            retried, peer.number = event.number == peer.number, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
-            if self._repeats(event):
+            if self._repeats(event, retried=retried):
                 if member.state == self._members[member.replica_id].state:
                     self._emit(m.Answer((member.replica_id,), self._current))
                     return
@@ -455,14 +455,13 @@ class Lighthouse:
                 self._see(member.replica_id, self._kind, now_s)
         self._take(quorum, _Generation(), now_s)
 
-    def _repeats(self, event: Call) -> bool:
-        """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost. A quorum
-        that was issued again under its id shows by the member itself: it is as it was when it was answered, without a step since."""
+    def _repeats(self, event: Call, *, retried: bool) -> bool:
+        """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost. Where the
+        quorum was issued again under its id, it is the same question that shows it."""
         if self.quorum is None or event.member.replica_id not in self._previous:
             return False
         if event.known >= self.quorum.quorum_id:  # else what it says has failed was an older one
-            same = self._again and self._members[event.member.replica_id] == event.member
-            if event.failed or not same:
+            if event.failed or not (retried and self._again):
                 return False
         return not self._generation.failed and not self._generation.lost and not self._gone
 

@@ -25,6 +25,7 @@ class Talk:
         saved, fresh = config.pop("saved", None), config.pop("fresh", True)
         self.machine = Lighthouse(LighthouseConfig(**config), 0.0, epoch="job", saved=saved, fresh=fresh)
         self.kind, self.now_s = kind, 0.0
+        self.asked: dict[str, int] = {}  # the number of each group's newest question
 
     def say(self, event: m.Event, at: float | None = None) -> list[m.Effect]:
         self.now_s = self.now_s if at is None else at
@@ -36,6 +37,9 @@ class Talk:
         }
         commit = {"commit_id": f"c{step}", "commit_quorum_id": max(0, min(step, 1))} if self.kind == "pharos" else {}
         member = Member(**{"replica_id": f"{name}:{id_}", "step": step, **commit, **fields})
+        if self.kind == "pharos":
+            more.setdefault("number", self.asked.get(name, 0) + 1)
+            self.asked[name] = more["number"]
         return self.say(m.Call(member, self.kind, **more), at)
 
     def calls(self, names: str, at: float | None = None, **more: Any) -> list[m.Effect]:
@@ -325,9 +329,9 @@ def test_an_answer_that_got_lost_is_repeated():
     [answer] = talk.call("a", known=0)
     assert isinstance(answer, m.Answer) and answer.quorum.quorum_id == 1
     talk.calls("ab", known=1, step=1)  # the same members: issued again under the same id
-    [answer] = talk.call("a", known=1, step=1)
+    [answer] = talk.call("a", known=1, step=1, number=talk.asked["a"])
     assert isinstance(answer, m.Answer) and answer.quorum.reference[0] == 1
-    assert talk.call("a", known=1, step=2) == []  # a step further: it asks for the next
+    assert talk.call("a", known=1, step=1) == []  # a new question, for it knows of a change: it asks for the next
 
 
 def test_leaving_costs_no_failed_step():
