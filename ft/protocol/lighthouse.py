@@ -264,7 +264,7 @@ class Lighthouse:
             self._live[member.name] = member.replica_id
             if event.number < peer.number:
                 return  # a late copy of an older question
-            retried, peer.number = event.number == peer.number, event.number
+            retried, peer.number = 0 < event.number == peer.number, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if self._repeats(event, retried=retried):
                 if member.state == self._members[member.replica_id].state:
