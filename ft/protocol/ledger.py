@@ -36,7 +36,9 @@ class Ledger:
         self.holes: list[int] = []  # sorted
         self.unable: dict[int, int] = {}  # hole -> times
         self.skipped: list[int] = []
-        self.pending: dict[int, str] = {}  # the open deal: slot -> replica_id, in replica_rank order
+        self.pending: dict[
+            int, str
+        ] = {}  # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
 
     def deal(self, participants: Sequence[str]) -> dict[int, str]:
         """The deal of the coming step. An open one is kept, whoever is there now: a dead group's slots become holes at the commit."""

@@ -12,6 +12,7 @@ each effect asks of the driver is said at its class.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 VOID = -1  # the step of a group whose state is incomplete, for it is healing
@@ -110,6 +111,7 @@ def _fits(rung: str, below: float, length: float) -> bool:
     return below <= length if rung in ("takeover_s", "collective_s") else below < length
 
 
+@lru_cache(4096)  # asked for each member of each deal, by each rank
 def process_of(replica_id: str) -> str:
     """The id without the count of its returns: "left:4f2a.2" was "left:4f2a" before it was lost, and is the same process."""
     name, colon, unique = replica_id.partition(":")

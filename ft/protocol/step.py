@@ -117,6 +117,8 @@ class Step:
         self._agains = 0
         self._failures = 0
         self._width = 0  # slots in the tail of this step
+        self._deal: dict[int, str] = {}
+        self._owned: tuple[int, ...] = ()  # of that deal, the slots of this group
         self._mine: m.Computed | None = None  # this group's figures; its gradients are kept
         self._excused = False  # the others know that this group's slot is of no use
         self._failure: m.ReduceFailed | None = None
@@ -255,8 +257,11 @@ class Step:
         """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
         if self.void or self._late or self.part is None:
             return ()
-        me = m.process_of(self.part.replica_id)
-        return tuple(slot for slot, owner in self.ledger.pending.items() if m.process_of(owner) == me)
+        deal, me = self.ledger.pending, m.process_of(self.part.replica_id)
+        if deal is not self._deal:  # a deal is replaced, never changed, and a rank is of one process: found once
+            self._deal = deal
+            self._owned = tuple(slot for slot, owner in deal.items() if m.process_of(owner) == me)
+        return self._owned
 
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None

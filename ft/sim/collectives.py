@@ -105,11 +105,11 @@ class Collectives:
     def _complete(self, work: Work, member: Member) -> None:
         if member.over or work.broken:
             return
-        processes = [other.process for other in work.members.values()]
-        hindered = any(other.stopped for other in processes) or (
-            bool(self.network.cuts) and any(self.network.is_cut(a, b) for a in processes for b in processes)
-        )
-        if hindered:  # TCP goes on where it was, some time after the hindrance is gone
+        hindered = self.world.stopped or self.network.cuts  # rarely so: then who of the members is?
+        processes = [other.process for other in work.members.values()] if hindered else []
+        if any(process.stopped for process in processes) or self.network.parts(
+            processes
+        ):  # TCP goes on where it was, some time after the hindrance is gone
             self.world.after(0.2, member.process, self._complete, work, member)
             return
         self._end(work, member, work.result)

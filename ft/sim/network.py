@@ -8,7 +8,7 @@ closes its streams, a dead host is only silent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ class Cut:
 
     def stops(self, source: str, target: str) -> bool:
         return self._passes(source, target) or (not self.one_way and self._passes(target, source))
+
+    def parts(self, sites: frozenset[str]) -> bool:
+        """Whether it stops anything between any two of these."""
+        outside = sites - self.inside
+        return not sites.isdisjoint(self.inside) and bool(outside if self.outside is None else outside & self.outside)
 
     def _passes(self, source: str, target: str) -> bool:
         return source in self.inside and target not in self.inside and (self.outside is None or target in self.outside)
@@ -228,6 +233,13 @@ class Network:
 
     def _is_hidden(self, source: Process, target: Process) -> bool:
         return source.dark or target.dark or any(cut.stops(source.site, target.site) for cut in self.cuts)
+
+    def parts(self, processes: Collection[Process]) -> bool:
+        """Whether any two of them cannot reach each other. As is_cut for each pair, for what has members on many sites."""
+        sites = frozenset(process.site for process in processes)
+        if not self.cuts or len(sites) < 2:
+            return False
+        return any(process.dark for process in processes) or any(cut.parts(sites) for cut in self.cuts)
 
     def cut(self, cut: Cut) -> None:
         self.cuts.append(cut)
