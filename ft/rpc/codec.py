@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,7 +26,7 @@ W = TypeVar("W")
 P = TypeVar("P", bound=Message)
 
 MAX_TEXT = 512  # characters of an id, an address, a digest
-MAX_TEXTS = {"reason": 16 << 10, "data": 64 << 10, "checkpoint_metadata": 64 << 10, "reconfigure_handles": 64 << 10}
+MAX_TEXTS = {"reason": 4 << 10, "data": 64 << 10, "checkpoint_metadata": 64 << 10, "reconfigure_handles": 64 << 10}
 NOTICES = {m.MemberLost: "member_lost", m.Abandoned: "abandoned", m.ChangeAnnounced: "change_announced"}
 
 
@@ -48,7 +50,11 @@ def to_message(word: Any) -> Any:
 
 def from_message(word_type: type[W], message: Message, **given: Any) -> W:
     """The word that `message` says. given: fields that the wire leaves out. Raises ValueError."""
-    return word_type(**{name: decode(getattr(message, name), message) for name, _, decode in _plan(word_type)}, **given)
+    plan = _plan(word_type)
+    values = dict(zip(plan.names, plan.read(message), strict=True))
+    for name, decode in plan.decode:
+        values[name] = decode(values[name], message)
+    return word_type(**values, **given)
 
 
 def from_bytes(word_type: type[W], data: bytes, **given: Any) -> W:
@@ -97,31 +103,42 @@ def _message_type(word_type: type[Any]) -> type[Any]:
     return getattr(pharos_pb2, word_type.__name__)
 
 
-_PLANS: dict[type[Any], list[tuple[str, Any, Any]]] = {}
+@dataclass(frozen=True)
+class _Plan:
+    """How a word and its message are made of each other. Only fields that are not simply the same cost a call of ours."""
+
+    names: tuple[str, ...]  # of the fields that the message has
+    read: Callable[[Any], tuple[Any, ...]]  # their values
+    decode: tuple[tuple[str, Any], ...]  # those whose value says something else or is bounded, and how to read it
+    put: tuple[tuple[str, Any], ...]
 
 
-def _plan(word_type: type[Any]) -> list[tuple[str, Any, Any]]:
-    if word_type not in _PLANS:
-        _PLANS[word_type] = _make_plan(word_type)
-    return _PLANS[word_type]
+def _plan(word_type: type[Any]) -> _Plan:
+    return _PLANS.get(word_type) or _PLANS.setdefault(word_type, _make_plan(word_type))
 
 
-def _make_plan(word_type: type[Any]) -> list[tuple[str, Any, Any]]:
-    """(field, how to put it into a message, how to read it), for each field that the message has."""
+_PLANS: dict[type[Any], _Plan] = {}
+
+
+def _make_plan(word_type: type[Any]) -> _Plan:
     there = _message_type(word_type).DESCRIPTOR.fields_by_name
     hints = get_type_hints(word_type)
-    return [(field.name, *_ways(field.name, hints[field.name])) for field in fields(word_type) if field.name in there]
+    names = tuple(field.name for field in fields(word_type) if field.name in there)
+    ways = {name: _ways(name, hints[name]) for name in names}
+    read = attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
+    decode = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
+    return _Plan(names, read, decode, tuple((name, put) for name, (put, _) in ways.items()))
 
 
 def _fill(message: Any, word: Any) -> None:
-    for name, put, _ in _plan(type(word)):
+    for name, put in _plan(type(word)).put:
         value = getattr(word, name)
         if value is not None:
             put(message, value)
 
 
 def _ways(name: str, hint: Any) -> tuple[Any, Any]:
-    """put(message, value) and decode(value of the field, its message)."""
+    """put(message, value) and decode(value of the field, its message); None where it is the value."""
     origin, args = get_origin(hint), get_args(hint)
     if hint == m.State:
         return _put_state(name), lambda x, _: (x.step, x.commit_quorum_id, _text("commit_id", x.commit_id))
@@ -130,21 +147,25 @@ def _ways(name: str, hint: Any) -> tuple[Any, Any]:
     if origin in (Union, UnionType):
         [there] = [arg for arg in args if arg is not NoneType]
         put, decode = _ways(name, there)
-        return put, lambda value, message: decode(value, message) if message.HasField(name) else None
+        return put, lambda value, x: (decode(value, x) if decode else value) if x.HasField(name) else None
     if origin is tuple and is_dataclass(args[0]):
         inner: Any = args[0]
         return _put_words(name), lambda value, _: tuple(from_message(inner, one) for one in value)
     if origin is tuple and get_origin(args[0]) is tuple:  # (what, digest)
-        return _put_pairs(name), lambda value, _: tuple((_text(name, x.what), _text(name, x.digest)) for x in value)
+        pairs = _put_pairs(name)
+        return (
+            pairs,
+            lambda value, _: tuple([(_text(name, x.what), _text(name, x.digest)) for x in value]) if value else (),
+        )
     if origin is tuple and args[0] is str:
-        return _put_many(name), lambda value, _: tuple([_text(name, one) for one in value])
+        return _put_many(name), lambda value, _: tuple([_text(name, one) for one in value]) if value else ()
     if origin is tuple:
         return _put_many(name), lambda value, _: tuple(value)
     if isinstance(hint, type) and is_dataclass(hint):
         return _put_word(name), lambda value, _: from_message(hint, value)
     if hint is str:
         return _put_scalar(name), lambda value, _: _text(name, value)
-    return _put_scalar(name), lambda value, _: value
+    return _put_scalar(name), None
 
 
 def _put_scalar(name: str) -> Any:
@@ -209,15 +230,17 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
 class Roster:
     """A quorum without its members' states and deals: what stays the same from one quorum to the next while nobody comes or goes."""
 
-    members: tuple[m.Member, ...] = ()
+    members: tuple[m.Member, ...] = ()  # with states and deals of some quorum, which mean nothing here
     id: str = ""
+    lasting: tuple[tuple[Any, ...], ...] = ()  # what `id` names, of each member
 
     @staticmethod
-    def of(quorum: m.Quorum) -> Roster:
-        members = tuple(
-            replace(x, step=0, commit_quorum_id=0, commit_id="", dealt=0, deal_id="") for x in quorum.members
-        )
-        return Roster(members, hashlib.sha256(repr(members).encode()).hexdigest()[:32])
+    def of(quorum: m.Quorum, before: Roster | None = None) -> Roster:
+        """before: returned if it is the same."""
+        lasting = tuple(map(_lasting, quorum.members))
+        if before and before.lasting == lasting:
+            return before
+        return Roster(quorum.members, hashlib.sha256(repr(lasting).encode()).hexdigest()[:32], lasting)
 
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
         """The quorum that `same` stands for, to whoever holds this roster."""
@@ -240,10 +263,15 @@ class Roster:
         return m.Quorum(same.quorum_id, members, state, same.epoch)
 
 
+_PASSING = ("step", "commit_quorum_id", "commit_id", "dealt", "deal_id")
+_passing = attrgetter(*_PASSING)
+_lasting = attrgetter(*(field.name for field in fields(m.Member) if field.name not in _PASSING))
+
+
 def same_roster(quorum: m.Quorum) -> Any | None:
     """The short form of `quorum`. None where the members differ in state or deal."""
     first = quorum.members[0]
-    if any((x.state, x.dealt, x.deal_id) != (quorum.reference, first.dealt, first.deal_id) for x in quorum.members):
+    if set(map(_passing, quorum.members)) != {(*quorum.reference, first.dealt, first.deal_id)}:
         return None
     short = pharos_pb2.SameRoster(
         quorum_id=quorum.quorum_id, epoch=quorum.epoch, dealt=first.dealt, deal_id=first.deal_id
@@ -264,8 +292,17 @@ def torchft_member(member: m.Member) -> Any:
 
 
 def member_from_torchft(message: torchft_pb2.QuorumMember) -> m.Member:
-    handles = tuple(message.reconfigure_handles)
-    return m.Member(**{name: getattr(message, name) for name in _TORCHFT_FIELDS}, reconfigure_handles=handles)
+    return m.Member(
+        message.replica_id,
+        message.address,
+        message.store_address,
+        message.step,
+        message.world_size,
+        message.shrink_only,
+        message.data,
+        message.commit_failures,
+        tuple(message.reconfigure_handles),
+    )
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:

@@ -37,6 +37,7 @@ from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, strea
 from ft.rpc.torchft_group import BEAT_S, TorchftGroup
 
 TICK_S = 0.5
+CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
 LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
 log = logging.getLogger("pharos.group")
 
@@ -152,6 +153,10 @@ class GroupService:
         return await self._ask((vote.group_rank, vote.key), vote, context)
 
     async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
+        if not 0 <= place[0] < self.config.world_size:
+            raise ValueError(f"rank {place[0]}: this group has ranks 0 to {self.config.world_size - 1}")
+        if sum(len(calls) for (rank, _), calls in self._waiting.items() if rank == place[0]) >= CALLS_PER_RANK:
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()
         self._waiting.setdefault(place, []).append(pending)
         try:
@@ -202,8 +207,10 @@ class GroupService:
         outbox = Outbox(context)
         try:
             first = await asyncio.wait_for(outbox.read(), FIRST_WORD_S)
-            hello = codec.parse(pharos_pb2.RankUp, first or b"").hello
-            rank = hello.group_rank
+            up = codec.parse(pharos_pb2.RankUp, first or b"")
+            if up.WhichOneof("up") != "hello":  # rank 0's would look like an empty one
+                raise ValueError("a stream must begin with a hello")
+            hello, rank = up.hello, up.hello.group_rank
             if not 0 <= rank < self.config.world_size:
                 raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
             await self._serve_stream(hello, outbox)
@@ -237,6 +244,7 @@ class GroupService:
     def _heard(self, rank: int, up: pharos_pb2.RankUp) -> None:
         which = up.WhichOneof("up")
         if which == "report":
+            codec.report_from(up.report)
             self._reports[rank] = up.report
             if self._report().waiting != self._beaten.waiting:
                 self._spawn(self._beat())
@@ -394,7 +402,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
             _kill(service.processes, settings.parent)
         await service.close()
         await link.close()
-        await server.stop(0.1)
+        await server.stop()
 
 
 async def _beats(settings: Settings, service: GroupService, link: TorchftLink) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import math
+import ssl
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_server import LighthouseService
 
+MAX_CONNECTIONS = 256
+IDLE_S = 75.0  # longer than a Prometheus scrapes apart, usually
+HANDSHAKE_S = 10.0
+BACKLOG = 100  # taken at one go; far less than MAX_CONNECTIONS, so that the oldest one is always complete
 log = logging.getLogger("pharos.lighthouse")
 # of Report -> name and help of a gauge with the label `replica`
 FIGURES = {
@@ -32,26 +42,56 @@ async def serve_http(
     service: LighthouseService, access: Access, at: Sequence[Endpoint], *, must: bool
 ) -> AsyncIterator[int]:
     """The port. must: raise ValueError where it cannot listen; else that is said, and the port is 0."""
-    runner = web.AppRunner(_app(service, access), access_log=None, handle_signals=False)
+    quiet = logging.getLogger("pharos.http")
+    quiet.addFilter(_is_ours)
+    runner = web.AppRunner(
+        _app(service, access), access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet
+    )
     await runner.setup()
+    tls = access.tls.server_context() if access.tls else None
+    open_: list[asyncio.Server] = []
     port = 0
     try:
         for place in at:
-            site = web.TCPSite(
-                runner, place.host, port or place.port, ssl_context=access.tls.server_context() if access.tls else None
-            )
             try:
-                await site.start()
+                open_.append(await _listen(_Newest(runner.server), Endpoint(place.host, port or place.port), tls))
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
                 log.warning("no page on %s: %s", place, error.strerror)
                 continue
-            port = port or int(runner.addresses[-1][1])
-            log.info("status on http%s://%s/status.json", "s" if access.tls else "", Endpoint(place.host, port))
+            port = port or int(open_[-1].sockets[0].getsockname()[1])
+            log.info("status on http%s://%s/status.json", "s" if tls else "", Endpoint(place.host, port))
         yield port
     finally:
+        for server in open_:
+            server.close()
         await runner.cleanup()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+async def _listen(connect: Callable[[], Any], at: Endpoint, tls: ssl.SSLContext | None) -> asyncio.Server:
+    """Raises OSError."""
+    return await asyncio.get_running_loop().create_server(
+        connect, at.host, at.port, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S if tls else None
+    )
+
+
+class _Newest:
+    """Makes connections, and drops the oldest for one too many: whoever holds many open and says nothing keeps nobody else out."""
+
+    def __init__(self, make: Any) -> None:
+        self._make, self._open = make, deque[Any]()
+
+    def __call__(self) -> Any:
+        if len(self._open) == MAX_CONNECTIONS:
+            self._open.popleft().force_close()  # nothing, where it is closed already
+        self._open.append(self._make())
+        return self._open[-1]
 
 
 def _app(service: LighthouseService, access: Access) -> web.Application:
@@ -59,7 +99,7 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
     registry.register(_Collector(service))
 
     async def status_json(_: web.Request) -> web.Response:
-        return web.json_response(status(service))
+        return web.json_response(status(service), dumps=lambda page: json.dumps(page, allow_nan=False))
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
@@ -115,7 +155,9 @@ def status(service: LighthouseService) -> dict[str, Any]:
 
 def _report(report: Any) -> dict[str, Any]:
     names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
-    return {name: getattr(report, name) for name in names}
+    figures = {name: getattr(report, name) for name in names}
+    # JSON has no word for what is no number, such as a loss that has overflowed
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in figures.items()}
 
 
 class _Collector:

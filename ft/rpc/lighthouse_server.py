@@ -18,6 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
-MAX_HANDLES = 1 << 20  # characters of a member's handles in all
+MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
+MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
 MAX_NAMED = 65_536  # members blamed by one call
 CALLS_PER_ID = 64
 log = logging.getLogger("pharos.lighthouse")
@@ -43,6 +45,8 @@ _STATUS = {
     "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,
     "LOST": grpc.StatusCode.ABORTED,
 }
+_FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+_NUMBER = re.compile(r"[\d.]+")
 
 
 class _Waiting(Pending):
@@ -71,6 +75,8 @@ class LighthouseService:
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
         self._waiting: dict[str, list[_Waiting]] = {}
+        self._waiting_bytes = 0
+        self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
         self._times = codec.to_message(config.times)
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
@@ -99,31 +105,43 @@ class LighthouseService:
         request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
         if not request.HasField("requester"):
             raise ValueError("missing requester")
-        return await self._ask(m.Call(codec.member_from_torchft(request.requester), "torchft"), "", context)
+        call = m.Call(codec.member_from_torchft(request.requester), "torchft")
+        return await self._ask(call, "", len(data), context)
 
     async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
         replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
-        _check(m.Call(m.Member(replica_id), "torchft"))
+        if replica_id not in self.machine:  # ten a second of each: what is known has been checked
+            _check(m.Call(m.Member(replica_id), "torchft"))
+        self._check_kind("torchft")
         self.driver.feed(m.Beat(replica_id, "torchft"))
         return b""
 
     async def _quorum(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return await self._ask(codec.from_message(m.Call, request.call), request.roster, context)
+        return await self._ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
 
-    async def _ask(self, call: m.Call, roster: str, context: Any) -> bytes:
-        """Waits for the machine's answer, as long as the caller does."""
-        _check(call)  # here, lest a liar's refusal answers the honest callers of its id
+    async def _ask(self, call: m.Call, roster: str, size: int, context: Any) -> bytes:
+        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
+        _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
+        self._check_kind(call.kind)
         replica_id, waiting = call.member.replica_id, _Waiting(call.kind, roster)
-        calls = self._waiting.setdefault(replica_id, [])
-        if len(calls) >= CALLS_PER_ID:
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(calls)} calls of {replica_id} are waiting already")
-        calls.append(waiting)
+        if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
+            raise Refused(_FULL, f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
+        if self._waiting_bytes + size > MAX_WAITING:
+            raise Refused(_FULL, f"calls of {self._waiting_bytes} bytes in all are waiting already")
+        self._waiting.setdefault(replica_id, []).append(waiting)
+        self._waiting_bytes += size
         try:
             self.driver.feed(call)
             return await waiting.wait(context)
         finally:
+            self._waiting_bytes -= size
             self._forget(replica_id, waiting)
+
+    def _check_kind(self, kind: m.Kind) -> None:
+        if problem := self.machine.refuses(kind):
+            self.refused += 1
+            raise Refused(_STATUS[problem[0]], problem[1])
 
     def _forget(self, replica_id: str, waiting: _Waiting) -> None:
         """A call that nobody has answered is over: its caller went, or its deadline came."""
@@ -152,6 +170,7 @@ class LighthouseService:
             hello = codec.parse(pharos_pb2.Up, first or b"").hello
             _check(m.Call(m.Member(hello.replica_id), known=hello.quorum_id))
             _check_step(hello.settled)
+            self._check_kind("pharos")
             await self._serve_stream(hello, outbox)
         except (TimeoutError, asyncio.TimeoutError):
             raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
@@ -185,8 +204,7 @@ class LighthouseService:
     def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
         which = up.WhichOneof("up")
         if which == "report":
-            report = codec.from_message(m.Report, up.report)
-            _check_step(report.step, report.settled, report.commit_quorum_id)
+            report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
             self.driver.feed(replace(report, replica_id=hello.replica_id))
             outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
@@ -211,9 +229,11 @@ class LighthouseService:
         return self.keeper.keep(effect.saved) if self.keeper else None
 
     def _answer(self, effect: m.Answer) -> None:
-        """Each form of the answer is made at most once, however many wait for it."""
-        self.issued_at = time.time()
-        forms = _Forms(effect.quorum, self._times, self.issued_at)
+        """Each form of the answer is made at most once, however many wait for it or ask for it again."""
+        if self._forms is None or self._forms.quorum is not effect.quorum:
+            self.issued_at = time.time()
+            self._forms = _Forms(effect.quorum, self._times, self.issued_at, self._forms)
+        forms = self._forms
         for replica_id in effect.replica_ids:
             calls = self._waiting.pop(replica_id, [])
             for waiting in calls:
@@ -247,16 +267,15 @@ class LighthouseService:
 
     def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
         """On change, not on tick: a reason that only counts up is said once."""
-        said = re.sub(r"[\d.]+", "#", out.reason)
         for effect in out.effects:
             if isinstance(effect, m.Answer):
-                self.issued, self._said = self.issued + 1, said
+                self.issued, self._said = self.issued + 1, _NUMBER.sub("#", out.reason)
                 self._log_quorum(effect.quorum, out.reason)
             elif isinstance(effect, m.Refuse):
                 log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
             elif isinstance(effect, m.Notify):
                 log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
-        if isinstance(event, m.Tick) and said != self._said:
+        if isinstance(event, m.Tick) and (said := _NUMBER.sub("#", out.reason)) != self._said:
             self._said = said
             log.info("%s", out.reason)
         if self._seen:
@@ -277,38 +296,41 @@ class LighthouseService:
 class _Forms:
     """One quorum as each kind of caller wants it, made when the first one asks."""
 
-    def __init__(self, quorum: m.Quorum, times: Any, created_s: float) -> None:
-        self._quorum, self._times, self._created_s = quorum, times, created_s
-        self._made: dict[str, Any] = {}
+    def __init__(self, quorum: m.Quorum, times: Any, created_s: float, before: _Forms | None) -> None:
+        """before: of the last quorum, which mostly has the same roster."""
+        self.quorum, self._times, self._created_s = quorum, times, created_s
+        self._before = before.__dict__.get("roster") if before else None  # if anybody has asked for it
 
     def of(self, waiting: _Waiting) -> bytes:
         if waiting.kind == "torchft":
-            return self._make("torchft", self._torchft)
-        if waiting.roster and waiting.roster == self._make("roster", lambda: codec.Roster.of(self._quorum).id):
-            return self._make("short", self._short)
-        return self._make("full", lambda: self._reply.SerializeToString())
+            return self.torchft
+        return self.short if waiting.roster and waiting.roster == self.roster.id else self.full
 
-    @property
+    @cached_property
+    def torchft(self) -> bytes:
+        quorum = codec.torchft_quorum(self.quorum, self._created_s)
+        return bytes(torchft_pb2.LighthouseQuorumResponse(quorum=quorum).SerializeToString())
+
+    @cached_property
+    def roster(self) -> codec.Roster:
+        return codec.Roster.of(self.quorum, self._before)
+
+    @cached_property
+    def short(self) -> bytes:
+        same = codec.same_roster(self.quorum)
+        return bytes(pharos_pb2.QuorumReply(same=same, times=self._times).SerializeToString()) if same else self.full
+
+    @cached_property
+    def full(self) -> bytes:
+        return bytes(self._reply.SerializeToString())
+
+    @cached_property
     def down(self) -> bytes:
-        return self._make("down", lambda: pharos_pb2.Down(answer=self._reply).SerializeToString())
-
-    def _make(self, name: str, how: Callable[[], Any]) -> Any:
-        if name not in self._made:
-            self._made[name] = how()
-        return self._made[name]
+        return bytes(pharos_pb2.Down(answer=self._reply).SerializeToString())
 
     @property
     def _reply(self) -> Any:
-        return pharos_pb2.QuorumReply(quorum=codec.to_message(self._quorum), times=self._times)
-
-    def _short(self) -> bytes:
-        same = codec.same_roster(self._quorum)
-        reply = pharos_pb2.QuorumReply(same=same, times=self._times) if same else self._reply
-        return reply.SerializeToString()
-
-    def _torchft(self) -> bytes:
-        quorum = codec.torchft_quorum(self._quorum, self._created_s)
-        return torchft_pb2.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
+        return pharos_pb2.QuorumReply(quorum=codec.to_message(self.quorum), times=self._times)
 
 
 def _check(call: m.Call) -> None:
@@ -317,9 +339,10 @@ def _check(call: m.Call) -> None:
     problem = absurd(call)
     if problem:
         raise ValueError(problem[1])
-    if len(member.data) > MAX_DATA or sum(map(len, member.reconfigure_handles)) > MAX_HANDLES:
+    handles = member.reconfigure_handles
+    if len(member.data) > MAX_DATA or sum(map(len, handles)) + len(handles) > MAX_HANDLES:
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
-    if len(call.blame) > MAX_NAMED or len(call.shape) > 64 or len(member.deal_id) > 512 or call.known < 0:
+    if len(call.blame) > MAX_NAMED or len(call.shape) > 64 or call.known < 0:
         raise ValueError("more members blamed, or more digests, than there can be")
     _check_step(member.dealt, member.restored or 0, member.commit_failures)
 
@@ -355,7 +378,7 @@ async def serve(
     try:
         yield service, port
     finally:
-        await server.stop(0.2)
+        await server.stop()
         if keeper:
             await keeper.close()
 

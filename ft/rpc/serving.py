@@ -134,7 +134,7 @@ class Server:
         self._calls.end()
         await stopped
         # grpc watches each call by a task of its own, which learns of the end a little later, and is loud if the loop ends before.
-        left = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
+        left = [x for x in asyncio.all_tasks() if getattr(x.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
         if left:
             await asyncio.wait(left, timeout=LAST_WORDS_S)
 
@@ -199,7 +199,7 @@ def room_for_connections() -> int:
             soft = max(soft, most)
     room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
     if room < MAX_CONNECTIONS:
-        log.warning("at most %d connections, for the limit of open files (ulimit -n) is %d: more are refused", room, soft)
+        log.warning("at most %d connections: the limit of open files (ulimit -n) is %d", room, soft)
     return room
 
 

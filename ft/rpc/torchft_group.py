@@ -125,6 +125,7 @@ class TorchftGroup:
         finally:
             if not round_.answer.done() and len(round_.asked) < self.config.world_size:
                 round_.asked.pop(rank, None)
+                self._votes = {step: votes for step, votes in self._votes.items() if votes.asked}
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.parse(torchft_pb2.CheckpointMetadataRequest, data).rank

@@ -15,7 +15,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.driver import Driver
-from ft.rpc.serving import OUTBOX, Outbox
+from ft.rpc.serving import OUTBOX, Outbox, Refused
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,12 @@ def test_a_reader_that_lags_too_far_behind_loses_its_stream():
         outbox = Outbox(Deaf())
         reading = asyncio.ensure_future(_handler(outbox))
         await asyncio.sleep(0)
-        for _ in range(OUTBOX + 2):
+        for _ in range(OUTBOX):
             outbox.send(b"x")
-        assert await reading is None and outbox.is_over()
+        assert not outbox.is_over()
+        outbox.send(b"x")
+        with pytest.raises(Refused, match=f"the reader is too slow: {OUTBOX + 1} messages of {OUTBOX + 1} bytes"):
+            await reading
         outbox.send(b"x")
         assert not outbox._messages
         outbox.close()

@@ -1,0 +1,350 @@
+"""Too much, too slow, too many, and from the wrong people: what a lighthouse bears, over gRPC and HTTP. (test_fuzz.py: nonsense.)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ft import LighthouseServer
+from ft.protocol import messages as m
+from ft.rpc import lighthouse_http, lighthouse_server, serving
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
+
+ROOT = Path(__file__).resolve().parents[2]
+QUORUM = "/torchft.LighthouseService/Quorum"
+HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
+OURS = "/pharos.Lighthouse/Quorum"
+TOKEN = "0123456789abcdef"
+IDLE = 5000
+FLAGS = ("--min_replicas", "1", "--bind", "127.0.0.1:0", "--http", "127.0.0.1:0")
+
+
+class Running:
+    """A lighthouse in a process of its own, with its page."""
+
+    def __init__(self, folder: Path, *flags: str, files: int = 0) -> None:
+        program = "import resource, sys; from ft.rpc.lighthouse_main import main\n"
+        if files:
+            program += f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))\n"
+        self.errors = folder / "errors"
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"{program}sys.exit(main(sys.argv[1:]))", *FLAGS, *flags],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        assert self.process.stdout
+        self.address = self.process.stdout.readline().strip()
+        self.page = self._find(r"http://(\S+)/status\.json")
+
+    def _find(self, pattern: str) -> str:
+        while not (found := re.search(pattern, self.errors.read_text())):
+            assert self.process.poll() is None
+        return found[1]
+
+    @property
+    def rss_mb(self) -> float:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+    @property
+    def descriptors(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+    def get(self, path: str = "/status.json", **headers: str) -> tuple[int, str]:
+        request = urllib.request.Request(f"http://{self.page}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def raw(self, data: bytes) -> bytes:
+        """The beginning of what HTTP says to these bytes."""
+        with socket.create_connection(_place(self.page), timeout=WAIT_S) as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read to the end
+                connection.sendall(data)
+            with contextlib.suppress(ConnectionResetError):
+                return connection.recv(4096)
+        return b""
+
+    def close(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(WAIT_S) == 0
+        assert "Traceback" not in self.errors.read_text()
+
+
+def _place(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("lighthouse")
+    (folder / "token").write_text(TOKEN)
+    one = Running(folder, "--token_file", "token")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("[::]:0", 2, quorum_tick_ms=10)
+    yield server
+    server.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ HTTP
+
+GOOD = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.mark.parametrize("path", ["/status.json", "/metrics", "/", "/../etc/passwd", "/status.json/.."])
+@pytest.mark.parametrize(
+    "word",
+    [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer {TOKEN}", TOKEN, "Bearer \xff\xfe"],
+)
+def test_no_page_without_the_token(running: Running, path: str, word: str | None):
+    """Not even whether there is one. latin-1 is what urllib sends, so \\xff arrives as a byte that is no UTF-8."""
+    assert running.get(path, **({} if word is None else {"Authorization": word})) == (401, "this job has a token\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x00\xff\x16\x03\x01" * 20 + b"\r\n\r\n", 400),
+        (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nx: " + b"x" * 100_000 + b"\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(1000)) + b"\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", 400),
+        (
+            b"POST /status.json HTTP/1.1\r\nhost: a\r\nauthorization: Bearer %s\r\ncontent-length: 3\r\n\r\nabc"
+            % TOKEN.encode(),
+            405,
+        ),
+        (b"GET /other HTTP/1.1\r\nhost: a\r\nauthorization: Bearer %s\r\n\r\n" % TOKEN.encode(), 404),
+    ],
+)
+def test_what_is_no_request_is_refused(running: Running, data: bytes, status: int):
+    assert b" %d " % status in running.raw(data).partition(b"\r\n")[0]
+    assert running.get(**GOOD)[0] == 200
+
+
+def test_figures_that_are_no_numbers_are_no_broken_page(running: Running):
+    wire = Wire(running.address, TOKEN)
+    stream = Stream(wire, 'n"\\:1')
+    stream.beat(step=3, mean_loss=math.nan, phase='"\\\u2028')
+    status = json.loads(running.get(**GOOD)[1], parse_constant=pytest.fail)
+    report = status["reports"]['n"\\:1']
+    assert (report["mean_loss"], report["phase"]) == (None, '"\\\u2028')
+    assert 'pharos_loss{replica="n\\"\\\\:1"} NaN' in running.get("/metrics", **GOOD)[1]
+    stream.close()
+    wire.close()
+
+
+# ------------------------------------------------------------------------------------------------ connections
+
+
+def _open_files() -> int:
+    """Raises this process's limit as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * IDLE)), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@pytest.mark.skipif(_open_files() < IDLE + 500, reason="this user may not open 5,000 files (ulimit -Hn)")
+def test_thousands_of_idle_connections(running: Running):
+    """They say nothing. The server answers the others, and its memory does not run away."""
+    before_mb, idle = running.rss_mb, []
+    try:
+        for door, count in ((running.page, lighthouse_http.MAX_CONNECTIONS * 3), (running.address, IDLE)):
+            idle += [socket.create_connection(_place(door)) for _ in range(count)]
+            assert running.get(**GOOD)[0] == 200
+            wire = Wire(running.address, TOKEN)
+            assert wire.code(OURS, pharos_call(m.Call(m.Member("", world_size=0))))[0] == "INVALID_ARGUMENT"
+            wire.close()
+            if door == running.page:
+                assert running.descriptors < lighthouse_http.MAX_CONNECTIONS + 100, "the oldest go"
+        assert running.rss_mb < before_mb + 200
+        print(f"{before_mb:.0f} -> {running.rss_mb:.0f} MB")
+    finally:
+        for one in idle:
+            one.close()
+
+
+def test_a_low_file_limit_is_said_and_kept_to(tmp_path: Path):
+    """600 files: 88 connections, and not one more; those that there are go on being served."""
+    one = Running(tmp_path, files=600)
+    assert "at most 88 connections: the limit of open files (ulimit -n) is 600" in one.errors.read_text()
+    wire = Wire(one.address)
+    wire.send(HEARTBEAT, b"\x0a\x01z")
+    idle = [socket.create_connection(_place(one.address), timeout=WAIT_S) for _ in range(200)]
+    said = [_first_bytes(connection) for connection in idle]
+    assert sum(map(bool, said)) == 87, "an HTTP/2 server begins with its settings; the others are closed"
+    wire.send(HEARTBEAT, b"\x0a\x01z")
+    for connection in idle:
+        connection.close()
+    wire.close()
+    one.close()
+
+
+def _first_bytes(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(9)
+    except ConnectionResetError:
+        return b""
+
+
+def test_addresses_share_the_room_there_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (1024, 1024))
+    with caplog.at_level(logging.WARNING):
+        assert serving.room_for_connections() == 512
+    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert serving.room_for_connections() == serving.MAX_CONNECTIONS
+    assert len(caplog.records) == 1, "a warning where it is not enough, nothing where it is"
+
+
+# ------------------------------------------------------------------------------------------------ calls and streams
+
+
+def test_a_stream_whose_reader_is_too_slow_is_dropped_with_the_reason(lighthouse: LighthouseServer):
+    """It sends and does not read, so beats' answers pile up; gRPC itself holds no more than a small window of them here."""
+    place = lighthouse.address().removeprefix("http://")
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    channel = grpc.insecure_channel(place, options=options)
+    up = pharos_pb2.Up
+    hello = up(hello=pharos_pb2.Hello(replica_id="slow:1")).SerializeToString()
+    beat = up(report=pharos_pb2.Report(sent_s=1.5)).SerializeToString()
+    sent = threading.Event()
+
+    def words() -> Iterator[bytes]:
+        yield hello
+        yield from [beat] * 30_000
+        sent.set()
+
+    call = channel.stream_stream("/pharos.Lighthouse/Watch")(words())
+    assert sent.wait(WAIT_S * 2), "it reads nothing, and is still heard"
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details().startswith("the reader is too slow: 513 messages")
+    stream = Stream(Wire(lighthouse.address()), "slow:2")  # lost is final for an id
+    stream.beat()
+    stream.close()
+    channel.close()
+
+
+def test_calls_without_a_deadline_wait_and_are_forgotten_with_their_caller(lighthouse: LighthouseServer):
+    wire, other = Wire(lighthouse.address()), Wire(lighthouse.address())
+    wire.channel.unary_unary(QUORUM).future(torchft_call("endless"))
+    wire.send(HEARTBEAT, b"\x0a\x07endless")  # comes after it on the same connection
+    wire.close()  # the call is cancelled with it
+    quorum = [other.begin(QUORUM, torchft_call(name)) for name in "cd"]
+    ids = torchft_pb2.LighthouseQuorumResponse.FromString(quorum[0].result(WAIT_S)).quorum.participants
+    assert [x.replica_id for x in ids] == ["c", "d"]
+    other.close()
+
+
+def test_what_waits_is_bounded_in_bytes(lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lighthouse_server, "MAX_WAITING", 1 << 20)
+    wire = Wire(lighthouse.address())
+    large = {"reconfigure_handles": ["x" * 60_000] * 10}
+    first = wire.begin(QUORUM, torchft_call("a", **large))
+    while True:
+        code, reason = wire.code(QUORUM, torchft_call("b", **large), 0.1)
+        if code == "RESOURCE_EXHAUSTED":
+            break
+        assert code == "CANCELLED" or first.done()
+    assert re.fullmatch(r"calls of 6\d{5} bytes in all are waiting already", reason)
+    first.cancel()
+    wire.close()
+
+
+# ------------------------------------------------------------------------------------------------ the wrong people
+
+
+def test_torchft_is_refused_by_a_job_of_ours(lighthouse: LighthouseServer):
+    """Its beats, too: the sender is told, nobody else, and the job does not count it."""
+    wire = Wire(lighthouse.address())
+    ours = [wire.pharos(m.Call(m.Member(i))) for i in ("a:1", "b:1")]
+    assert quorum_of(ours[0]).ids == ("a:1", "b:1")
+    waiting = wire.pharos(m.Call(m.Member("a:1"), known=1, failed=True))
+    stream = Stream(wire, "a:1")
+    stream.beat()
+    reason = "this job's quorums hold members of pharos; torchft cannot join them"
+    for name in ("z", "a:1"):
+        beat = torchft_pb2.LighthouseHeartbeatRequest(replica_id=name).SerializeToString()
+        assert wire.code(HEARTBEAT, beat) == ("FAILED_PRECONDITION", reason)
+        assert wire.code(QUORUM, torchft_call(name)) == ("FAILED_PRECONDITION", reason)
+    stream.beat()
+    assert not waiting.done(), "the honest call of that id is not the stranger's"
+    assert quorum_of(wire.pharos(m.Call(m.Member("b:1"), known=1, failed=True))).ids == ("a:1", "b:1")
+    stream.close()
+    wire.close()
+
+
+def test_ours_are_refused_by_a_job_of_torchft(lighthouse: LighthouseServer):
+    wire = Wire(lighthouse.address())
+    theirs = [wire.begin(QUORUM, torchft_call(name)) for name in "ab"]
+    theirs[0].result(WAIT_S)
+    reason = "this job's quorums hold members of torchft; pharos cannot join them"
+    assert wire.code(OURS, pharos_call(m.Call(m.Member("z:1")))) == ("FAILED_PRECONDITION", reason)
+    with pytest.raises(grpc.RpcError) as caught:
+        Stream(wire, "z:1").beat()
+    assert (caught.value.code().name, caught.value.details()) == ("FAILED_PRECONDITION", reason)
+    again = [wire.begin(QUORUM, torchft_call(name)) for name in "ab"]
+    assert torchft_pb2.LighthouseQuorumResponse.FromString(again[0].result(WAIT_S)).quorum.quorum_id == 1
+    wire.close()
+
+
+def test_the_token_is_compared_whole_and_in_constant_time(monkeypatch: pytest.MonkeyPatch):
+    from ft.rpc import access
+
+    seen: list[tuple[bytes, bytes]] = []
+    real = access.hmac.compare_digest
+    monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or real(a, b))
+    guard = access.Access(TOKEN)
+    for value, good in (
+        (f"Bearer {TOKEN}", True),
+        (b"Bearer " + TOKEN.encode(), True),
+        (TOKEN, False),
+        ("\udcff", False),
+    ):
+        assert guard.permits([("x", "y"), ("Authorization", value)]) is good
+    assert len(seen) == 4 and not guard.permits([])
+    assert access.Access().permits([])
+
+
+def test_who_waits_when_it_stops_is_told(lighthouse: LighthouseServer):
+    wire = Wire(lighthouse.address())
+    call = wire.begin(QUORUM, torchft_call("a"))
+    stream = Stream(wire, "b:1")
+    stream.beat()
+    lighthouse.shutdown()
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result(WAIT_S)
+    assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", "this server stops")
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream.call)
+    assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", "this server stops")
+    wire.close()
