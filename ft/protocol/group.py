@@ -67,6 +67,7 @@ class Group:
         self._at = (0, 0)  # (step, attempt) of the newest outcome in this generation
         self._held: Outcome | None = None  # decided, but the lighthouse has not been heard of for too long
         self._notices: list[Notice] = []  # of the current generation
+        self._early: list[Notice] = []  # of a newer one
         self._streams: set[int] = set()
         self._out: list[Effect] = []
 
@@ -160,6 +161,9 @@ class Group:
         self._waiting, self._calling = {}, None
         for rank in sorted(self._round):
             self._answer(rank, quorum)
+        early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
+        for notice in early:
+            self._tell_ranks(notice)
         self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
 
     def _answer(self, rank: int, quorum: Quorum) -> None:
@@ -287,7 +291,9 @@ class Group:
         current = self.quorum.quorum_id if self.quorum else 0
         if notice.quorum_id != current:
             self.reason = f"a notice for quorum {notice.quorum_id}; this group is in {current}"
-            self._overtaken(notice.quorum_id)
+            if notice.quorum_id > current:  # it may have overtaken the answer
+                self._early = [n for n in self._early if n.quorum_id == notice.quorum_id and n != notice] + [notice]
+                self._overtaken(notice.quorum_id)
             return
         if self._held and isinstance(notice, m.Abandoned):
             self._decide(replace(self._held, verdict="failed", reason=f"cut off before the commit: {notice.reason}"))

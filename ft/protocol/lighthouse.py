@@ -169,6 +169,7 @@ class _Generation:
     lost: list[str] = field(default_factory=list)
     lost_why: str = ""
     change: str = ""  # announced, and why
+    announced_s: float = 0.0  # the last time
     waiting: set[str] = field(default_factory=set)  # members whose ranks are all in the collective
     alone_since_s: float | None = None  # all but one of them wait
     crossed_since_s: float | None = None  # some ask for a quorum, and all others wait in the collective
@@ -279,7 +280,7 @@ class Lighthouse:
         peer.call, peer.called = event, True
         self._place(member.replica_id)
         if self.quorum and event.kind == "pharos" and member.replica_id not in self._previous:
-            self._announce(f"{member.replica_id} waits to come in")
+            self._announce(f"{member.replica_id} waits to come in", now_s)
 
     def _on_cancelled(self, event: m.CallCancelled, now_s: float) -> None:
         peer = self._peers.get(event.replica_id)
@@ -336,7 +337,7 @@ class Lighthouse:
                 self._gone.add(replica_id)
             self._forget(replica_id, event.reason)
             if replica_id in self._previous:
-                self._announce(f"{replica_id} {event.reason}")
+                self._announce(f"{replica_id} {event.reason}", now_s)
         else:
             self._lose([replica_id], event.reason)
 
@@ -357,7 +358,7 @@ class Lighthouse:
             del self._sitting[replica_id]
             self._place(replica_id)
         if self.quorum and self._candidates and self._waited(now_s) >= self.config.times.beat_s:
-            self._announce(f"{next(iter(self._candidates))} waits")
+            self._announce(f"{next(iter(self._candidates))} waits", now_s)
         if self._settled > self._persisted[0] and now_s - self._persisted[1] >= PERSIST_EVERY_S:
             self._persist(now_s)
 
@@ -722,10 +723,12 @@ class Lighthouse:
             return None
         return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")
 
-    def _announce(self, why: str) -> None:
-        """Once in a generation; those who have called know already."""
-        if self.quorum and not self._generation.change:
-            self._generation.change = why
+    def _announce(self, why: str, now_s: float) -> None:
+        """Those who have called know already. Said again as long as somebody waits, for whoever was asking just then took no notice."""
+        generation = self._generation
+        if self.quorum and (not generation.change or now_s - generation.announced_s >= 2 * self.config.times.beat_s):
+            why, generation.announced_s = generation.change or why, now_s
+            generation.change = why
             there = tuple(i for i in self.quorum.ids if i in self._peers and i not in self._candidates)
             self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, why))
 

@@ -308,6 +308,16 @@ def test_a_newer_quorum_that_counts_on_this_group_ends_its_generation(sign: m.Ev
     assert said(machine, sign) == []
 
 
+def test_a_notice_that_overtakes_the_answer_is_told_after_it():
+    """Found by simulation: the group was alone in its first quorum, and never heard of the others who waited to come in."""
+    machine = group(1)
+    ask(machine, 0)
+    waits = m.ChangeAnnounced(1, "b:1 waits")
+    assert said(machine, waits) == []
+    [answer, told] = said(machine, m.LighthouseAnswered(quorum(1, "a:1")))
+    assert isinstance(answer, m.AnswerRank) and told == m.NotifyRank(0, waits)
+
+
 def test_a_rank_that_is_gone_ends_the_group():
     assert said(joined(), m.RankStream(1, False)) == [m.EndGroup("rank 1 is gone")]
 

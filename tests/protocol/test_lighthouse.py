@@ -555,6 +555,16 @@ def test_members_that_ask_and_members_that_wait_for_them_are_freed():
     assert talk.quorum == (2, "ab")
 
 
+def test_a_change_is_announced_for_as_long_as_somebody_waits():
+    """Found by simulation: a notice came to a member that was just asking, which takes no notice of changes then."""
+    talk = formed("ab")
+    assert notices(talk.call("c")) == [("ChangeAnnounced", ("a:1", "b:1"))]
+    assert notices(talk.beats("abc", 1.9)) == []
+    assert notices(talk.beats("abc", 2.1)) == [("ChangeAnnounced", ("a:1", "b:1"))]
+    talk.calls("ab", known=1)
+    assert talk.quorum == (2, "abc") and notices(talk.beats("abc", 9)) == []
+
+
 def test_members_that_wait_for_one_that_has_left_are_freed():
     talk = formed("abc")
     talk.say(m.Leave("c:1"))
