@@ -94,8 +94,8 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     for member in quorum.members:
         if problem := absurd(m.Call(member, known=quorum.quorum_id)):
             raise ValueError(problem[1])
-    if quorum.quorum_id < 0 or list(quorum.ids) != sorted(set(quorum.ids)):
-        raise ValueError(f"quorum {quorum.quorum_id} of members that are not in order, each once")
+    if quorum.quorum_id < 1 or not quorum.members or list(quorum.ids) != sorted(set(quorum.ids)):
+        raise ValueError(f"quorum {quorum.quorum_id} of {len(quorum.members)} members, not in order, each once")
     return quorum
 
 

@@ -91,9 +91,14 @@ def unary(handler: Handler) -> Route:
 def stream(handler: StreamHandler) -> Route:
     """`handler` reads and writes through an Outbox."""
 
+    async def open_and_handle(context: Any) -> None:
+        # Now, and not with the first message: that may be on its way when a status has to go, and both would carry it.
+        await context.send_initial_metadata(())
+        await handler(context)
+
     def of(calls: Calls) -> Any:
         async def serve(_: Any, context: Any) -> None:
-            await calls.serve(handler(context), context)
+            await calls.serve(open_and_handle(context), context)
 
         return grpc.stream_stream_rpc_method_handler(serve)
 

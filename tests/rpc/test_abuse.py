@@ -337,7 +337,7 @@ def test_the_token_is_compared_whole_and_in_constant_time(monkeypatch: pytest.Mo
 
 def test_who_waits_when_it_stops_is_told(lighthouse: LighthouseServer):
     wire = Wire(lighthouse.address())
-    call = wire.begin(QUORUM, torchft_call("a"))
+    call = wire.pharos(m.Call(m.Member("a:1")))
     stream = Stream(wire, "b:1")
     stream.beat()
     lighthouse.shutdown()
