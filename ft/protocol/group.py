@@ -49,7 +49,6 @@ class Group:
         self.replica_id = config.replica_id  # another one after this group was lost and returned
         self.quorum: Quorum | None = None
         self.reason = "no rank has called"
-        self._formerly = ""
         self._returns = 0
         self._answered_s = now_s  # when the last answered beat was sent
         self._waiting: dict[int, RankCall] = {}
@@ -116,7 +115,6 @@ class Group:
             address=self.config.address,
             store_address=self.config.store_address,
             world_size=self.config.world_size,
-            formerly=self._formerly,
             shrink_only=any(c.member.shrink_only for c in calls),
             writes_checkpoint=any(c.member.writes_checkpoint for c in calls),
             commit_failures=max(c.member.commit_failures for c in calls),
@@ -190,9 +188,9 @@ class Group:
             self._fail_waiting("FAILED_PRECONDITION", event.reason)
 
     def _return(self, why: str) -> None:
-        """Lost is final for an id, not for the state: the group goes on under another id, and says who it was."""
+        """Lost is final for an id, not for the state: the group goes on under another id of the same process."""
         self._returns += 1
-        self._formerly, self.replica_id = self.replica_id, f"{self.config.replica_id}.{self._returns}"
+        self.replica_id = f"{self.config.replica_id}.{self._returns}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
         self._emit(m.OpenStream(self.replica_id))
         if self._held:
@@ -200,7 +198,7 @@ class Group:
         elif self.quorum:
             self._tell_ranks(m.Abandoned(self.quorum.quorum_id, self.reason))
         if self._calling:
-            member = replace(self._calling.member, replica_id=self.replica_id, formerly=self._formerly)
+            member = replace(self._calling.member, replica_id=self.replica_id)
             self._calling = replace(self._calling, member=member)
             self._emit(m.CallLighthouse(self._calling))
 

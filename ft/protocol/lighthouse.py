@@ -8,7 +8,7 @@ Where the rules leave a choice:
   job that was taken over, a lie) heals. So the line of quorums is the history, and a quorum carries the state that it chose.
 - "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and take it to its
   grave; the others go on from the step before, which is what they all hold.
-- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id (`formerly`) is.
+- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id ("a:1.1" after "a:1") is.
 - Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
 - The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
   on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
@@ -539,7 +539,7 @@ class Lighthouse:
             member and member.shrink_only and (was_in or peer and peer.kind == "torchft")
         )  # a newcomer would bar itself
         _put(self._shrinkers, replica_id, bool(asks))
-        inherits = member and not member.void and (was_in or member.formerly in self._previous)
+        inherits = member and not member.void and m.process_of(replica_id) in self._processes
         _keep(self._heirs, replica_id, bool(inherits))
         if member:
             self._candidates[replica_id] = member
@@ -711,7 +711,7 @@ class Lighthouse:
         if event.kind == "torchft" or old is None or old == new:
             return None
         silent_s = now_s - self._peers[old].seen_s
-        if silent_s < self.config.supersede_s and event.member.formerly != old:
+        if silent_s < self.config.supersede_s and m.process_of(new) != m.process_of(old):
             return ("ALREADY_EXISTS", f'two groups with one id: "{name}" is {old}, seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")
         return None
@@ -785,7 +785,7 @@ _HANDLERS: dict[type[Event], Callable[[Lighthouse, Any, float], None]] = {
 def absurd(event: Call) -> _Problem:
     """What no honest member claims. torchft's may leave world size and addresses out."""
     member = event.member
-    texts = (member.replica_id, member.address, member.store_address, member.formerly, member.commit_id)
+    texts = (member.replica_id, member.address, member.store_address, member.commit_id)
     all_texts = "".join(texts)  # as a rule shorter in all than one may be
     too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
     if too_long or not all_texts.isprintable() or not member.replica_id:

@@ -40,7 +40,6 @@ class Member:
     reconfigure_handles: tuple[str, ...] = ()
     commit_id: str = ""  # names the state: equal ids, equal weights
     commit_quorum_id: int = 0  # the generation that made it
-    formerly: str = ""  # the id under which this very process was a member before it was lost
     restored: int | None = None  # "restored from checkpoint s"; 0: there is none, and that is meant
     writes_checkpoint: bool = False  # a source to be spared
     dealt: int = 0  # slots of the open deal of its next step

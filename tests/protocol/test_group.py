@@ -210,7 +210,7 @@ def test_a_lost_group_returns_under_another_id():
     ask(machine, 0, known=1, failed=True)
     [call] = ask(machine, 1, known=1, failed=True)
     assert isinstance(call, m.CallLighthouse)
-    assert (call.call.member.replica_id, call.call.member.formerly, call.call.failed) == ("a:1.1", "a:1", True)
+    assert (call.call.member.replica_id, call.call.failed) == ("a:1.1", True)
     assert said(machine, m.LighthouseRefused("a:1", "LOST", "silent for 5 s")) == []  # an echo
 
 

@@ -17,7 +17,7 @@ class State(_message.Message):
     def __init__(self, step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., commit_id: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_id", "commit_quorum_id", "formerly", "restored", "writes_checkpoint", "dealt", "deal_id", "init_sync")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_id", "commit_quorum_id", "restored", "writes_checkpoint", "dealt", "deal_id", "init_sync")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -29,7 +29,6 @@ class Member(_message.Message):
     RECONFIGURE_HANDLES_FIELD_NUMBER: _ClassVar[int]
     COMMIT_ID_FIELD_NUMBER: _ClassVar[int]
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
-    FORMERLY_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     WRITES_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     DEALT_FIELD_NUMBER: _ClassVar[int]
@@ -46,13 +45,12 @@ class Member(_message.Message):
     reconfigure_handles: _containers.RepeatedScalarFieldContainer[str]
     commit_id: str
     commit_quorum_id: int
-    formerly: str
     restored: int
     writes_checkpoint: bool
     dealt: int
     deal_id: str
     init_sync: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_id: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., formerly: _Optional[str] = ..., restored: _Optional[int] = ..., writes_checkpoint: bool = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ..., init_sync: bool = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_id: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., restored: _Optional[int] = ..., writes_checkpoint: bool = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ..., init_sync: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "members", "reference", "epoch")
