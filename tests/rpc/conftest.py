@@ -1,0 +1,26 @@
+"""The fixtures that bring torchft, for the whole session; see peer.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rpc.peer import Peer, Unavailable, install
+
+
+@pytest.fixture(scope="session")
+def torchft() -> Path:
+    """The folder that a process needs in its path to import torchft. Skips where torchft cannot be had."""
+    try:
+        return install()
+    except Unavailable as error:
+        pytest.skip(f"torchft's wheel cannot be had, so nothing is shown of it here: {error}")
+
+
+@pytest.fixture(scope="session")
+def peer(torchft: Path) -> Iterator[Peer]:
+    process = Peer(torchft)
+    yield process
+    process.close()
