@@ -42,6 +42,13 @@ unset TORCH_INDEX
 install_torch() { torch_from=nowhere; }
 try_it() { run_logged "$python" -Ic "import aiohttp.web, google.protobuf.timestamp_pb2, grpc.aio, prometheus_client" || fail "grpc cannot be loaded"; }
 
+# A typing error, a taken port or a damaged file should not cost a download: the flags need no more than a Python.
+flags=("$@")
+before_install() {
+  find_python $pythons python3
+  PYTHONPATH=$root "$found" -B -m ft.rpc.lighthouse_flags ${flags[@]+"${flags[@]}"} || exit $?
+}
+
 trains_in=${PHAROS_VENV:-$root/.venv}
 case $trains_in in /*) ;; *) trains_in=$PWD/$trains_in ;; esac
 if [ "${PHAROS_NO_INSTALL:-0}" != 1 ] && has_packages "$trains_in/bin/python"; then

@@ -152,7 +152,7 @@ def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen(1)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name
         raise ValueError(f"{what} {endpoint}: there is no host {endpoint.host}") from None
     except OSError as error:
         why = _WHY.get(error.errno or 0, os.strerror(error.errno or 0).lower())

@@ -25,7 +25,8 @@ from typing import Any
 import grpc
 
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import MAX_STEP, Lighthouse, LighthouseConfig, absurd
+from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.rules import MAX_STEP, absurd
 from ft.rpc import codec, state_file
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Driver, Seen, now_s
@@ -384,16 +385,13 @@ async def serve(
 
 
 def _read_state(place: Place) -> m.Saved | None:
-    """A file that is damaged stops the start, for beginning anew could repeat ids; --recover asks the groups instead."""
     try:
-        return state_file.read(place.state) if place.state else None
-    except (ValueError, OSError) as error:
-        if place.recover:
-            log.warning("%s; the groups are asked instead", error)
-            return None
-        raise ValueError(
-            f"--state_file: {error}; --recover learns from the groups of the running job instead"
-        ) from None
+        return state_file.read_or_refuse(place.state) if place.state else None
+    except ValueError as error:
+        if not place.recover:
+            raise
+        log.warning("%s", error)
+        return None
 
 
 class LighthouseServer:

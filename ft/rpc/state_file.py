@@ -39,6 +39,23 @@ def read(path: Path) -> m.Saved | None:
         raise ValueError(f"{path} is not a state file of this version: {error!r}") from None
 
 
+def read_or_refuse(path: Path) -> m.Saved | None:
+    """At a start: a file that is damaged stops it, for beginning anew could repeat ids. Raises ValueError, which names the way out."""
+    try:
+        return read(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"--state_file: {error}; --recover learns from the groups of the running job instead"
+        ) from None
+
+
+def try_to_write(path: Path) -> None:
+    """Leaves nothing behind, and disturbs nobody who writes there. Raises OSError where `write` would."""
+    probe = path.with_name(f"{path.name}.{os.getpid()}")
+    probe.touch()
+    probe.unlink()
+
+
 def write(path: Path, saved: m.Saved) -> None:
     """Afterwards it is on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError."""
     partial = path.with_name(path.name + ".partial")

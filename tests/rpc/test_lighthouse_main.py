@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ft.protocol import messages as m
-from ft.rpc import lighthouse_main, state_file
+from ft.rpc import lighthouse_flags, lighthouse_main, state_file
 from tests.rpc.wire import Stream, Wire, quorum_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,19 +74,19 @@ def test_a_short_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Asked for, or with a token everywhere, else on loopback alone."""
-    monkeypatch.setattr(lighthouse_main, "DEFAULT_PORT", 0)
+    monkeypatch.setattr(lighthouse_flags, "DEFAULT_PORT", 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text(f"{TOKEN}\n")
 
     def at(*flags: str) -> list[str]:
-        return [str(place) for place in lighthouse_main.read_options([*N, *flags]).place.at]
+        return [str(place) for place in lighthouse_flags.read_options([*N, *flags]).at]
 
     assert at("--token_file", "token") == at("--insecure") == ["[::]:0"]
     assert at()[0] == "127.0.0.1:0" and set(at()[1:]) <= {"[::1]:0"}
     assert at("--bind", "localhost:0") == ["localhost:0"]
-    options = lighthouse_main.read_options([*N, "--takeover_s", "never", "--http", "none"])
+    options = lighthouse_flags.read_options([*N, "--takeover_s", "never", "--http", "none"])
     assert options.config.times.takeover_s is None and options.http == []
-    config = lighthouse_main.read_options(N).config
+    config = lighthouse_flags.read_options(N).config
     assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Times())
 
 
