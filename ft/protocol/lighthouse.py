@@ -1,14 +1,10 @@
 """Who is in: the quorum rules, and what the lighthouse tells whom. Driven by rpc/lighthouse_server.py and sim/.
 
-`decide` is the rules, a pure function of a View. `Lighthouse` keeps the View up to date, one group at a time: an event costs the same
-with 2 groups and with 1,000, until it completes a quorum; a round of N calls costs O(N).
+The rules are in rules.py: `decide`, a pure function of a View. `Lighthouse` keeps the View up to date, one group at a time: an event
+costs the same with 2 groups and with 1,000, until it completes a quorum; a round of N calls costs O(N).
 
 Where the rules leave a choice:
-- The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
-  job that was taken over, a lie) heals. So the line of quorums is the history, and a quorum carries the state that it chose.
-- "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and take it to its
-  grave; the others go on from the step before, which is what they all hold.
-- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id ("a:1.1" after "a:1") is.
+- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id ("a:1.1") is.
 - Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
 - The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
   on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
@@ -21,19 +17,17 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Effect, Event, Kind, Member, Out, Quorum, Refusal, Saved, State, Times
-from ft.protocol.plan import reference_state
+from ft.protocol.messages import Call, Effect, Event, Kind, Member, Out, Quorum, Saved, Times
+from ft.protocol.rules import Decision, Problem, View, absurd, decide, smallest_cover
 
 LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
 FAILURES_BEFORE_SIT_OUT = 3
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
-MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
 
 
 @dataclass(frozen=True)
@@ -44,108 +38,6 @@ class LighthouseConfig:
     times: Times = field(default_factory=Times)
     supersede_s: float = 1.0  # a name's live id may be replaced when it was silent for so long
     sit_out_s: float = 10.0  # doubles each time
-
-
-# ------------------------------------------------------------------------------------------------ the rules
-
-
-@dataclass(slots=True)  # not frozen: there is one for every event, and that would be half of its cost
-class View:
-    """What the rules look at. Collections are the lighthouse's own, not copies."""
-
-    kind: Kind
-    candidates: Mapping[str, Member]  # healthy callers, without those that sit out
-    healthy: int  # groups that could be candidates, these included, and those that are just returning
-    previous: Collection[str]  # ids of the previous quorum
-    present: Collection[str]  # of those, candidates
-    missing: Collection[str]  # of those, neither candidates nor left nor sitting out
-    heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
-    shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
-    reachable: int  # healthy members of the previous quorum, whether they have called or not
-    claims: int  # previous members that may hold the state, and have neither left nor been succeeded
-    claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
-    waited_s: float  # since the first candidate called, previous members first
-    settled: int  # no state below it, unless restored on purpose
-    min_replicas: int
-    join_timeout_s: float
-
-
-@dataclass(frozen=True)
-class Decision:
-    members: tuple[Member, ...] = ()  # empty: wait
-    reference: State = (0, 0, "")
-    reason: str = ""
-    must_restore: tuple[str, ...] = ()  # these have to load a checkpoint before there can be a quorum
-
-
-def decide(view: View) -> Decision:
-    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone,
-    and count before they shrink. Ours count after it, so a shrink for which too few are left is not honoured: it could never end."""
-    ours = view.kind == "pharos"
-    shrink = bool(view.shrinkers) and bool(view.previous) and not (ours and view.reachable < view.min_replicas)
-    count = len(view.present) if shrink and (ours or not view.present) else len(view.candidates)
-    fast = bool(view.present) and not view.missing
-    here = f"{len(view.candidates)} of {view.healthy} healthy groups have called"
-    if count == 0:
-        only = (
-            "; a shrink is asked for, and none of the previous members has called" if shrink and view.candidates else ""
-        )
-        return Decision(reason=f"{here}{only}")
-    if count < view.min_replicas:
-        return Decision(reason=f"{here}; {count} would take part, min_replicas is {view.min_replicas}")
-    if not fast and 2 * len(view.candidates) <= view.healthy:
-        return Decision(reason=f"{here}; more than half is needed, lest there be two quorums")
-    if not fast and len(view.candidates) < view.healthy and view.waited_s < view.join_timeout_s:
-        return Decision(
-            reason=f"{here}; the first has waited {view.waited_s:.1f} of {view.join_timeout_s:g} s for the others"
-        )
-    if ours and not view.heirs and view.claims and not view.claims_expired:
-        return Decision(
-            reason=f"{here}; none was in the previous quorum with a state, of which {view.claims} may come back"
-        )
-    chosen = view.present if shrink else view.candidates
-    members = tuple(view.candidates[replica_id] for replica_id in sorted(chosen))
-    why = "all previous members have called" if fast else f"{here}, which is enough"
-    return _with_reference(view, members, why)
-
-
-def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decision:
-    if view.kind == "torchft":
-        return Decision(members, (max(member.step for member in members), 0, ""), why)
-    heirs = [member for member in members if member.replica_id in view.heirs]
-    reference = reference_state(heirs or members)
-    holders = [member for member in members if member.state == reference]
-    if reference is None or (reference[0] < view.settled and all(h.restored is None for h in holders)):
-        furthest = (
-            "nobody holds a whole state" if reference is None else f"the furthest state here is of step {reference[0]}"
-        )
-        unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-        return Decision(
-            reason=f"{furthest}, step {view.settled} was settled: load a checkpoint", must_restore=unrestored
-        )
-    restored = f", restored from checkpoint {reference[0]}" if reference[0] < view.settled else ""
-    return Decision(members, reference, why + restored)
-
-
-def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:
-    """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
-    outside `spare`, then those blamed more often, then the last by name."""
-    blamed = {replica_id: sum(replica_id in pair for pair in pairs) for pair in pairs for replica_id in pair}
-    order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
-    for size in (1, 2, 3) if len(order) <= 64 else (1,):
-        for chosen in combinations(order, size):
-            if all(pair & set(chosen) for pair in pairs):
-                return frozenset(chosen)
-    cover: set[str] = set()
-    left = set(pairs)
-    while left:
-        worst = max(sorted(blamed), key=lambda i: sum(i in pair for pair in left))
-        cover.add(worst)
-        left = {pair for pair in left if worst not in pair}
-    return frozenset(cover)
-
-
-# ------------------------------------------------------------------------------------------------ the machine
 
 
 @dataclass
@@ -461,9 +353,9 @@ class Lighthouse:
         quorum was issued again under its id, it is the same question that shows it."""
         if self.quorum is None or event.member.replica_id not in self._previous:
             return False
-        if event.known >= self.quorum.quorum_id:  # else what it says has failed was an older one
-            if event.failed or not (retried and self._again):
-                return False
+        here = event.known >= self.quorum.quorum_id  # else what it says has failed was an older one
+        if here and (event.failed or not (retried and self._again)):
+            return False
         return not self._generation.failed and not self._generation.lost and not self._gone
 
     # ---- failures that repeat
@@ -685,7 +577,7 @@ class Lighthouse:
             self._emit(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
-    def refuses(self, kind: Kind) -> _Problem:
+    def refuses(self, kind: Kind) -> Problem:
         """Why members of this kind cannot join. Until one has called, either may."""
         if kind == self._kind or (self.quorum is None and not self._candidates):
             return None
@@ -704,7 +596,7 @@ class Lighthouse:
             for replica_id in list(self._peers):  # those of the other kind were waited for until now
                 self._place(replica_id)
 
-    def _name_taken(self, event: Call, now_s: float) -> _Problem:
+    def _name_taken(self, event: Call, now_s: float) -> Problem:
         """A newcomer replaces the live id of its name if that is silent; else there are two groups with one id."""
         name, new = event.member.name, event.member.replica_id
         old = self._live.get(name)
@@ -716,7 +608,7 @@ class Lighthouse:
         self._lose([old], f"{new} took its name")
         return None
 
-    def _shape_differs(self, event: Call) -> _Problem:
+    def _shape_differs(self, event: Call) -> Problem:
         ours = dict(self._shape)
         differ = [what for what, digest in event.shape if what in ours and ours[what] != digest]
         if not differ:
@@ -767,7 +659,6 @@ class Lighthouse:
         return self.quorum
 
 
-_Problem = tuple[Refusal, str] | None
 _HANDLERS: dict[type[Event], Callable[[Lighthouse, Any, float], None]] = {
     Call: Lighthouse._on_call,
     m.CallCancelled: Lighthouse._on_cancelled,
@@ -780,21 +671,6 @@ _HANDLERS: dict[type[Event], Callable[[Lighthouse, Any, float], None]] = {
     m.Evict: Lighthouse._on_evict,
     m.Tick: Lighthouse._on_tick,
 }
-
-
-def absurd(event: Call) -> _Problem:
-    """What no honest member claims. torchft's may leave world size and addresses out."""
-    member = event.member
-    texts = (member.replica_id, member.address, member.store_address, member.commit_id)
-    all_texts = "".join(texts)  # as a rule shorter in all than one may be
-    too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
-    if too_long or not all_texts.isprintable() or not member.replica_id:
-        return ("INVALID_ARGUMENT", f"an id or address is empty, not printable or longer than {MAX_TEXT}")
-    if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
-        return ("INVALID_ARGUMENT", f"step {member.step} of quorum {member.commit_quorum_id}: legal is 0 to {MAX_STEP}")
-    if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
-        return ("INVALID_ARGUMENT", f"world size {member.world_size}: legal is 1 to {MAX_WORLD_SIZE}")
-    return None
 
 
 def _put(ids: set[str], replica_id: str, inside: bool) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from google.protobuf.message import DecodeError, Message
 
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import MAX_STEP, absurd
 from ft.protocol.plan import TorchftReply
+from ft.protocol.rules import MAX_STEP, absurd
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 W = TypeVar("W")

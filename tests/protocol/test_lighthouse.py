@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import LOST_KEPT, Lighthouse, LighthouseConfig, decide, smallest_cover
+from ft.protocol.lighthouse import LOST_KEPT, Lighthouse, LighthouseConfig
 from ft.protocol.messages import Kind, Member
+from ft.protocol.rules import decide, smallest_cover
 
 KINDS = pytest.mark.parametrize("kind", ["pharos", "torchft"])
 

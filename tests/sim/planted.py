@@ -11,7 +11,8 @@ from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group
-from ft.protocol.lighthouse import Lighthouse, View
+from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.rules import View
 from ft.protocol.step import Step
 from ft.sim import runs
 from ft.sim.cluster import Machines

@@ -1,0 +1,132 @@
+"""The quorum rules: who goes on together, from which state, and what no honest member claims. Pure functions of what lighthouse.py knows.
+
+Where the rules leave a choice:
+- The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
+  job that was taken over, a lie) heals. So the line of quorums is the history, and a quorum carries the state that it chose.
+- "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and take it to its
+  grave; the others go on from the step before, which is what they all hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from ft.protocol import messages as m
+from ft.protocol.messages import Call, Kind, Member, Refusal, State
+from ft.protocol.plan import reference_state
+
+MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
+Problem = tuple[Refusal, str] | None  # why a call is refused
+
+
+@dataclass(slots=True)  # not frozen: there is one for every event, and that would be half of its cost
+class View:
+    """What the rules look at. Collections are the lighthouse's own, not copies."""
+
+    kind: Kind
+    candidates: Mapping[str, Member]  # healthy callers, without those that sit out
+    healthy: int  # groups that could be candidates, these included, and those that are just returning
+    previous: Collection[str]  # ids of the previous quorum
+    present: Collection[str]  # of those, candidates
+    missing: Collection[str]  # of those, neither candidates nor left nor sitting out
+    heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
+    shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
+    reachable: int  # healthy members of the previous quorum, whether they have called or not
+    claims: int  # previous members that may hold the state, and have neither left nor been succeeded
+    claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
+    waited_s: float  # since the first candidate called, previous members first
+    settled: int  # no state below it, unless restored on purpose
+    min_replicas: int
+    join_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    members: tuple[Member, ...] = ()  # empty: wait
+    reference: State = (0, 0, "")
+    reason: str = ""
+    must_restore: tuple[str, ...] = ()  # these have to load a checkpoint before there can be a quorum
+
+
+def decide(view: View) -> Decision:
+    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone,
+    and count before they shrink. Ours count after it, so a shrink for which too few are left is not honoured: it could never end."""
+    ours = view.kind == "pharos"
+    shrink = bool(view.shrinkers) and bool(view.previous) and not (ours and view.reachable < view.min_replicas)
+    count = len(view.present) if shrink and (ours or not view.present) else len(view.candidates)
+    fast = bool(view.present) and not view.missing
+    here = f"{len(view.candidates)} of {view.healthy} healthy groups have called"
+    if count == 0:
+        only = (
+            "; a shrink is asked for, and none of the previous members has called" if shrink and view.candidates else ""
+        )
+        return Decision(reason=f"{here}{only}")
+    if count < view.min_replicas:
+        return Decision(reason=f"{here}; {count} would take part, min_replicas is {view.min_replicas}")
+    if not fast and 2 * len(view.candidates) <= view.healthy:
+        return Decision(reason=f"{here}; more than half is needed, lest there be two quorums")
+    if not fast and len(view.candidates) < view.healthy and view.waited_s < view.join_timeout_s:
+        return Decision(
+            reason=f"{here}; the first has waited {view.waited_s:.1f} of {view.join_timeout_s:g} s for the others"
+        )
+    if ours and not view.heirs and view.claims and not view.claims_expired:
+        return Decision(
+            reason=f"{here}; none was in the previous quorum with a state, of which {view.claims} may come back"
+        )
+    chosen = view.present if shrink else view.candidates
+    members = tuple(view.candidates[replica_id] for replica_id in sorted(chosen))
+    why = "all previous members have called" if fast else f"{here}, which is enough"
+    return _with_reference(view, members, why)
+
+
+def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decision:
+    if view.kind == "torchft":
+        return Decision(members, (max(member.step for member in members), 0, ""), why)
+    heirs = [member for member in members if member.replica_id in view.heirs]
+    reference = reference_state(heirs or members)
+    holders = [member for member in members if member.state == reference]
+    if reference is None or (reference[0] < view.settled and all(h.restored is None for h in holders)):
+        furthest = (
+            "nobody holds a whole state" if reference is None else f"the furthest state here is of step {reference[0]}"
+        )
+        unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
+        return Decision(
+            reason=f"{furthest}, step {view.settled} was settled: load a checkpoint", must_restore=unrestored
+        )
+    restored = f", restored from checkpoint {reference[0]}" if reference[0] < view.settled else ""
+    return Decision(members, reference, why + restored)
+
+
+def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:
+    """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
+    outside `spare`, then those blamed more often, then the last by name."""
+    blamed = {replica_id: sum(replica_id in pair for pair in pairs) for pair in pairs for replica_id in pair}
+    order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
+    for size in (1, 2, 3) if len(order) <= 64 else (1,):
+        for chosen in combinations(order, size):
+            if all(pair & set(chosen) for pair in pairs):
+                return frozenset(chosen)
+    cover: set[str] = set()
+    left = set(pairs)
+    while left:
+        worst = max(sorted(blamed), key=lambda i: sum(i in pair for pair in left))
+        cover.add(worst)
+        left = {pair for pair in left if worst not in pair}
+    return frozenset(cover)
+
+
+def absurd(event: Call) -> Problem:
+    """What no honest member claims. torchft's may leave world size and addresses out."""
+    member = event.member
+    texts = (member.replica_id, member.address, member.store_address, member.commit_id)
+    all_texts = "".join(texts)  # as a rule shorter in all than one may be
+    too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
+    if too_long or not all_texts.isprintable() or not member.replica_id:
+        return ("INVALID_ARGUMENT", f"an id or address is empty, not printable or longer than {MAX_TEXT}")
+    if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
+        return ("INVALID_ARGUMENT", f"step {member.step} of quorum {member.commit_quorum_id}: legal is 0 to {MAX_STEP}")
+    if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
+        return ("INVALID_ARGUMENT", f"world size {member.world_size}: legal is 1 to {MAX_WORLD_SIZE}")
+    return None

@@ -1,0 +1,40 @@
+"""A few figures summed with the gradients, from which all groups draw the same conclusions; and the name of the state that comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last elements of the last bucket, summed over groups like the gradients before them."""
+
+    tokens: tuple[float, ...]  # per slot of the deal; 0: nothing came, UNABLE: its group cannot
+    loss_sum: float
+    ok: float  # groups whose gradients may be used
+    change: float  # groups that want a quorum before the next step
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Tail:
+        return Tail(tuple(values[:-3]), *values[-3:])
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return (*self.tokens, self.loss_sum, self.ok, self.change)
+
+    @property
+    def divisor(self) -> float:
+        return sum(count for count in self.tokens if count > 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is left who was dealt a slot, and nobody was unable: there is no step here, only a deal to be made anew."""
+        return not any(self.tokens)
+
+
+def next_commit_id(previous: str, step: int, quorum_id: int, tokens: Sequence[float]) -> str:
+    """Names the state after `step`: the same previous state and the same contributions, hence the same weights."""
+    text = f"{previous}/{step}/{quorum_id}/{','.join(str(round(count)) for count in tokens)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

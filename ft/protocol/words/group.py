@@ -1,0 +1,224 @@
+"""What a group server is told and what it wants done (group.Group), and what its ranks get from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ft.protocol.words.lighthouse import Call
+from ft.protocol.words.quorum import Effect, Event, Member, Notice, Quorum, Refusal, State, Times
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True)
+class RankCall(Event):
+    """A rank asks for a quorum, for its group: the call to the lighthouse goes out when all ranks have asked."""
+
+    group_rank: int
+    member: Member  # as this rank sees the group: step, commit ids, restored, dealt; addresses and id are filled in by the group
+    checkpoint_metadata: str = ""  # where this rank's state is served
+    known: int = 0
+    failed: bool = False
+    blame: tuple[str, ...] = ()
+    shape: tuple[tuple[str, str], ...] = ()
+    number: int = 0  # as Call.number, of this rank's questions
+
+
+@dataclass(frozen=True)
+class RankCancelled(Event):
+    """A rank's waiting call or vote ended. It may ask again."""
+
+    group_rank: int
+
+
+@dataclass(frozen=True)
+class RankStream(Event):
+    """A rank's Watch stream to its group server opened or broke. Broken: the process is gone, and the group with it."""
+
+    group_rank: int
+    open: bool
+
+
+@dataclass(frozen=True)
+class Vote(Event):
+    """One rank's word on what decides which collective comes next. Keyed by (kind, quorum_id, attempt, step)."""
+
+    group_rank: int
+    kind: Literal["configured", "commit", "healed"]
+    quorum_id: int
+    attempt: int
+    step: int  # that the attempt starts from
+    verdict: Literal["yes", "again", "failed"]  # again: all sums are there, but some group was unable
+    change: bool = False
+    reason: str = ""  # of a verdict that is not yes
+    blame: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> Ballot:
+        return (self.quorum_id, self.step, self.attempt, self.kind)
+
+
+Ballot = tuple[int, int, int, str]  # (quorum_id, step, attempt, kind)
+
+
+@dataclass(frozen=True)
+class LighthouseAnswered(Event):
+    """The Quorum RPC was answered, or a quorum came down the stream."""
+
+    quorum: Quorum
+    times: Times | None = None
+
+
+@dataclass(frozen=True)
+class LighthouseFailed(Event):
+    """The Quorum RPC failed (connection, deadline)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LighthouseRefused(Event):
+    """The lighthouse said no to this id, on a call or on the stream."""
+
+    replica_id: str
+    code: Refusal
+    reason: str
+
+
+@dataclass(frozen=True)
+class LighthouseWantsRestore(Event):
+    settled: int
+
+
+@dataclass(frozen=True)
+class BeatAnswered(Event):
+    """An answered beat. `sent_s`: when it was sent, on the clock of now_s, which must run while the machine sleeps (CLOCK_BOOTTIME)."""
+
+    sent_s: float
+
+
+@dataclass(frozen=True)
+class AskMetadata(Event):
+    """Another group's rank asks where `group_rank`'s state is served."""
+
+    group_rank: int
+
+
+# ------------------------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True)
+class CallLighthouse(Effect):
+    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back what comes of it:
+    LighthouseAnswered, LighthouseFailed, LighthouseRefused or LighthouseWantsRestore."""
+
+    call: Call
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class OpenStream(Effect):
+    """Close the stream to the lighthouse, if any, and open one under this id. Reopen it by yourself when it breaks."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True)
+class AnswerRank(Effect):
+    """Answer the waiting call of one rank."""
+
+    group_rank: int
+    part: Part
+
+
+@dataclass(frozen=True)
+class FailRank(Effect):
+    """Fail the waiting call (or vote, or metadata question) of one rank."""
+
+    group_rank: int
+    code: Literal["INVALID_ARGUMENT", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class RestoreRank(Effect):
+    """Answer the waiting call of one rank: load the newest valid checkpoint, ask again."""
+
+    group_rank: int
+    settled: int
+
+
+@dataclass(frozen=True)
+class AnswerVote(Effect):
+    """Answer the vote of one rank with the group's outcome."""
+
+    group_rank: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class NotifyRank(Effect):
+    """Send the notice down one rank's stream."""
+
+    group_rank: int
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class Metadata(Effect):
+    """Answer an AskMetadata."""
+
+    group_rank: int
+    checkpoint_metadata: str
+
+
+@dataclass(frozen=True)
+class EndGroup(Effect):
+    """Send Leave(clean=False), close, SIGKILL the trainer processes: torchelastic starts the group again."""
+
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------ from group to ranks
+
+
+@dataclass(frozen=True)
+class Source:
+    """A group to heal from: its rank of the same group_rank holds the shards."""
+
+    replica_rank: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Part(Event):
+    """What one rank does in a quorum (plan.py). An event for step.Step: the answer to AskQuorum."""
+
+    quorum_id: int
+    epoch: str
+    replica_id: str
+    replica_rank: int
+    members: tuple[str, ...]  # replica_ids by replica_rank
+    store_address: str
+    reference: State
+    heal: bool  # the whole group, or none of its ranks
+    sources: tuple[Source, ...]  # at most two; empty unless heal
+    heals: tuple[int, ...]  # replica_ranks that heal from this group
+    participants: tuple[str, ...]  # who is dealt slots, by replica_rank
+    dealt: int  # slots of the open deal that the reference members hold; 0: they hold none, or not the same, and make a new one
+    known: bool = False  # the rank has this very generation already: keep the process group
+
+
+@dataclass(frozen=True)
+class Outcome(Event):
+    """What a group has decided; the same for all its ranks, and for ever."""
+
+    kind: Literal["configured", "commit", "healed"]
+    quorum_id: int
+    attempt: int
+    step: int
+    verdict: Literal["yes", "again", "failed"]
+    change: bool = False
+    reason: str = ""
+    blame: tuple[str, ...] = ()

@@ -1,0 +1,157 @@
+"""What the lighthouse is told and what it wants done (lighthouse.Lighthouse)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ft.protocol.words.quorum import Effect, Event, Kind, Member, Notice, Quorum, Refusal
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True)
+class Call(Event):
+    """A group asks for a quorum. It counts as a beat. `known`: the newest quorum whose answer has arrived (0: none)."""
+
+    member: Member
+    kind: Kind = "pharos"
+    known: int = 0
+    failed: bool = False  # generation `known` failed; else a change is due, or it is the first call
+    blame: tuple[str, ...] = ()  # replica_ids with which the attempt failed
+    shape: tuple[
+        tuple[str, str], ...
+    ] = ()  # (what, digest): layout, dtypes, buckets, config; must be the same everywhere
+    number: int = (
+        0  # of this process's questions, growing; a retry repeats its own, so that a late copy is known for one
+    )
+
+
+@dataclass(frozen=True)
+class CallCancelled(Event):
+    """The RPC of a waiting call ended. A caller with a stream is still wanted."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True)
+class Beat(Event):
+    replica_id: str
+    kind: Kind = "pharos"
+
+
+@dataclass(frozen=True)
+class StreamOpened(Event):
+    """A group server's Watch stream begins with what it knows. `settled`: the newest step that it knows to be settled."""
+
+    replica_id: str
+    quorum: Quorum | None = None
+    settled: int = 0
+
+
+@dataclass(frozen=True)
+class StreamClosed(Event):
+    """The connection broke. A stream that was replaced by a newer one of the same id is not reported."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True)
+class Report(Event):
+    """On the stream, at most once a second and at each change of `waiting`; counts as a beat."""
+
+    replica_id: str
+    step: int  # VOID while healing
+    commit_quorum_id: int = 0
+    waiting: bool = False  # all its ranks are in the collective (or past it)
+    median_step_s: float = 0.0
+    settled: int = 0
+
+
+@dataclass(frozen=True)
+class Leave(Event):
+    """The group goes on purpose. clean: it owes the running step nothing, so the others finish it; else the generation fails."""
+
+    replica_id: str
+    clean: bool = True
+    reason: str = "left"
+
+
+@dataclass(frozen=True)
+class TakeOver(Event):
+    """An operator's word: whoever calls may go on without the previous members."""
+
+
+@dataclass(frozen=True)
+class Evict(Event):
+    """An operator's word (dashboard: kill or drain)."""
+
+    replica_id: str
+
+
+# ------------------------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True)
+class Persist(Effect):
+    """Write `saved` to the state file (temporary file, fsync, rename) before any later effect: an id once seen must not come again."""
+
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class Answer(Effect):
+    """Give `quorum` to every waiting call of these ids, or, where none waits, send it down the id's stream. Times go along."""
+
+    replica_ids: tuple[str, ...]
+    quorum: Quorum
+
+
+@dataclass(frozen=True)
+class Refuse(Effect):
+    """Fail the waiting calls of the id. LOST: it may return under a new id, with its state."""
+
+    replica_id: str
+    code: Refusal
+    reason: str
+
+
+@dataclass(frozen=True)
+class MustRestore(Effect):
+    """Answer the waiting calls of these ids: load the newest valid checkpoint, call again with `restored`."""
+
+    replica_ids: tuple[str, ...]
+    settled: int  # the newest step known to be settled; a checkpoint of it is what one hopes to find
+
+
+@dataclass(frozen=True)
+class Notify(Effect):
+    """Send the notice down the streams of these ids; one without a stream gets nothing (torchft's)."""
+
+    replica_ids: tuple[str, ...]
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a lighthouse must remember over its own death."""
+
+    epoch: str
+    last_id: int = 0
+    settled: int = 0
+    kind: Kind = "pharos"
+    quorum: Quorum | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Saved:
+        """Of what to_dict gave, after JSON. Raises TypeError or KeyError for anything else."""
+        return Saved(**{**data, "quorum": quorum_from_dict(data["quorum"]) if data["quorum"] else None})
+
+
+def quorum_from_dict(data: dict[str, Any]) -> Quorum:
+    step, commit_quorum_id, commit_id = data["reference"]
+    members = tuple(Member(**{**m, "reconfigure_handles": tuple(m["reconfigure_handles"])}) for m in data["members"])
+    return Quorum(data["quorum_id"], members, (step, commit_quorum_id, commit_id), data["epoch"])

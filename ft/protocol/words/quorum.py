@@ -1,0 +1,169 @@
+"""What travels between all of them: members, quorums, times, notices; and what every machine is given and gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+VOID = -1  # the step of a group whose state is incomplete, for it is healing
+UNABLE = -1.0  # in a tail: the slot's group has nothing to give (no valid token, not a number, out of memory)
+
+Kind = Literal["pharos", "torchft"]  # which rules a member plays by
+Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
+
+
+# ------------------------------------------------------------------------------------------------ quorums
+
+
+@dataclass(frozen=True)
+class Member:
+    """A group as the others see it. The first nine fields are torchft's QuorumMember; the rest is ours and empty for its members."""
+
+    replica_id: str  # "name:unique"; the name is REPLICA_GROUP_ID, the rest is new with every start
+    address: str = ""  # group server, http://host:port
+    store_address: str = ""  # the group's TCPStore, host:port
+    step: int = 0  # committed; VOID while healing
+    world_size: int = 1  # ranks of the group
+    shrink_only: bool = False
+    data: str = ""  # the user's JSON
+    commit_failures: int = 0
+    reconfigure_handles: tuple[str, ...] = ()
+    commit_id: str = ""  # names the state: equal ids, equal weights
+    commit_quorum_id: int = 0  # the generation that made it
+    restored: int | None = None  # "restored from checkpoint s"; 0: there is none, and that is meant
+    writes_checkpoint: bool = False  # a source to be spared
+    dealt: int = 0  # slots of the open deal of its next step
+    deal_id: str = ""  # names that deal
+    init_sync: bool = False  # initial states differ: at step 0 all heal from one
+
+    @property
+    def name(self) -> str:
+        return name_of(self.replica_id)
+
+    @property
+    def void(self) -> bool:
+        return self.step == VOID
+
+    @property
+    def state(self) -> State:
+        return (self.step, self.commit_quorum_id, self.commit_id)
+
+
+State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is the further
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """One generation: who takes part, and the state that all of them go on from."""
+
+    quorum_id: int
+    members: tuple[Member, ...]  # sorted by replica_id; the place is the replica_rank
+    reference: State = (0, 0, "")
+    epoch: str = ""  # of the job; keeps the store keys of two jobs apart
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(m.replica_id for m in self.members)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The lengths that all processes must agree on; the lighthouse sends its own with the first answer."""
+
+    beat_s: float = 1.0
+    heartbeat_timeout_s: float = 5.0
+    rendezvous_s: float = 10.0
+    heal_grace_s: float = 30.0
+    takeover_s: float | None = 30.0  # None: never, an operator's word
+    stall_s: float = 60.0
+    collective_s: float = 600.0
+
+    def misfits(self, theirs: Times) -> list[str]:
+        """Why a group with these times may not join a lighthouse with `theirs`. Empty: it may."""
+        rungs = [(n, getattr(self, n)) for n in _RUNGS if getattr(self, n) is not None]
+        bad = [
+            f"{a} = {x:g} must be below {b} = {y:g}"
+            for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False)
+            if not _fits(b, x, y)
+        ]
+        return bad + [
+            f"{n} = {getattr(self, n)}: the lighthouse has {getattr(theirs, n)}"
+            for n in ("heartbeat_timeout_s", "takeover_s", "heal_grace_s")
+            if getattr(self, n) != getattr(theirs, n)
+        ]
+
+
+_RUNGS = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "stall_s", "collective_s")
+
+
+def _fits(rung: str, below: float, length: float) -> bool:
+    return below <= length if rung in ("takeover_s", "collective_s") else below < length
+
+
+@lru_cache(4096)  # asked for each member of each deal, by each rank
+def process_of(replica_id: str) -> str:
+    """The id without the count of its returns: "left:4f2a.2" was "left:4f2a" before it was lost, and is the same process."""
+    name, colon, unique = replica_id.partition(":")
+    return name + colon + unique.partition(".")[0]
+
+
+def name_of(replica_id: str) -> str:
+    """One name has one live id: "left:4f2a" is of "left"."""
+    return replica_id.partition(":")[0]
+
+
+# ------------------------------------------------------------------------------------------------ what comes out
+
+
+@dataclass(frozen=True)
+class Out:
+    """What a machine wants done, in this order, and why it does so or waits."""
+
+    effects: tuple[Effect, ...] = ()
+    reason: str = ""
+
+
+class Effect:
+    """Something that a driver carries out."""
+
+
+class Event:
+    """Something that a driver has seen."""
+
+
+@dataclass(frozen=True)
+class Tick(Event):
+    """Time went by. For every machine, at least each tick_s; after all other events that have arrived by then."""
+
+
+# ------------------------------------------------------------------------------------------------ notices
+
+
+@dataclass(frozen=True)
+class Notice(Event):
+    """Level-triggered, and about one generation: outside of it, ignored. May come twice."""
+
+    quorum_id: int
+
+
+@dataclass(frozen=True)
+class MemberLost(Notice):
+    """The generation cannot complete any more. Sent for the first loss of a generation; who else is lost shows at the next quorum."""
+
+    replica_ids: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Abandoned(Notice):
+    """A member asks for a quorum because this generation failed, or it has been replaced: stop waiting on it now."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ChangeAnnounced(Notice):
+    """Somebody waits to come in, or has left: finish the step, then ask for a quorum."""
+
+    reason: str = ""
