@@ -126,7 +126,7 @@ class ProcessGroup(Collectives):
         self._generation: Generation | None = None
         self._why_none: Exception = GroupError("the group was never configured")
         self._rank, self._size = 0, 1
-        self._registered = ""
+        self._registered = self._torch_name = self._torch_text = ""
 
     # ------------------------------------------------------------------------------------------------ the Manager's face
 
@@ -241,6 +241,21 @@ class ProcessGroup(Collectives):
         return self._registered or self.KIND
 
     _get_backend_name = getBackendName
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch keeps names in backends, which this has none of)
+        self._torch_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._torch_name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._torch_text = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._torch_text
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._size})"

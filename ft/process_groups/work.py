@@ -26,7 +26,8 @@ class GroupWork(Work):
         devices = {tensor.device for tensor in operation.tensors_flat() if tensor.is_cuda}
         self._future: Future[Any] = Future(devices=sorted(devices, key=str))
         self._claim = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = ended = threading.Event()
+        self._future.add_done_callback(lambda _: ended.set())  # the first of its callbacks: others may call wait
         self._error: Exception | None = None
         self._source = -1
 
@@ -35,7 +36,6 @@ class GroupWork(Work):
         if not self._claim.acquire(blocking=False):
             return False
         self._error, self._source = error, source
-        self._ended.set()
         if error is None:
             self._future.set_result(self._outputs)
         else:
