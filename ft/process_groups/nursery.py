@@ -20,6 +20,8 @@ from ft.process_groups.baby_worker import FORK
 from ft.process_groups.channel import Channel
 from ft.process_groups.errors import GroupError
 
+# torch's TCPStore looks up the name of its peer's address at each connection, and a lost packet costs the resolver's 5 seconds.
+QUICK_DNS = "timeout:1 attempts:5"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -133,6 +135,7 @@ class Nursery:
                     **os.environ,
                     "PYTHONPATH": path,
                     "OMP_NUM_THREADS": "1",
+                    "RES_OPTIONS": os.environ.get("RES_OPTIONS", QUICK_DNS),
                     "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
                 },
             )
