@@ -7,6 +7,7 @@ stream of its own). That happens here and nowhere else.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class Body:
     def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
         self.manifest = manifest
         self._tensors = [_bits(tensor) for tensor in tensors]
+        self._starts = [entry.offset for entry in manifest.entries]
         self._views = [_memory(tensor) for tensor in self._tensors]
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
@@ -55,13 +57,13 @@ class Body:
 
     def direct(self, first: int, last: int) -> memoryview | None:
         """The memory of chunks first..last, if it is one piece of host memory."""
-        start, end = self.manifest.span(first)[0], self.manifest.span(last)[1]
-        pieces = self.manifest.pieces(start, end)
-        if len(pieces) != 1:
-            return None
-        ((index, low, high),) = pieces
+        start, end = first * CHUNK_BYTES, min((last + 1) * CHUNK_BYTES, self.manifest.total_bytes)
+        index = (
+            bisect_right(self._starts, start) - 1
+        )  # once per chunk, so in few words: `pieces` takes ten times as long
+        low = start - self._starts[index]
         view = self._views[index]
-        return view[low:high] if view is not None and high - low == end - start else None
+        return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
 
     def read(self, chunk: int, bounce: Bounce, at: int = 0) -> memoryview:
         """Copies a chunk into the bounce's place number `at`, with zeros between the tensors."""

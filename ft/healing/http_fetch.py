@@ -1,4 +1,4 @@
-"""The joiner's side of healing over HTTP: one thread per source, at most two, which meet in the middle.
+"""The joiner's side of healing over HTTP: one thread per source, or two for a single source, which meet in the middle.
 
 The first takes stripes of chunks from the front, the second from the back; a faster source so sends more, and what one leaves undone
 the other takes over. A stripe counts when its seal has come: until then the source may have changed its state under it.
@@ -52,9 +52,10 @@ class Fetch:
         progress: Progress | None = None,
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
-        self.into, self.access, self.config = into, access, config
+        self.sources, self.into, self.access, self.config = tuple(sources), into, access, config
         self.path, self.reader = f"/heal/{quorum_id}/{step}", reader
-        self._sources = [_FromSource(self, source, backwards=bool(i)) for i, source in enumerate(sources)]
+        streams = [*sources] if len(sources) > 1 else [*sources] * config.heal_streams
+        self._sources = [_FromSource(self, source, backwards=bool(i % 2)) for i, source in enumerate(streams)]
         self._progress = progress or (lambda done, total: None)
         self._lock = threading.Condition()
         self._header = b""
@@ -80,8 +81,8 @@ class Fetch:
         if manifest is None or not complete or self.stopped:
             reason = self.stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
             raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed))
-        for one in self._sources:
-            one.tell_done()
+        for source in self.sources:
+            _FromSource(self, source, backwards=False).tell_done()
         return self.into.values_of(manifest)
 
     @property
@@ -151,7 +152,7 @@ class Fetch:
 
 
 class _FromSource:
-    """A thread and its connection."""
+    """A thread and its connection to a source."""
 
     def __init__(self, fetch: Fetch, source: Source, *, backwards: bool) -> None:
         self.source, self.failure = source, ""
@@ -270,10 +271,9 @@ class _FromSource:
         """On a connection of its own, as the source may have been slow or have failed. Only a courtesy: one that does not hear it fences as
         if something were missing."""
         with contextlib.suppress(SourceFailed, OSError, ValueError):
-            other = _FromSource(self._fetch, self.source, backwards=False)
-            other._connect(TELL_S)
-            with other._sock or contextlib.nullcontext():
-                other._ask("POST", "done")
+            self._connect(TELL_S)
+            with self._sock or contextlib.nullcontext():
+                self._ask("POST", "done")
 
     def _read(self, length: int) -> bytes:
         data = bytearray(length)

@@ -103,6 +103,7 @@ class _Connection:
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
         self.trusted = False
+        self._reads: tuple[Offer, Reader, threading.Lock] | None = None
         self.thread = threading.Thread(target=self._run, name="heal-reader", daemon=True)
 
     def end(self) -> None:
@@ -119,8 +120,18 @@ class _Connection:
         except (OSError, Withdrawn) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
+            self._read_of(None, None)
             self._server._forget(self)
             self._sock.close()
+
+    def _read_of(self, offer: Offer | None, reader: Reader | None) -> None:
+        """This connection reads that offer for that reader, and no longer another."""
+        if self._reads and self._reads[:2] != (offer, reader):
+            old, its, lock = self._reads
+            old.part(its, lock)
+            self._reads = None
+        if offer and reader and not self._reads:
+            self._reads = (offer, reader, offer.join(reader))
 
     def _head(self) -> bytes:
         """Without its empty line; empty where the connection has ended. Raises OSError."""
@@ -181,20 +192,23 @@ class _Connection:
         start, end = offer.manifest.span(asked.first)[0], offer.manifest.span(asked.last)[1]
         length = end - start + DIGEST_BYTES * (asked.last - asked.first + 1) + SEAL_BYTES
         self._send(_reply(206, length, f"Content-Range: chunks {asked.first}-{asked.last}/{offer.manifest.chunks}\r\n"))
+        self._read_of(offer, reader)
         bounce: Bounce | None = None
         for chunk in range(asked.first, asked.last + 1):
-            bounce = self._send_chunk(offer, reader, chunk, bounce)
+            bounce = self._send_chunk(offer, chunk, bounce)
             offer.sent(reader, [chunk])
         self._seal(offer)
 
-    def _send_chunk(self, offer: Offer, reader: Reader, chunk: int, bounce: Bounce | None) -> Bounce | None:
+    def _send_chunk(self, offer: Offer, chunk: int, bounce: Bounce | None) -> Bounce | None:
         """The lock is held while the tensors are looked at, never while waiting for the reader: in between, a fence may move the chunk
         aside. Returns the bounce, made when first needed."""
+        assert self._reads is not None
+        lock = self._reads[2]
         mark = b""
         moved: memoryview | None = None
         sent = 0
         while True:
-            with reader.lock:
+            with lock:
                 memory = moved if moved is not None else offer.memory(chunk)
                 if memory is None:
                     bounce = bounce or Bounce(offer.body)

@@ -1,8 +1,8 @@
 """One offer of a state: who still needs which chunk, and what happens when the source wants to commit before they have it.
 
-A reader's thread sends a chunk from the live tensors, holding its own lock for as long as it reads them. `fence` waits until little
-enough is unsent, then takes all locks, copies the rest aside, and from then on everybody reads the copies. When that does not work
-in time the offer is withdrawn: those who read it see that the seal is missing, which ends each reply, and believe nothing of it.
+Who sends a chunk from the live tensors holds its connection's lock while it reads them. `fence` waits until little enough is unsent,
+then takes all locks, copies the rest aside, and from then on everybody reads the copies. When that does not work in time the offer is
+withdrawn: those who read it see that the seal is missing, which ends each reply, and believe nothing of it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Withdrawn(RuntimeError):
 
 
 class Reader:
-    """One joiner, over all its connections. `lock` is held while the live tensors are read for it."""
+    """One joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
 
     def __init__(self, chunks: int) -> None:
-        self.lock = threading.Lock()
+        self.locks: list[threading.Lock] = []
         self.wants = set(range(chunks))  # not sent yet, or to be sent again
 
 
@@ -62,6 +62,16 @@ class Offer:
                 self._readers[name] = Reader(self.manifest.chunks)
             return self._readers[name]
 
+    def join(self, reader: Reader) -> threading.Lock:
+        """For a new connection of this reader; to be given back by `part`."""
+        with self._changed:
+            reader.locks.append(threading.Lock())
+            return reader.locks[-1]
+
+    def part(self, reader: Reader, lock: threading.Lock) -> None:
+        with self._changed:
+            reader.locks.remove(lock)
+
     def wants(self, name: str, chunks: Iterable[int]) -> None:
         """All that this reader still lacks, wherever it means to get it."""
         with self._changed:
@@ -69,7 +79,7 @@ class Offer:
             self._changed.notify_all()
 
     def memory(self, chunk: int) -> memoryview | None:
-        """Where the chunk can be sent from: the live tensor, or its copy aside. None: it is to be `read`. The reader's lock is held.
+        """Where the chunk can be sent from: the live tensor, or its copy aside. None: it is to be `read`. The connection's lock is held.
         Raises Withdrawn."""
         self.check()
         if self._aside is None:
@@ -84,7 +94,7 @@ class Offer:
         return self._aside is not None
 
     def read(self, chunk: int, bounce: Bounce, at: int = 0) -> memoryview:
-        """The chunk in memory that stays as it is: of the bounce, or aside. The reader's lock is held. Raises Withdrawn."""
+        """The chunk in memory that stays as it is: of the bounce, or aside. The connection's lock is held. Raises Withdrawn."""
         self.check()
         if self._aside is not None and (memory := self.memory(chunk)) is not None:
             bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)] = memory
@@ -97,7 +107,7 @@ class Offer:
             raise Withdrawn(self.over)
 
     def sent(self, reader: Reader, chunks: Iterable[int]) -> None:
-        """The reader's lock is not held."""
+        """No lock is held."""
         with self._changed:
             reader.wants.difference_update(chunks)
             self._changed.notify_all()
@@ -120,11 +130,10 @@ class Offer:
             if self._aside is not None:
                 return Fenced.COPIED if self._aside else Fenced.FREE
             with ExitStack() as held:
-                for (
-                    reader
-                ) in self._readers.values():  # held for one chunk's send over HTTP, for some messages in a group
-                    if reader.lock.acquire(timeout=max(0.1, deadline - time.monotonic())):
-                        held.callback(reader.lock.release)
+                # each is held for one chunk's send over HTTP, for some messages in a group
+                for lock in [lock for reader in self._readers.values() for lock in reader.locks]:
+                    if lock.acquire(timeout=max(0.1, deadline - time.monotonic())):
+                        held.callback(lock.release)
                     else:
                         return self._end("a reader held its chunk longer than heal_grace_s")
                 if self._unsent_bytes() > copy_bytes:

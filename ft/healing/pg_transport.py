@@ -7,7 +7,7 @@ both sides where they lie in one piece of memory; the order of messages follows 
     length of the header, header, seal | messages, each followed by its chunks' digests | the chunks that came damaged are asked for
     again, a few times | the seal again, if the offer has stood to the end
 
-The source's thread holds its reader's lock while messages fly, so a fence waits for them, at most heal_grace_s.
+The source's thread holds its lock while messages fly, so a fence waits for them, at most heal_grace_s.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class PgTransport:
         """From one source after the other, until one gives all."""
         failed: dict[str, str] = {}
         touched = False
+        self._stopped = ""
         for source in sources:
             group = self._make()
             with self._lock:
@@ -99,8 +100,7 @@ class PgTransport:
             receiver = _Receiver(group, into, progress or (lambda done, total: None))
             try:
                 group.configure(_store(source.address, source.replica_id, self._replica_id, quorum_id, step), 1, 2)
-                if self._stopped:  # stop() may have come before there was anything to abandon
-                    break
+                self._check()  # stop() may have come before there was anything to abandon
                 return receiver.run()
             except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
@@ -113,7 +113,7 @@ class PgTransport:
                 group.abandon("this heal has ended", untouched.set)
                 untouched.wait(self._config.heal_grace_s)  # a message in flight may still be written into our tensors
         with self._lock:
-            stopped, self._stopped = self._stopped, ""
+            stopped = self._stopped
         reason = stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
         raise HealFailed(reason, touched=touched, blame=() if stopped else tuple(failed))
 
@@ -124,6 +124,10 @@ class PgTransport:
             self._stopped = reason
             group = self._receiving
         group.abandon(reason)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise RuntimeError(self._stopped)
 
     def close(self) -> None:
         self.stop("the transport is closed")
@@ -177,6 +181,7 @@ class _Sender:
     def _send_all(self, reader: Reader) -> None:
         offer = self._offer
         self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
+        self._lock = offer.join(reader)
         bounce = Bounce(offer.body, FLIGHT * MESSAGE_CHUNKS)
         messages = _messages(offer.manifest)
         while flight := list(islice(messages, FLIGHT)):
@@ -195,7 +200,7 @@ class _Sender:
     def _send_flight(self, reader: Reader, messages: Sequence[tuple[int, int]], bounce: Bounce) -> None:
         """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
         works = []
-        with reader.lock:
+        with self._lock:
             for place, (first, last) in enumerate(messages):
                 data = self._message(first, last, bounce, place * MESSAGE_CHUNKS)
                 works += [self._start(data), self._start(_digests(first, data))]

@@ -45,6 +45,7 @@ class HealConfig:
     heal_grace_s: float = (
         30.0  # a commit waits so long until the rest is that small; a connection may be silent so long
     )
+    heal_streams: int = 2  # connections to a single source: one alone is bound by the core that fills it
     offer_wait_s: float = 30.0  # a joiner waits so long for an offer that is not there yet
 
 

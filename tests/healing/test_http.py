@@ -24,7 +24,8 @@ from tests.healing.proxy import Proxy, Spoil, cut, flip, hold
 from tests.healing.states import Group, equal, large
 
 TOKEN = Access(token="a token of the test's own")
-QUICK = HealConfig(heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
+ONE_STREAM = HealConfig(heal_streams=1)  # so that what passes a proxy has an order
+QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
 MIB = 1 << 20
 
 
@@ -37,7 +38,7 @@ class World:
         self._threads = stack.enter_context(ThreadPoolExecutor(8))
 
     def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
-        transport = HttpTransport("127.0.0.1", name, access, config)
+        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
         self._stack.callback(transport.close)
         return transport
 
@@ -87,11 +88,13 @@ def heal(
     group.state.load(joiner.fetch(named, group.snapshot(), quorum_id=quorum_id, step=step, progress=progress))
 
 
-def test_a_whole_state(world: World):
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_a_whole_state(world: World, streams: int):
     group, joiner = large(1), large(2)
     source = world.source(group)
     seen: list[tuple[int, int]] = []
-    heal(world.transport("j"), joiner, source, progress=lambda done, total: seen.append((done, total)))
+    transport = world.transport("j", config=HealConfig(heal_streams=streams))
+    heal(transport, joiner, source, progress=lambda done, total: seen.append((done, total)))
     assert equal(joiner.loaded, group.values)
     assert joiner.loaded["model"]["weights"] is joiner.values["model"]["weights"]
     total = group.snapshot().manifest.total_bytes
@@ -286,7 +289,7 @@ def half_way(
 
 
 def test_a_commit_copies_aside_what_is_unsent(world: World):
-    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_copy_bytes=40 * MIB))
+    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_streams=1, heal_copy_bytes=40 * MIB))
     before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
     assert source.fence() is Fenced.COPIED
     commit(group)
@@ -296,8 +299,24 @@ def test_a_commit_copies_aside_what_is_unsent(world: World):
     assert equal(joiner.loaded["model"], before)
 
 
+def test_a_commit_while_several_streams_are_served(world: World):
+    """Each connection has a lock of its own; the fence holds them all while it copies."""
+    group, joiner = large(1), large(2)
+    source = world.source(group)
+    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    fenced: list[Fenced] = []
+
+    def progress(done: int, total: int) -> None:
+        if not fenced:  # called by one stream, while others go on
+            fenced.append(source.fence())
+            commit(group)
+
+    heal(world.transport("j", config=HealConfig(heal_streams=3)), joiner, source, progress=progress)
+    assert equal(joiner.loaded["model"], before) and fenced[0] in (Fenced.COPIED, Fenced.FREE)
+
+
 def test_a_commit_waits_until_the_rest_is_small(world: World):
-    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_copy_bytes=5 * MIB))
+    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_streams=1, heal_copy_bytes=5 * MIB))
     before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
     fencing = world.start(lambda: (source.fence(), commit(group))[0])
     gate.set()
