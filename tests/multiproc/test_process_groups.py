@@ -366,9 +366,9 @@ def test_an_operation_has_a_limit(pool: Pool, kind: str):
 # ---------------------------------------------------------------------------------------------- forming anew
 
 
-def forms_anew(kind: str, times: int) -> tuple[list[int], list[int]]:
-    """What this process has before and after: descriptors, threads, children."""
-    group, address = formed(kind)
+def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int]]:
+    """What this process has before and after: descriptors, threads, children. The store is another's: it closes when it likes."""
+    group = make(kind)
     rank = dist.get_rank()
     before = []
     value = torch.empty(1000, device=device(kind))
@@ -376,6 +376,7 @@ def forms_anew(kind: str, times: int) -> tuple[list[int], list[int]]:
         group.configure(f"{address}{index}", rank, SIZE)
         group.allreduce([value.fill_(rank + index)]).wait()
         assert value.eq(3 + 3 * index).all()
+        dist.barrier()
         if index == times // 2:  # with an operation that is pending
             if rank:
                 group.allreduce([torch.empty(10, device=device(kind))])
@@ -385,6 +386,7 @@ def forms_anew(kind: str, times: int) -> tuple[list[int], list[int]]:
             assert group.reaper.wait(30)
             gc.collect()
             before.append([count("fd"), count("task"), children()])
+            dist.barrier()  # who goes on closes connections here, too
     dist.barrier()
     group.shutdown(30)
     return before[0], before[1]
@@ -410,7 +412,8 @@ def children() -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forming_twenty_times_leaks_nothing(pool: Pool, kind: str):
-    for early, late in pool.run(SIZE, forms_anew, kind, 20):
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for early, late in pool.run(SIZE, forms_anew, kind, 20, f"127.0.0.1:{store.port}/"):
         assert early == late
 
 
