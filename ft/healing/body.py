@@ -28,7 +28,7 @@ class Bounce:
 
     def __init__(self, body: Body, chunks: int = 1) -> None:
         pinned = body.device is not None
-        self.bytes = torch.zeros(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self.view = self.bytes.numpy().data
         self.stream: Any = None
         if body.device is not None:
