@@ -55,7 +55,7 @@ class Running:
             )
         assert self.process.stdout
         self.address = self.process.stdout.readline().strip()
-        self.page = self._find(r"http://(\S+)/status\.json")
+        self.page = self._find(r"https?://(\S+)/status\.json")
 
     def _find(self, pattern: str) -> str:
         while not (found := re.search(pattern, self.errors.read_text())):

@@ -11,7 +11,7 @@ import grpc
 
 from ft.protocol import messages as m
 from ft.rpc import codec
-from ft.rpc.access import Access
+from ft.rpc.access import Access, Tls
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_link import channel
 
@@ -21,8 +21,8 @@ WAIT_S = 20.0  # for what must come
 class Wire:
     """Raw calls over one connection."""
 
-    def __init__(self, address: str, token: str = "") -> None:
-        access = Access(token)
+    def __init__(self, address: str, token: str = "", tls: Tls | None = None) -> None:
+        access = Access(token, tls=tls)
         self.channel, self.metadata = channel(address, access, aio=False), access.metadata()
 
     def send(self, path: str, data: bytes, timeout_s: float = WAIT_S) -> bytes:
