@@ -31,7 +31,7 @@ from ft.rpc import codec, state_file
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
+from ft.rpc.serving import FIRST_WORD_S, Deadlines, Outbox, Pending, Refused, listen, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -76,7 +76,7 @@ class LighthouseService:
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._waiting_bytes = 0
+        self._waiting_bytes, self._deadlines = 0, Deadlines()
         self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
         self._times = codec.to_message(config.times)
@@ -134,7 +134,7 @@ class LighthouseService:
         self._waiting_bytes += size
         try:
             self.driver.feed(call)
-            return await waiting.wait(context)
+            return await waiting.wait(context, self._deadlines)
         finally:
             self._waiting_bytes -= size
             self._forget(replica_id, waiting)

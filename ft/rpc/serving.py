@@ -26,6 +26,7 @@ MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
 FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
 LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
+LOOK_EVERY_S = 0.1  # for deadlines that have passed
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
@@ -115,13 +116,16 @@ class Router(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, access: Access, routes: Mapping[str, Route], calls: Calls) -> None:
         """routes: "/package.Service/Method" -> unary(...) or stream(...)."""
         self._access, self._routes, self._calls = access, routes, calls
+        self._handlers: dict[str, Any] = {}  # made at the first call: a group's routes are known only after its port
         self._denied = grpc.stream_stream_rpc_method_handler(_deny)
 
     def service(self, details: Any) -> Any:
         if not self._access.permits(details.invocation_metadata):
             return self._denied
-        route = self._routes.get(details.method)
-        return route and route(self._calls)
+        handler = self._handlers.get(details.method)
+        if handler is None and details.method in self._routes:
+            handler = self._handlers[details.method] = self._routes[details.method](self._calls)
+        return handler
 
 
 class Server:
@@ -222,17 +226,53 @@ class Pending:
         if not self._answer.done():
             self._answer.set_exception(refused)
 
-    async def wait(self, context: Any) -> bytes:
-        """A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused."""
+    def expire(self) -> None:
+        self.fail(Refused(grpc.StatusCode.CANCELLED, "Timeout expired"))
+
+    async def wait(self, context: Any, deadlines: Deadlines | None = None) -> bytes:
+        """A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused.
+        deadlines: takes the far ones."""
         left_s = context.time_remaining()
         if left_s is None:
             return await self._answer
-        expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        timer = asyncio.get_running_loop().call_later(left_s - min(0.2, left_s / 10), self.fail, expired)
+        left_s -= min(0.2, left_s / 10)
+        if deadlines and left_s > 20 * LOOK_EVERY_S:
+            return await deadlines.within(left_s, self, self._answer)
+        timer = asyncio.get_running_loop().call_later(left_s, self.expire)
         try:
             return await self._answer
         finally:
             timer.cancel()
+
+
+class Deadlines:
+    """Those of many calls, of which hardly one is ever missed: one look at all of them now and then is far cheaper than a timer for each,
+    set and cancelled."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[Pending, float] = {}
+        self._looking = False
+
+    async def within(self, left_s: float, pending: Pending, answer: asyncio.Future[bytes]) -> bytes:
+        """`answer`. Up to LOOK_EVERY_S late, `pending` is told that it has expired."""
+        loop = asyncio.get_running_loop()
+        self._due_s[pending] = loop.time() + left_s
+        if not self._looking:
+            self._looking = True
+            loop.call_later(LOOK_EVERY_S, self._look, loop)
+        try:
+            return await answer
+        finally:
+            del self._due_s[pending]
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = loop.time()
+        for pending, due_s in self._due_s.items():
+            if due_s <= now_s:
+                pending.expire()
+        self._looking = bool(self._due_s)
+        if self._looking:
+            loop.call_later(LOOK_EVERY_S, self._look, loop)
 
 
 class Outbox:
