@@ -107,7 +107,7 @@ class Cluster:
         self.network = Network(self.world, faults.quality(self.world.dice("quality")))
         self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)
         self.truth = Truth(self)
-        self.state_file: dict[str, Any] | None = {}
+        self.state_file: m.Saved | None = None
         self.lighthouse: LighthouseNode | None = None
         self.lighthouses = 0
         self.names: list[Name] = [Name(f"g{i}") for i in range(setting.groups)]

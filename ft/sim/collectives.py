@@ -34,6 +34,7 @@ class Work:
     size: int
     combine: Callable[[list[Any]], Any]
     members: dict[int, Member] = field(default_factory=dict)  # by replica rank
+    processes: frozenset[Process] = frozenset()  # once all are there
     combined: Any = None
     running: bool = False
     broken: bool = False
@@ -79,7 +80,7 @@ class Collectives:
         if work.broken:
             self._spoil(work, member)
         elif len(work.members) == size:
-            work.running = True
+            work.running, work.processes = True, frozenset(other.process for other in work.members.values())
             took_s = self._dice.between(*self.seconds)
             for other in work.members.values():
                 self.world.after(took_s * self._dice.between(0.9, 1.0), other.process, self._complete, work, other)
@@ -105,11 +106,8 @@ class Collectives:
     def _complete(self, work: Work, member: Member) -> None:
         if member.over or work.broken:
             return
-        hindered = self.world.stopped or self.network.cuts  # rarely so: then who of the members is?
-        processes = [other.process for other in work.members.values()] if hindered else []
-        if any(process.stopped for process in processes) or self.network.parts(
-            processes
-        ):  # TCP goes on where it was, some time after the hindrance is gone
+        # TCP goes on where it was, some time after the hindrance is gone.
+        if not self.world.stopped.isdisjoint(work.processes) or self.network.parts(work.processes):
             self.world.after(0.2, member.process, self._complete, work, member)
             return
         self._end(work, member, work.result)

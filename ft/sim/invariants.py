@@ -186,10 +186,8 @@ class Truth:
             effect.divisor == tokens,
             f"{who}: step {effect.step} is divided by {effect.divisor}, {tokens} tokens went in",
         )
-        require(
-            effect.contributors == sums.contributors,
-            f"{who}: contributors {effect.contributors}, not {sums.contributors}",
-        )
+        if effect.contributors != sums.contributors:  # a long text: not made for nothing
+            require(False, f"{who}: contributors {effect.contributors}, not {sums.contributors}")
         require(
             effect.quorum_size >= self.min_replicas,
             f"{who} commits step {effect.step} in a quorum of {effect.quorum_size}",

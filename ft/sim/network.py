@@ -236,8 +236,10 @@ class Network:
 
     def parts(self, processes: Collection[Process]) -> bool:
         """Whether any two of them cannot reach each other. As is_cut for each pair, for what has members on many sites."""
+        if not self.cuts:
+            return False
         sites = frozenset(process.site for process in processes)
-        if not self.cuts or len(sites) < 2:
+        if len(sites) < 2:
             return False
         return any(process.dark for process in processes) or any(cut.parts(sites) for cut in self.cuts)
 
