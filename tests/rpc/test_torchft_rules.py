@@ -176,10 +176,10 @@ class Group:
     wire: Wire
     lighthouse: ScriptedLighthouse
 
-    def quorum(self, init_sync: bool = True) -> list[torchft_pb2.ManagerQuorumResponse]:
+    def quorum(self, init_sync: bool = True, timeout_s: float = WAIT_S) -> list[torchft_pb2.ManagerQuorumResponse]:
         """What each of the two ranks is told."""
         requests = [torchft_pb2.ManagerQuorumRequest(group_rank=rank, init_sync=init_sync) for rank in range(2)]
-        calls = [self.wire.begin(f"{MANAGER}Quorum", request.SerializeToString()) for request in requests]
+        calls = [self.wire.begin(f"{MANAGER}Quorum", request.SerializeToString(), timeout_s) for request in requests]
         return [torchft_pb2.ManagerQuorumResponse.FromString(call.result(WAIT_S)) for call in calls]
 
     def votes(self, *wanted: bool, step: int = 0) -> list[bool]:
@@ -261,6 +261,29 @@ def test_all_ranks_hear_the_and_of_their_votes(group: Group):
     assert group.votes(True, True) == [True, True]
     assert group.votes(False, False, step=1) == [False, False]
     assert group.votes(True, True, step=2) == [True, True]
+
+
+@BOTH
+def test_a_lighthouse_that_fails_is_asked_again_as_often_as_is_said(whose: str, request: pytest.FixtureRequest):
+    with one_group(whose, request, retries=1) as group:
+        group.lighthouse.quorum, group.lighthouse.failures = _quorum(("me", 3)), 1
+        assert [reply.max_step for reply in group.quorum(timeout_s=3.0)] == [3, 3]
+
+
+@BOTH_GROUPS
+def test_ranks_are_told_where_no_try_is_left(whose: str, group: Group):
+    """The peer lets them wait for their deadline; ours are told at once."""
+    group.lighthouse.failures = 1
+    with pytest.raises(grpc.RpcError) as caught:
+        group.quorum(timeout_s=WAIT_S if whose == "ours" else 0.5)
+    error: Any = caught.value
+    assert error.code().name in (("UNAVAILABLE",) if whose == "ours" else ("CANCELLED", "DEADLINE_EXCEEDED"))
+    assert group.lighthouse.failures == 0
+
+
+@BOTH_GROUPS
+def test_a_groups_server_beats_by_itself(group: Group):
+    assert {group.lighthouse.beats.get(timeout=WAIT_S) for _ in range(3)} == {"me"}
 
 
 @st.composite
