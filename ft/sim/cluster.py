@@ -180,6 +180,9 @@ class Cluster:
     # -- starts and ends --------------------------------------------------------------------------------------------
 
     def start_lighthouse(self) -> None:
+        """Unless there is one: two faults may have wanted the same restart, and an address has room for one."""
+        if self.lighthouse is not None and self.lighthouse.process.alive:
+            return
         self.lighthouses += 1
         self.lighthouse = LighthouseNode(self, self.lighthouses)
         self.lighthouse.start()
