@@ -35,6 +35,7 @@ class Work:
     combine: Callable[[list[Any]], Any]
     members: dict[int, Member] = field(default_factory=dict)  # by replica rank
     processes: frozenset[Process] = frozenset()  # once all are there
+    sites: frozenset[str] = frozenset()
     combined: Any = None
     running: bool = False
     broken: bool = False
@@ -80,7 +81,9 @@ class Collectives:
         if work.broken:
             self._spoil(work, member)
         elif len(work.members) == size:
-            work.running, work.processes = True, frozenset(other.process for other in work.members.values())
+            work.running = True
+            work.processes = frozenset(other.process for other in work.members.values())
+            work.sites = frozenset(other.site for other in work.processes)
             took_s = self._dice.between(*self.seconds)
             for other in work.members.values():
                 self.world.after(took_s * self._dice.between(0.9, 1.0), other.process, self._complete, work, other)
@@ -107,7 +110,7 @@ class Collectives:
         if member.over or work.broken:
             return
         # TCP goes on where it was, some time after the hindrance is gone.
-        if not self.world.stopped.isdisjoint(work.processes) or self.network.parts(work.processes):
+        if not self.world.stopped.isdisjoint(work.processes) or self.network.parts(work.sites):
             self.world.after(0.2, member.process, self._complete, work, member)
             return
         self._end(work, member, work.result)
