@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,10 @@ class LighthouseService:
     def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
         which = up.WhichOneof("up")
         if which == "report":
+            up.report.replica_id = hello.replica_id
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
-            self.driver.feed(replace(report, replica_id=hello.replica_id))
+            self.driver.feed(report)
             outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":
             new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
