@@ -609,6 +609,8 @@ class Lighthouse:
         return None
 
     def _shape_differs(self, event: Call) -> Problem:
+        if not event.shape:
+            return None
         ours = dict(self._shape)
         differ = [what for what, digest in event.shape if what in ours and ours[what] != digest]
         if not differ:
