@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 import ft
 from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import Settings
-from tests.rpc.peer import SOON, Peer
+from tests.rpc.peer import SOON, Peer, Unavailable, install
 
 LEASE = timedelta(milliseconds=300)
 
@@ -37,6 +38,18 @@ def our_lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str
 def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(60) for future in [threads.submit(call) for call in calls]]
+
+
+def test_a_wheel_that_cannot_be_had_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PHAROS_NO_INSTALL", raising=False)
+    with pytest.raises(Unavailable, match=r"no wheel for CPython .*torchft-nightly==") as caught:
+        install(tmp_path)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv("PHAROS_NO_INSTALL", "1")
+    with pytest.raises(Unavailable, match="PHAROS_NO_INSTALL=1"):
+        install(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 # ------------------------------------------------------------------------------------------------ lighthouses and their clients

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -22,6 +23,7 @@ socket.gethostname = lambda: "localhost"  # before torchft asks: the machine's o
 from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
+STEP_S = 0.02  # what a step takes beside the computing, so that a group which starts has a core to start on
 
 
 def main(group: int, seed: int) -> None:
@@ -51,6 +53,7 @@ def main(group: int, seed: int) -> None:
     last = LastStep()
     while manager.current_step() < last.step:
         before = manager.current_step()
+        time.sleep(STEP_S)
         optimizer.zero_grad()  # asks for a quorum
         data = torch.randn(8, 16)  # its own: groups agree through the reduction alone
         (model(data) - data).square().mean().backward()
