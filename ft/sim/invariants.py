@@ -69,6 +69,7 @@ class Truth:
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._votes: dict[tuple[str, m.Ballot], dict[int, str]] = {}  # (group, ballot) -> what each rank has said
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
+        self._audited: set[str] = set()  # ledgers, with the history that they belong to: most are alike
 
     # -- quorums ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +254,10 @@ class Truth:
 
     def ledger(self, who: str, commit_id: str, state: dict[str, Any]) -> None:
         """Every position before the cursor is in exactly one commit of this history, or still open, or skipped by rule."""
+        book = repr((commit_id, state["position"], state["holes"], state["skipped"]))
+        if book in self._audited:
+            return
+        self._audited.add(book)
         record = self.commits_by_id.get(commit_id)
         trained = [slot for c in (record.chain() if record else ()) for slot in c.slots]
         require(len(trained) == len(set(trained)), f"{who}: slots in two commits")
