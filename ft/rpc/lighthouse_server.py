@@ -75,6 +75,7 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
+        self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._waiting: dict[str, list[_Waiting]] = {}
         self._waiting_bytes, self._deadlines = 0, Deadlines()
         self._forms: _Forms | None = None  # of the newest quorum that was answered
@@ -195,7 +196,8 @@ class LighthouseService:
             if self.streams.get(replica_id) is outbox:
                 del self.streams[replica_id]
                 self.reports.pop(replica_id, None)
-                self.driver.feed(m.StreamClosed(replica_id))
+                if not self.stops:
+                    self.driver.feed(m.StreamClosed(replica_id))
 
     def _opened(self, hello: pharos_pb2.Hello, quorum: m.Quorum | None) -> m.StreamOpened:
         """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
@@ -380,6 +382,7 @@ async def serve(
     try:
         yield service, port
     finally:
+        service.stops = True
         await server.stop()
         if keeper:
             await keeper.close()
