@@ -292,7 +292,8 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 def torchft_member(member: m.Member) -> Any:
     message = torchft_pb2.QuorumMember()
     for name in _TORCHFT_FIELDS:
-        setattr(message, name, getattr(member, name))
+        if value := getattr(member, name):  # on the wire, empty and absent are the same
+            setattr(message, name, value)
     message.reconfigure_handles.extend(member.reconfigure_handles)
     return message
 

@@ -352,7 +352,7 @@ def _check(call: m.Call) -> None:
 
 
 def _check_step(*numbers: int) -> None:
-    if not all(m.VOID <= number <= MAX_STEP for number in numbers):
+    if min(numbers) < m.VOID or max(numbers) > MAX_STEP:
         raise ValueError(f"a step or count of {max(numbers, key=abs)}: legal is {m.VOID} to {MAX_STEP}")
 
 
