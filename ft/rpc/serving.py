@@ -205,6 +205,8 @@ def room_for_connections() -> int:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+            if most > soft:
+                log.info("the limit of open files is raised from %d to %d", soft, most)
             soft = max(soft, most)
     room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
     if room < MAX_CONNECTIONS:

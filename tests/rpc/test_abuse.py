@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -24,6 +25,7 @@ import pytest
 from ft import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import lighthouse_http, lighthouse_server, serving
+from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
 
@@ -215,13 +217,41 @@ def _first_bytes(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_addresses_share_the_room_there_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (1024, 1024))
-    with caplog.at_level(logging.WARNING):
-        assert serving.room_for_connections() == 512
-    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert serving.room_for_connections() == serving.MAX_CONNECTIONS
-    assert len(caplog.records) == 1, "a warning where it is not enough, nothing where it is"
+@pytest.mark.parametrize(
+    ("limits", "room", "said"),
+    [
+        ((1024, 1024), 512, "at most 512 connections: the limit of open files (ulimit -n) is 1024"),
+        ((256, 1024), 512, "at most 512 connections: the limit of open files (ulimit -n) is 1024"),
+        ((1024, 1 << 20), serving.MAX_CONNECTIONS, "the limit of open files is raised from 1024 to 16896"),
+        (
+            (1024, resource.RLIM_INFINITY),
+            serving.MAX_CONNECTIONS,
+            "the limit of open files is raised from 1024 to 16896",
+        ),
+        ((1 << 20, 1 << 20), serving.MAX_CONNECTIONS, ""),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), serving.MAX_CONNECTIONS, ""),
+    ],
+)
+def test_the_room_there_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limits: tuple[int, int], room: int, said: str
+):
+    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(serving.resource, "setrlimit", lambda *_: None)
+    with caplog.at_level(logging.INFO):
+        assert serving.room_for_connections() == room
+    assert (caplog.messages or [""])[-1] == said
+
+
+def test_addresses_share_the_room(monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+    monkeypatch.setattr(serving, "room_for_connections", lambda: 100)
+    monkeypatch.setattr(serving, "_options", lambda connections: seen.append(connections) or [])
+
+    async def listen() -> None:
+        serving.listen(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
+
+    asyncio.run(listen())
+    assert seen == [50]
 
 
 # ------------------------------------------------------------------------------------------------ calls and streams

@@ -15,7 +15,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.driver import Driver
-from ft.rpc.serving import OUTBOX, Outbox, Refused
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Outbox, Refused
 
 
 @dataclass(frozen=True)
@@ -195,16 +195,20 @@ class Deaf:
         return b""
 
 
-def test_a_reader_that_lags_too_far_behind_loses_its_stream():
+@pytest.mark.parametrize(("message", "most"), [(b"x", OUTBOX), (bytes(OUTBOX_BYTES // 4), 4)])
+def test_a_reader_that_lags_too_far_behind_loses_its_stream(message: bytes, most: int):
+    """By the number of messages, or by their bytes."""
+
     async def story() -> None:
         outbox = Outbox(Deaf())
         reading = asyncio.ensure_future(_handler(outbox))
         await asyncio.sleep(0)
-        for _ in range(OUTBOX):
-            outbox.send(b"x")
+        for _ in range(most):
+            outbox.send(message)
         assert not outbox.is_over()
-        outbox.send(b"x")
-        with pytest.raises(Refused, match=f"the reader is too slow: {OUTBOX + 1} messages of {OUTBOX + 1} bytes"):
+        outbox.send(message)
+        said = f"the reader is too slow: {most + 1} messages of {(most + 1) * len(message)} bytes"
+        with pytest.raises(Refused, match=said):
             await reading
         outbox.send(b"x")
         assert not outbox._messages
