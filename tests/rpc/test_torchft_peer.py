@@ -41,6 +41,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def test_a_wheel_that_cannot_be_had_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pip")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PHAROS_NO_INSTALL", raising=False)
     with pytest.raises(Unavailable, match=r"no wheel for CPython .*torchft-nightly==") as caught:
