@@ -153,8 +153,6 @@ class GroupService:
         return await self._ask((vote.group_rank, vote.key), vote, context)
 
     async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
-        if not 0 <= place[0] < self.config.world_size:
-            raise ValueError(f"rank {place[0]}: this group has ranks 0 to {self.config.world_size - 1}")
         if sum(len(calls) for (rank, _), calls in self._waiting.items() if rank == place[0]) >= CALLS_PER_RANK:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()

@@ -19,7 +19,6 @@ import grpc.aio
 from ft.rpc.access import Access, Endpoint, try_to_listen
 
 MAX_MESSAGE = 16 << 20  # bytes; the quorum of some 50,000 groups, which a group may have to report
-MAX_METADATA = 16 << 10
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
 MAX_REASON = 1000  # characters
@@ -173,10 +172,8 @@ def _options(connections: int) -> list[tuple[str, int]]:
     """connections: at most so many at one address."""
     return [
         ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-        ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression
+        ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; headers: 16 KiB by itself
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA),
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", int(FIRST_WORD_S * 1000)),
         ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +143,9 @@ def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
     path = tmp_path / "state.json"
 
     async def story(keeper: state_file.Keeper) -> None:
-        for saved in (SAVED, replace(SAVED, last_id=5), replace(SAVED, last_id=5, settled=1)):
+        five = replace(SAVED, last_id=5)
+        others = (replace(five, settled=1), replace(five, epoch="other"), replace(five, epoch="other", kind="torchft"))
+        for saved in (SAVED, five, *others):
             written = keeper.keep(saved)
             assert written is not None
             await written
@@ -179,6 +182,35 @@ def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path:
         assert not keeper.trouble and state_file.read(folder / "state.json") == SAVED
 
     _keep(folder / "state.json", story)
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 1, 2])
+def test_a_state_file_is_on_disk_before_it_takes_the_place_of_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int | None
+):
+    """fails_at: the disk refuses at that word. What can be read is the old state or the new one, whole."""
+    path = tmp_path / "state.json"
+    state_file.write(path, SAVED)
+    done: list[tuple[str, str]] = []
+
+    def note(word: str, name: str) -> None:
+        done.append((word, name))
+        if len(done) - 1 == fails_at:
+            raise OSError("the disk refuses")
+
+    rename = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: note("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
+    monkeypatch.setattr(Path, "replace", lambda x, to: (note("rename", x.name), rename(x, to)))
+    newer = replace(SAVED, last_id=SAVED.last_id + 1)
+    words = [("fsync", "state.json.partial"), ("rename", "state.json.partial"), ("fsync", tmp_path.name)]
+    if fails_at is None:
+        state_file.write(path, newer)
+        assert done == words
+    else:
+        with pytest.raises(OSError, match="refuses"):
+            state_file.write(path, newer)
+        assert done == words[: fails_at + 1]
+    assert state_file.read(path) == (newer if fails_at in (None, 2) else SAVED)
 
 
 # ------------------------------------------------------------------------------------------------ slow readers
