@@ -365,7 +365,10 @@ def test_the_token_is_compared_whole_and_in_constant_time(monkeypatch: pytest.Mo
     assert access.Access().permits([])
 
 
-def test_who_waits_when_it_stops_is_told(lighthouse: LighthouseServer):
+def test_who_waits_when_it_stops_is_told():
+    """And nobody is lost by it: the ends of their streams are the server's doing."""
+    events: list[m.Event] = []
+    lighthouse = LighthouseServer("[::]:0", 2, quorum_tick_ms=10, seen=lambda now_s, event, out: events.append(event))
     wire = Wire(lighthouse.address())
     call = wire.pharos(m.Call(m.Member("a:1")))
     stream = Stream(wire, "b:1")
@@ -377,4 +380,6 @@ def test_who_waits_when_it_stops_is_told(lighthouse: LighthouseServer):
     with pytest.raises(grpc.RpcError) as caught:
         list(stream.call)
     assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", "this server stops")
+    assert any(isinstance(event, m.StreamOpened) for event in events)
+    assert not any(isinstance(event, m.StreamClosed) for event in events)
     wire.close()

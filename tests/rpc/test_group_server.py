@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import queue
@@ -19,10 +20,12 @@ import pytest
 
 from ft import LighthouseServer
 from ft.protocol import messages as m
+from ft.protocol.group import GroupConfig
+from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import Settings
+from ft.rpc.group_server import GroupService, Settings
 from tests.rpc.wire import WAIT_S, Wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +218,21 @@ def test_a_report_that_the_lighthouse_would_refuse_is_refused_here(
         list(call)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and said in caught.value.details()
     wire.close()
+
+
+def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFixture):
+    """In whatever task: one that died unseen would leave ranks waiting for ever."""
+
+    async def story() -> None:
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        service.link._serve = lambda *_: {}["no such key"]  # type: ignore[method-assign, assignment]
+        service.start()
+        assert await asyncio.wait_for(ended, WAIT_S) == "a fault in the group server: KeyError('no such key')"
+        await service.close()
+
+    asyncio.run(story())
+    assert "Traceback" in caplog.text
 
 
 def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
