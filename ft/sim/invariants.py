@@ -84,8 +84,7 @@ class Truth:
             quorum.quorum_id > self.last_id or self.forgetful,
             f"quorum id {quorum.quorum_id} after {self.last_id}: ids must grow",
         )
-        self._goes_on(quorum)
-        self.last_id, self.newest = max(self.last_id, quorum.quorum_id), quorum
+        self.last_id = max(self.last_id, quorum.quorum_id)
         require(
             len(quorum.members) >= self.min_replicas, f"quorum {quorum.quorum_id} of {quorum.ids}: below min_replicas"
         )
@@ -94,6 +93,8 @@ class Truth:
         require(len(set(names)) == len(names), "two lives of one group in", quorum.ids)
         absent = [replica_id for replica_id in answered if replica_id not in listening]
         require(not absent, f"quorum {quorum.quorum_id} names {absent}, who do not listen")
+        self._goes_on(quorum)
+        self.newest = quorum
         self._keeps_history(quorum)
 
     def _goes_on(self, quorum: m.Quorum) -> None:
