@@ -95,11 +95,15 @@ class Collectives:
             work.members[mine.pop(work)].over = True
             self._break(work)
 
-    def absent(self, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Who has not come to a rendezvous."""
+    def absent(self, process: Process, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Who has not come to a rendezvous, or cannot be reached there."""
         work = self._work.get(generation + key)
         there = work.members if work is not None else {}
-        return tuple(name for rank, name in enumerate(names) if rank not in there or there[rank].over)
+        return tuple(
+            name
+            for rank, name in enumerate(names)
+            if rank not in there or there[rank].over or self.network.is_cut(process, there[rank].process)
+        )
 
     def dies(self, process: Process) -> None:
         for work, rank in self._of.pop(process, {}).items():

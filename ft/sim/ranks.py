@@ -199,7 +199,7 @@ class RankNode:
         def late() -> None:
             if open_question:
                 absent = self.cluster.collectives.absent(
-                    self._generation(part.quorum_id), self._meeting(), part.members
+                    self.process, self._generation(part.quorum_id), self._meeting(), part.members
                 )
                 end(False, "rendezvous: not all came", absent)
 

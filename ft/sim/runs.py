@@ -31,7 +31,7 @@ WAITS = (
 )
 # Ways from one phase of a step to another.
 STEPS = {
-    "BOUNDARY": ("ASKING", "COMPUTING", "AWAITING"),
+    "BOUNDARY": ("ASKING", "COMPUTING"),  # not AWAITING: who heals goes on from its vote, and begins no step by itself
     "ASKING": ("CONFIGURING",),
     "CONFIGURING": ("AGREEING",),
     "AGREEING": ("COMPUTING", "ASKING", "CLOSING"),
