@@ -9,7 +9,7 @@ import asyncio
 import logging
 import resource
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,8 +30,8 @@ OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is open
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
-Handler = Callable[[bytes, Any], Awaitable[bytes]]
-StreamHandler = Callable[[Any], Awaitable[None]]
+Handler = Callable[[bytes, Any], Coroutine[Any, Any, bytes]]
+StreamHandler = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 class Refused(Exception):
@@ -42,6 +42,13 @@ class Refused(Exception):
         self.code, self.reason = code, reason[:MAX_REASON]
 
 
+STOPS = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+
+
+async def _refuse(refused: Refused) -> None:
+    raise refused
+
+
 class Calls:
     """Those that a server is in the middle of."""
 
@@ -49,17 +56,20 @@ class Calls:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._over = False
 
-    async def serve(self, work: Awaitable[Any], context: Any) -> Any:
+    async def serve(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
         """What `work` returns; what it raises becomes the call's status."""
         task = asyncio.current_task()
         assert task
+        if self._over:  # it was on its way when the server stopped
+            work.close()
+            work = _refuse(STOPS)
         self._tasks.add(task)
         try:
             return await work
         except asyncio.CancelledError:
             if not self._over:
                 raise  # the caller is gone
-            refused = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+            refused = STOPS
         except Refused as error:
             refused = error
         except ValueError as error:
@@ -128,7 +138,7 @@ class Router(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class Server:
-    """grpc.aio's, whose end is told to whoever it serves, and leaves nothing behind on the loop."""
+    """grpc.aio's, whose end is told to whoever it serves: a call that it cut off itself would leave a stack on stderr."""
 
     def __init__(self, server: Any, calls: Calls) -> None:
         self._server, self._calls = server, calls
@@ -141,10 +151,6 @@ class Server:
         await asyncio.sleep(0)
         self._calls.end()
         await stopped
-        # grpc watches each call by a task of its own, which learns of the end a little later, and is loud if the loop ends before.
-        left = [x for x in asyncio.all_tasks() if getattr(x.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
-        if left:
-            await asyncio.wait(left, timeout=LAST_WORDS_S)
 
 
 def listen(access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> tuple[Server, int]:

@@ -16,7 +16,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.driver import Driver
-from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Outbox, Refused
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Refused
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,51 @@ def test_a_state_file_is_on_disk_before_it_takes_the_place_of_the_old(
             state_file.write(path, newer)
         assert done == words[: fails_at + 1]
     assert state_file.read(path) == (newer if fails_at in (None, 2) else SAVED)
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+class Aborted(Exception):
+    pass
+
+
+class Caller:
+    async def abort(self, code: Any, reason: str) -> None:
+        raise Aborted(code.name, reason)
+
+
+def test_calls_end_with_their_server_those_on_their_way_too():
+    handled: list[str] = []
+
+    async def handle(name: str) -> None:
+        handled.append(name)
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        calls = Calls()
+        early = asyncio.ensure_future(calls.serve(handle("early"), Caller()))
+        await asyncio.sleep(0)
+        calls.end()
+        for call in (early, calls.serve(handle("late"), Caller())):
+            with pytest.raises(Aborted) as caught:
+                await call
+            assert caught.value.args == ("UNAVAILABLE", "this server stops")
+
+    asyncio.run(story())
+    assert handled == ["early"]
+
+
+def test_a_caller_that_goes_away_is_told_nothing():
+    async def story() -> None:
+        calls = Calls()
+        call = asyncio.ensure_future(calls.serve(asyncio.sleep(60), Caller()))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(story())
 
 
 # ------------------------------------------------------------------------------------------------ slow readers

@@ -248,14 +248,15 @@ def start():
         os.close(1)
     else:
         print(server.pid, worker, flush=True)
-    time.sleep(60)
 start() if sys.argv[1] == 'main' else threading.Thread(target=start).start()
+time.sleep(60)
 """
     for where in ("main", "thread"):
         parent = subprocess.Popen([sys.executable, "-c", program, where], stdout=subprocess.PIPE)
         assert parent.stdout
         pid, worker = map(int, parent.stdout.readline().split())
         server = os.pidfd_open(pid)
+        assert not select.select([server], [], [], 0.3)[0], "the thread that started it may end before the process"
         os.kill(parent.pid, signal.SIGKILL)
         parent.communicate()
         gone = select.select([server], [], [], WAIT_S)[0]

@@ -35,10 +35,12 @@ def test_a_lighthouse_that_is_stopped_amid_calls(tmp_path: Path, number: signal.
     while len(json.loads(one.get()[1])["waiting"]) < len(calls):
         pass
     assert "FAILED_PRECONDITION" in str(strange.exception(WAIT_S))
+    late = [wire.pharos(m.Call(m.Member(f"{i}:1"))) for i, wire in enumerate(wires)]
     one.process.send_signal(number)
     assert one.process.wait(WAIT_S) == 0
     said = {(call.exception(WAIT_S).code().name, call.exception().details()) for call in calls}  # type: ignore[union-attr]
     assert said == {("UNAVAILABLE", "this server stops")}, "they ask again; nobody is lost by a restart"
+    assert all(call.exception(WAIT_S) for call in late), "they may not even have come in"
     for line in one.errors.read_text().splitlines():
         assert LINE.fullmatch(line), line
     for thing in (*idle, *wires):
