@@ -217,6 +217,15 @@ def _first_bytes(connection: socket.socket) -> bytes:
         return b""
 
 
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "FIRST_WORD_S", 0.2)
+    server = LighthouseServer("127.0.0.1:0", 1)
+    with socket.create_connection(_place(server.address()), timeout=WAIT_S) as connection:
+        while connection.recv(4096):  # its settings, then the end
+            pass
+    server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("limits", "room", "said"),
     [
