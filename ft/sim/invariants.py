@@ -164,6 +164,11 @@ class Truth:
     def enters(self, rank: RankNode, key: tuple[Any, ...], first: tuple[Any, ...]) -> None:
         require(key == first, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
 
+    def ends(self, group: GroupNode, reason: str, *, inside: int) -> None:
+        """`inside`: how many ranks wait in a collective of the group. If all ranks live, the others went another way."""
+        whole = all(rank.process.alive and not rank.process.stopped for rank in group.ranks)
+        require(not (whole and inside), f"{group.process.name} ends ({reason}), its ranks wait for each other")
+
     def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given) -> None:
         if not given.gradients and not any(count > 0 for count in given.tail[:-3]):
             return

@@ -370,6 +370,7 @@ class GroupNode:
         """EndGroup: a Leave that is already on its way when the processes go."""
         if not self.ended:
             self.ended = True
+            self.truth.ends(self, reason, inside=len(self._inside))
             self.world.note(self.process.name, f"ends: {reason}")
             self.leave(clean=False, reason=reason)
             self.world.after(0.01, None, self.kill)
