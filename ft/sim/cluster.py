@@ -104,7 +104,7 @@ class Cluster:
         self.world = World(setting.seed, trace=self.trace)
         self.dice = self.world.dice("cluster")
         self.times = setting.lighthouse.times
-        self.network = Network(self.world, faults.quality(self.world.dice("quality")))
+        self.network = Network(self.world, faults.quality(self.world.dice("quality"), setting.groups))
         self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)
         self.truth = Truth(self)
         self.state_file: m.Saved | None = None
