@@ -331,10 +331,12 @@ class Cluster:
 
     def _cut(self, fault: Fault, live: list[GroupNode]) -> None:
         cut = faults.cut_for(fault, live[fault.who % len(live)].name, [group.name for group in live], "lighthouse")
+        # A pair has to fail three rendezvous of 10 s before one of it sits out.
+        lasts_s = fault.lasts_s * (2.0 if fault.kind == "pair cut" else 1.0)
         for group in live:
-            self._disturb(group, fault.lasts_s)
+            self._disturb(group, lasts_s)
         self.network.cut(cut)
-        self._for(fault.lasts_s, lambda: self.network.mend(cut))
+        self._for(lasts_s, lambda: self.network.mend(cut))
 
     def _disturb(self, group: GroupNode, lasts_s: float) -> None:
         name = group.process.name

@@ -96,13 +96,13 @@ class Collectives:
             self._break(work)
 
     def absent(self, process: Process, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Who has not come to a rendezvous, or cannot be reached there."""
+        """Who has not come to a rendezvous, or cannot be reached there. Who came and has given up by now did come: its key is there."""
         work = self._work.get(generation + key)
         there = work.members if work is not None else {}
         return tuple(
             name
             for rank, name in enumerate(names)
-            if rank not in there or there[rank].over or self.network.is_cut(process, there[rank].process)
+            if rank not in there or self.network.is_cut(process, there[rank].process)
         )
 
     def dies(self, process: Process) -> None:
