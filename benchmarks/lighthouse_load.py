@@ -41,6 +41,37 @@ server = module.LighthouseServer("127.0.0.1:0", int(sys.argv[1]), join_timeout_m
 print("http://127.0.0.1:" + server.address().rpartition(":")[2], flush=True)
 time.sleep(1e6)
 """
+# The least that grpc.aio costs: a server that joins the calls of a round and answers all of them with the same bytes, of a given length.
+BARE = """
+import asyncio, sys
+import grpc, grpc.aio
+groups, answer = int(sys.argv[1]), b"x" * int(sys.argv[2])
+
+class Router(grpc.GenericRpcHandler):
+    waiting = []
+
+    async def serve(self, data, context):
+        answered = asyncio.get_running_loop().create_future()
+        self.waiting.append(answered)
+        if len(self.waiting) == groups:
+            for one in self.waiting:
+                one.set_result(answer)
+            self.waiting = []
+        return await answered
+
+    def service(self, details):
+        return self.handler
+
+async def main():
+    router, server = Router(), grpc.aio.server()
+    router.handler = grpc.unary_unary_rpc_method_handler(router.serve)
+    server.add_generic_rpc_handlers((router,))
+    print(f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
 NEVER_MS = "3600000"
 BEAT_S = 0.1  # how often groups of torchft beat
 TORCHFT_QUORUM, TORCHFT_BEAT = "/torchft.LighthouseService/Quorum", "/torchft.LighthouseService/Heartbeat"
@@ -86,6 +117,10 @@ def ours(min_replicas: int, *flags: str) -> Server:
 
 def theirs(min_replicas: int, python: str) -> Server:
     return Server([python, "-c", THEIRS, str(min_replicas)])
+
+
+def bare(groups: int, answer_bytes: int) -> Server:
+    return Server([sys.executable, "-c", BARE, str(groups), str(answer_bytes)])
 
 
 def connect(address: str, channels: int) -> list[Any]:
@@ -171,6 +206,13 @@ async def known_side(server: Server, groups: int) -> Side:
     await side.round()
     assert pharos_pb2.QuorumReply.FromString(side.answer).HasField("same"), "not the short answer"
     return side
+
+
+async def bare_side(groups: int, like: Side) -> Side:
+    """The same calls, and answers as long, to a server that does nothing."""
+    if not like.answer:
+        await like.round()
+    return Side(bare(groups, len(like.answer)), like.path, like.requests)
 
 
 def pharos_call(call: m.Call, roster: str = "") -> bytes:

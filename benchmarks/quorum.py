@@ -10,7 +10,8 @@ PEER is a Python that has torchft-nightly (pip install --no-deps); without one o
 a training step, and all have their answer. Both lighthouses stand in processes of their own for the whole run, the load is the same bytes
 over the same wire, and they take turns: ratios are taken inside a pair. "known" is our own wire with members that hold the roster already,
 which is what our groups send; its answers are short. The load shares the machine with the lighthouses: its own part is printed, and where
-it is busy for 100 % of a core, it is the load that sets the pace. To be run on an idle machine (Linux).
+it is busy for 100 % of a core, it is the load that sets the pace. "bare" is the floor of a server in Python: grpc.aio alone, which joins
+the calls and answers with as many bytes. To be run on an idle machine (Linux).
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
             "ours": load.torchft_side(load.ours(groups), groups),
             "known": await load.known_side(load.ours(groups), groups),
         }
+        for name in ("ours", "known"):
+            sides[f"bare, as {name}"] = await load.bare_side(groups, sides[name])
         if peer:
             sides["torchft"] = load.torchft_side(load.theirs(groups, peer), groups)
         turns = await in_turns(sides, pairs, max(5, min(100, 4000 // groups)))
