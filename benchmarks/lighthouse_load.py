@@ -311,6 +311,7 @@ class Group:
     def __init__(self, address: str, name: str) -> None:
         self.replica_id = name
         self.down: Counter[str] = Counter()  # how many messages of each kind have come
+        self.beats = 0
         self._channel, self._number = connect(address, 1)[0], 0
         self._stream: Any = None
         self._reader: asyncio.Task[None] | None = None
@@ -322,6 +323,9 @@ class Group:
         await self._write(hello=pharos_pb2.Hello(replica_id=self.replica_id))
         self._reader = asyncio.ensure_future(self._read())
         await self.beat()
+        while not self.down["beat_answered"]:
+            self._more.clear()
+            await self._more.wait()
 
     async def ask(self, known: int = 0, *, failed: bool = False) -> int:
         """The id of the quorum that it is in."""
@@ -331,12 +335,8 @@ class Group:
         return int(pharos_pb2.QuorumReply.FromString(answer).quorum.quorum_id)
 
     async def beat(self) -> None:
-        """Until it is answered."""
-        before = self.down["beat_answered"]
-        await self._write(report=pharos_pb2.Report(step=0, sent_s=1.0))
-        while self.down["beat_answered"] == before:
-            self._more.clear()
-            await self._more.wait()
+        self.beats += 1
+        await self._write(report=pharos_pb2.Report(step=0, sent_s=time.monotonic()))
 
     async def beat_for_ever(self, every_s: float) -> None:
         due_s = time.perf_counter() + every_s

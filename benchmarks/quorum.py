@@ -248,9 +248,9 @@ async def idle(seconds: float) -> int:
 
 
 def _heard(groups: Sequence[load.Group]) -> tuple[int, int]:
-    """Answered beats, and all else that came down the streams."""
-    beats = sum(group.down["beat_answered"] for group in groups)
-    return beats, sum(sum(group.down.values()) for group in groups) - beats
+    """Beats, and what came down the streams that is no answer to one."""
+    told = sum(sum(group.down.values()) - group.down["beat_answered"] for group in groups)
+    return sum(group.beats for group in groups), told
 
 
 def _scrape(port: int) -> float:

@@ -81,6 +81,8 @@ class LighthouseService:
         self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
         self._times = codec.to_message(config.times)
+        # An answer is half of what a beat costs, and a group goes by how old the last one is against half of takeover_s.
+        self._answer_every_s = (config.times.takeover_s or 30.0) / 20
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: self._persist,
             m.Answer: self._answer,
@@ -211,7 +213,9 @@ class LighthouseService:
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
             self.driver.feed(report)
-            outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
+            if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
+                outbox.answered_s = up.report.sent_s
+                outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":
             new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
             self.driver.feed(self._opened(hello, codec.quorum_from(up.quorum) if new else None))

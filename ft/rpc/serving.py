@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -292,6 +293,7 @@ class Outbox:
         self._reader = asyncio.current_task()  # the handler
         self._writer = asyncio.ensure_future(self._write())
         self._over = False
+        self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
         self._too_slow: Refused | None = None
 
     def send(self, message: bytes) -> None:
