@@ -273,12 +273,12 @@ def test_a_stream_whose_reader_is_too_slow_is_dropped_with_the_reason(lighthouse
     channel = grpc.insecure_channel(place, options=options)
     up = pharos_pb2.Up
     hello = up(hello=pharos_pb2.Hello(replica_id="slow:1")).SerializeToString()
-    beat = up(report=pharos_pb2.Report(sent_s=1.5)).SerializeToString()
+    beats = (up(report=pharos_pb2.Report(sent_s=60.0 * i)).SerializeToString() for i in range(30_000))
     sent = threading.Event()
 
     def words() -> Iterator[bytes]:
         yield hello
-        yield from [beat] * 30_000
+        yield from beats
         sent.set()
 
     call = channel.stream_stream("/pharos.Lighthouse/Watch")(words())
