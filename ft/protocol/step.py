@@ -471,6 +471,8 @@ class Step:
         self.reason = f"step {event.settled} was settled, and nobody holds it any more"
 
     def _on_restored(self, event: m.Restored, now_s: float) -> None:
+        self._drop_held()
+        self._heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
         self.void, self._restored, self.settled = False, self.step, self.step
         self.reason = f"restored from checkpoint {self.step}"
