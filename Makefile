@@ -1,11 +1,12 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume parity
+.PHONY: help check test compat size lock docs sim proto resume parity quorum
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
 	@echo "make compat  every Python found here        make size    lines per package"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
+	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
 check:
@@ -38,3 +39,9 @@ parity:
 
 sim:
 	@.venv/bin/python -m ft.sim --seeds 10000
+
+quorum:
+	@.venv/bin/python benchmarks/quorum.py $(if $(PEER),--peer $(PEER))
+	@.venv/bin/python benchmarks/quorum.py --heartbeats
+	@.venv/bin/python benchmarks/quorum.py --idle
+	@.venv/bin/python benchmarks/quorum.py --churn

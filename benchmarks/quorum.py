@@ -1,181 +1,299 @@
-"""A round of quorums: N groups ask at once, as in a training step, and all have their answer. Our lighthouse beside torchft's (Rust).
+"""What our lighthouse costs, beside torchft's (Rust) where there is one to compare with.
 
-    python benchmarks/quorum.py [--groups 8,64,256,1000] [--pairs 10] [--rounds 20] [--peer PYTHON]
+    make quorum PEER=PYTHON                          all of it, some 20 minutes; or one by one:
+    python benchmarks/quorum.py --peer PYTHON        rounds of 2 to 1,000 groups
+    python benchmarks/quorum.py --heartbeats         rounds beside torchft's beats, ten a second from each group
+    python benchmarks/quorum.py --idle               1,000 groups of ours between quorums
+    python benchmarks/quorum.py --churn              memory after 10,000 membership changes
 
-PEER is a Python that has torchft-nightly; without one only ours is measured. Both lighthouses stand in processes of their own for the
-whole run, the load is the same bytes over the same wire (torchft's), and they take turns: ratios are taken inside a pair. "ours, known"
-is our own wire with members that hold the roster already, which is what our groups send; its answers are short.
+PEER is a Python that has torchft-nightly (pip install --no-deps); without one only ours is measured. A round: N groups ask at once, as in
+a training step, and all have their answer. Both lighthouses stand in processes of their own for the whole run, the load is the same bytes
+over the same wire, and they take turns: ratios are taken inside a pair. "known" is our own wire with members that hold the roster already,
+which is what our groups send; its answers are short. The load shares the machine with the lighthouses: its own part is printed, and where
+it is busy for 100 % of a core, it is the load that sets the pace. "bare" is the floor of a server in Python: grpc.aio alone, which joins
+the calls and answers with as many bytes. To be run on an idle machine (Linux).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-import grpc.aio
+from benchmarks import lighthouse_load as load
+from benchmarks.pairs import Ratio, ratio, table
+from ft.rpc.generated import torchft_pb2
+from ft.rpc.serving import room_for_connections
 
-from benchmarks.pairs import ratio, table
-from ft.protocol import messages as m
-from ft.rpc import codec
-from ft.rpc.generated import pharos_pb2, torchft_pb2
-
-ROOT = Path(__file__).resolve().parents[1]
-OURS = "import sys; from ft.rpc.lighthouse_main import main; sys.exit(main(sys.argv[1:]))"
-THEIRS = """
-import sys, time
-import importlib.machinery, importlib.util
-from pathlib import Path
-folder = Path(importlib.util.find_spec("torchft").origin).parent
-path = str(next(folder.glob("_torchft*.so")))  # the server alone: the package would load torch
-loader = importlib.machinery.ExtensionFileLoader("_torchft", path)
-module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_torchft", loader))
-loader.exec_module(module)
-server = module.LighthouseServer("127.0.0.1:0", int(sys.argv[1]), join_timeout_ms=60_000)
-print("http://127.0.0.1:" + server.address().rpartition(":")[2], flush=True)
-time.sleep(1e6)
-"""
-CHANNELS = 8
+BOUNDS = {
+    "ours": {2: 2.0, 8: 2.0, 64: 1.25, 256: 0.65, 1000: 0.42},
+    "known": {1000: 0.25},
+}  # of a round beside torchft's
+BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB = 1.5, 0.20, 5.0
+ROUND_EVERY_S = 0.5  # beside beats: a quick step
+IDLE_GROUPS = 1000
+CHANGES = (1_000, 10_000)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", default="8,64,256,1000")
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=20, help="in each turn of a pair; its figure is their median")
+    kind = parser.add_mutually_exclusive_group()
+    for name in ("heartbeats", "idle", "churn"):
+        kind.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--groups", help="default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails")
+    parser.add_argument("--pairs", type=int, default=9, help="of turns of the two sides")
+    parser.add_argument("--seconds", type=float, default=60, help="of beats or idleness")
     options = parser.parse_args(argv)
+    if options.heartbeats:
+        groups = options.groups or "256,384,512,768,1000"
+        return asyncio.run(heartbeats([int(n) for n in groups.split(",")], options.seconds))
+    if options.idle:
+        return asyncio.run(idle(options.seconds))
+    if options.churn:
+        return asyncio.run(churn())
+    groups = options.groups or "2,8,64,256,1000"
+    return asyncio.run(rounds([int(n) for n in groups.split(",")], options.pairs, options.peer))
+
+
+# ------------------------------------------------------------------------------------------------ rounds
+
+
+async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
     rows = []
-    for groups in map(int, options.groups.split(",")):
-        figures, sizes = asyncio.run(measure(groups, options.pairs, options.rounds, options.peer))
-        for side, times in figures.items():
-            beside = str(ratio(times, figures["torchft"])) if side != "torchft" and "torchft" in figures else ""
-            rows.append([f"{groups} groups, {side}", f"{1e3 * statistics.median(times):.2f}", str(sizes[side]), beside])
-    print(table(["a round", "median ms", "bytes an answer", "beside torchft's"], rows))
+    for groups in sizes:
+        sides = {
+            "ours": load.torchft_side(load.ours(groups), groups),
+            "known": await load.known_side(load.ours(groups), groups),
+        }
+        for name in ("ours", "known"):
+            sides[f"bare, as {name}"] = await load.bare_side(groups, sides[name])
+        if peer:
+            sides["torchft"] = load.torchft_side(load.theirs(groups, peer), groups)
+        turns = await in_turns(sides, pairs, max(5, min(100, 4000 // groups)))
+        theirs = [turn.round_s for turn in turns.get("torchft", [])]
+        for name, side in turns.items():
+            beside = ratio([turn.round_s for turn in side], theirs) if theirs and name != "torchft" else None
+            rows.append(
+                [
+                    f"{groups} groups, {name}",
+                    *_figures(side),
+                    str(len(sides[name].answer)),
+                    *_verdict(name, groups, beside),
+                ]
+            )
+        print(f"{groups} groups done", file=sys.stderr)
+    header = [
+        "a round",
+        "median ms",
+        "server CPU ms",
+        "load CPU ms",
+        "load busy",
+        "bytes an answer",
+        "beside torchft's",
+        "bound",
+    ]
+    print(table(header, rows))
     return 0
 
 
-@dataclass
-class Side:
-    """One lighthouse and its load."""
-
-    process: subprocess.Popen[str]
-    channels: list[Any]
-    path: str
-    requests: list[bytes]
-    size: int = 0
-
-    async def round(self) -> float:
-        calls = [channel.unary_unary(self.path) for channel in self.channels]
-        began = time.perf_counter()
-        answers = await asyncio.gather(
-            *(calls[i % CHANNELS](request, timeout=120) for i, request in enumerate(self.requests))
-        )
-        took_s = time.perf_counter() - began
-        self.size = len(answers[0])
-        return took_s
-
-    async def turn(self, rounds: int) -> float:
-        return statistics.median([await self.round() for _ in range(rounds)])
-
-    async def close(self) -> None:
-        for channel in self.channels:
-            await channel.close()
-        self.process.kill()
-        self.process.communicate()
-
-
-async def measure(
-    groups: int, pairs: int, rounds: int, peer: str | None
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of a round, for each side and pair; bytes of an answer."""
-    sides = {"ours": await ours(groups), "ours, known": await ours_known(groups)}
-    if peer:
-        sides["torchft"] = await theirs(groups, peer)
-    figures: dict[str, list[float]] = {name: [] for name in sides}
+async def in_turns(sides: dict[str, load.Side], pairs: int, rounds: int) -> dict[str, list[load.Turn]]:
+    """Every other pair runs backwards: nobody is always first. Closes the sides."""
+    turns: dict[str, list[load.Turn]] = {name: [] for name in sides}
     try:
         for side in sides.values():
             await side.turn(2)
         for pair in range(pairs):
-            for name in list(sides) if pair % 2 else reversed(sides):
-                figures[name].append(await sides[name].turn(rounds))
-        return figures, {name: side.size for name, side in sides.items()}
+            for name in list(sides) if pair % 2 == 0 else reversed(sides):
+                turns[name].append(await sides[name].turn(rounds))
+        return turns
     finally:
         for side in sides.values():
             await side.close()
 
 
-async def ours(groups: int) -> Side:
-    return start(
-        [sys.executable, "-c", OURS, *_flags(groups)], "/torchft.LighthouseService/Quorum", _torchft_calls(groups)
-    )
-
-
-async def theirs(groups: int, peer: str) -> Side:
-    return start([peer, "-c", THEIRS, str(groups)], "/torchft.LighthouseService/Quorum", _torchft_calls(groups))
-
-
-async def ours_known(groups: int) -> Side:
-    """Two rounds for the roster; then each group says that it holds it."""
-    first = [
-        pharos_pb2.QuorumRequest(call=codec.to_message(m.Call(x))).SerializeToString() for x in _members(groups, 0)
+def _figures(turns: list[load.Turn]) -> list[str]:
+    milliseconds = [
+        f"{1e3 * statistics.median(getattr(x, name) for x in turns):.2f}" for name in ("round_s", "server_s", "load_s")
     ]
-    side = start([sys.executable, "-c", OURS, *_flags(groups)], "/pharos.Lighthouse/Quorum", first)
-    calls = [channel.unary_unary(side.path) for channel in side.channels]
-    answers = await asyncio.gather(*(calls[i % CHANNELS](request, timeout=120) for i, request in enumerate(first)))
-    quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(answers[0]).quorum)
-    roster = codec.Roster.of(quorum).id
-    later = [m.Call(x, known=quorum.quorum_id) for x in _members(groups, quorum.quorum_id)]
-    side.requests = [
-        pharos_pb2.QuorumRequest(call=codec.to_message(x), roster=roster).SerializeToString() for x in later
-    ]
-    return side
+    return [*milliseconds, f"{statistics.median(x.load_busy for x in turns):.0%}"]
 
 
-def start(command: list[str], path: str, requests: list[bytes]) -> Side:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
-    assert process.stdout
-    address = process.stdout.readline().strip().removeprefix("http://")
-    options = [("grpc.max_receive_message_length", 1 << 30), ("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)]
-    return Side(process, channels, path, requests)
-
-
-def _flags(groups: int) -> list[str]:
-    times = ["--heartbeat_timeout_ms", "3600000"]  # whoever asks in rounds does not beat in between
-    return ["--min_replicas", str(groups), "--bind", "127.0.0.1:0", "--http", "none", "--state_file", "none", *times]
-
-
-def _members(groups: int, commit_quorum_id: int) -> list[m.Member]:
-    names = [f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(groups)]
-    hosts = [f"10.0.{i >> 8}.{i & 255}" for i in range(groups)]
-    step = 7 if commit_quorum_id else 0
+def _verdict(name: str, groups: int, beside: Ratio | None) -> list[str]:
+    bound = BOUNDS.get(name, {}).get(groups)
+    if beside is None or bound is None:
+        return [str(beside or ""), ""]
     return [
-        m.Member(
-            name,
-            f"http://{host}:29600",
-            f"{host}:29601",
-            step,
-            8,
-            commit_quorum_id=commit_quorum_id,
-            commit_id="5" * 16 if step else "",
-        )
-        for name, host in zip(names, hosts, strict=True)
+        str(beside),
+        f"{bound:g}x {'reached' if beside.high <= bound else 'in range' if beside.low <= bound else 'missed'}",
     ]
 
 
-def _torchft_calls(groups: int) -> list[bytes]:
-    members = map(codec.torchft_member, _members(groups, 0))
-    return [torchft_pb2.LighthouseQuorumRequest(requester=member).SerializeToString() for member in members]
+# ------------------------------------------------------------------------------------------------ rounds beside beats
+
+
+async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
+    """Rounds at a quick step's pace, with and without beats; default heartbeat timeout. Ends at the first size that does not hold."""
+    rows, largest = [], 0
+    for groups in sizes:
+        row, holds = await _beaten(groups, seconds)
+        rows.append(row)
+        print(f"{groups} groups: {'hold' if holds else 'do not hold'}", file=sys.stderr)
+        if not holds:
+            break
+        largest = groups
+    header = [
+        "groups",
+        "beats/s",
+        "of",
+        "longest gap s",
+        "quiet ms",
+        "beaten ms",
+        "ratio",
+        "server",
+        "beats' load",
+        "lost",
+    ]
+    print(table(header, rows))
+    print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {seconds:g} s of beats): {largest} groups")
+    return 0
+
+
+async def _beaten(groups: int, seconds: float) -> tuple[list[str], bool]:
+    """Quiet rounds, rounds with beats, quiet rounds again."""
+    side = load.torchft_side(load.ours(groups // 2 + 1, "--heartbeat_timeout_ms", "5000"), groups)
+    try:
+        async with load.beating(side.server.address, groups):  # or the first half would be a quorum without the rest
+            await side.round()
+        quiet, lost = await _paced(side, groups, seconds / 3)
+        async with load.beating(side.server.address, groups) as stop:
+            cpu_s = side.server.cpu_s()
+            beaten, lost_too = await _paced(side, groups, seconds)
+            cpu_s = side.server.cpu_s() - cpu_s
+            beats: load.Beaten = await stop()
+        again, lost_again = await _paced(side, groups, seconds / 3)
+    finally:
+        await side.close()
+    slower = statistics.median(beaten) / statistics.median(quiet + again)
+    lost += lost_too + lost_again
+    figures = [f"{beats.answered / beats.seconds:.0f}", f"{groups / load.BEAT_S:.0f}", f"{beats.longest_gap_s:.2f}"]
+    times = [
+        f"{1e3 * statistics.median(quiet + again):.1f}",
+        f"{1e3 * statistics.median(beaten):.1f}",
+        f"{slower:.2f}x",
+    ]
+    shares = [f"{cpu_s / beats.seconds:.0%}", f"{beats.cpu_s / beats.seconds:.0%}"]
+    return [str(groups), *figures, *times, *shares, str(lost)], slower <= BEATS_BOUND and not lost
+
+
+async def _paced(side: load.Side, groups: int, seconds: float) -> tuple[list[float], int]:
+    """Seconds of each round, and how many members the quorums lacked in all: those that were falsely lost."""
+    times, lost, end_s = [], 0, time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        times.append(await side.round())
+        quorum = torchft_pb2.LighthouseQuorumResponse.FromString(side.answer).quorum
+        lost += groups - len(quorum.participants)
+        await asyncio.sleep(max(0.0, ROUND_EVERY_S - times[-1]))
+    return times, lost
+
+
+# ------------------------------------------------------------------------------------------------ idle groups
+
+
+async def idle(seconds: float) -> int:
+    """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
+    room_for_connections()
+    port = _free_port()
+    server = load.ours(IDLE_GROUPS, "--heartbeat_timeout_ms", "5000", "--http", f"127.0.0.1:{port}")
+    groups = [load.Group(server.address, load.replica_id(i)) for i in range(IDLE_GROUPS)]
+    hearts = []
+    try:
+        for begin in range(0, IDLE_GROUPS, 20):
+            opened = groups[begin : begin + 20]
+            await asyncio.gather(*(group.open() for group in opened))
+            hearts += [asyncio.ensure_future(group.beat_for_ever(1.0)) for group in opened]
+        await asyncio.gather(*(group.ask() for group in groups))
+        quorums, (beats, notices) = await asyncio.to_thread(_scrape, port), _heard(groups)
+        cpu_s, load_s, began_s = server.cpu_s(), time.process_time(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        took_s = time.perf_counter() - began_s
+        cpu_s, load_s = server.cpu_s() - cpu_s, time.process_time() - load_s
+        beats, notices = (now - before for now, before in zip(_heard(groups), (beats, notices), strict=True))
+        quorums = await asyncio.to_thread(_scrape, port) - quorums
+    finally:
+        for heart in hearts:
+            heart.cancel()
+        await asyncio.gather(*(group.close() for group in groups))
+        memory_mb = server.memory_mb()
+        server.close()
+    print(
+        f"{IDLE_GROUPS} groups, {beats / took_s:.0f} beats/s for {took_s:.0f} s: {quorums:.0f} quorums, {notices} notices"
+    )
+    share = cpu_s / beats * IDLE_GROUPS  # at one beat a second from each, should the load have been slower
+    verdict = "reached" if share < IDLE_BOUND else "missed"
+    print(
+        f"lighthouse: {1e6 * cpu_s / beats:.0f} us a beat, {share:.1%} of a core (bound {IDLE_BOUND:.0%}: {verdict}), {memory_mb:.0f} MB"
+    )
+    print(f"the load: {load_s / took_s:.0%} of a core")
+    return 0
+
+
+def _heard(groups: Sequence[load.Group]) -> tuple[int, int]:
+    """Beats, and what came down the streams that is no answer to one."""
+    told = sum(sum(group.down.values()) - group.down["beat_answered"] for group in groups)
+    return sum(group.beats for group in groups), told
+
+
+def _scrape(port: int) -> float:
+    """Quorums answered so far. A GET on loopback, once before and once after."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------ groups that come and go
+
+
+async def churn() -> int:
+    """One group stays; its peer is killed and another one comes, of a name never heard before: two losses of a generation's members
+    and one new quorum a change, each on disk before it is answered."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = load.ours(2, "--state_file", str(Path(folder) / "state.json"))
+        memory: list[float] = []
+        try:
+            stays, known = load.Group(server.address, "stays:1"), 0
+            await stays.open()
+            for change in range(1, CHANGES[-1] + 1):
+                comes = load.Group(server.address, f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000")
+                await comes.open()
+                known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
+                await comes.close()
+                if change in CHANGES:
+                    memory.append(server.memory_mb())
+                    print(f"{memory[-1]:.1f} MB after {change:,} changes, quorum {known}")
+            grown = memory[-1] - memory[0]
+            print(
+                f"grown by {grown:.1f} MB (bound {CHURN_BOUND_MB:g}: {'reached' if grown <= CHURN_BOUND_MB else 'missed'})"
+            )
+            await stays.close()
+            return 0
+        finally:
+            server.close()
 
 
 if __name__ == "__main__":

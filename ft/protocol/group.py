@@ -149,6 +149,9 @@ class Group:
             self.reason = f"quorum {quorum.quorum_id} is not for this group, or nobody asked"
             self._overtaken(quorum.quorum_id)
             return
+        if self._calling.failed and quorum.quorum_id <= self._calling.known:
+            self.reason = f"quorum {quorum.quorum_id} has failed, and is no answer to that"
+            return
         if any(x.replica_id == self.replica_id and x.state != self._calling.member.state for x in quorum.members):
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return

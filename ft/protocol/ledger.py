@@ -44,7 +44,7 @@ class Ledger:
         """The deal of the coming step. An open one is kept, whoever is there now: a dead group's slots become holes at the commit."""
         if not self.pending:
             new = len(participants) - len(self.holes)
-            slots = [*self.holes, *(self.position + i * self.slot_size for i in range(new))]
+            slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)]
             self.pending = dict(zip(slots, participants, strict=False))
         return dict(self.pending)
 
@@ -67,10 +67,11 @@ class Ledger:
         for slot, count in zip(slots, tokens, strict=True):
             if count == UNABLE:
                 self.unable[slot] = self.unable.get(slot, 0) + 1
-        useless = tuple(slot for slot in slots if self.unable.get(slot, 0) >= MAX_UNABLE and slot not in contributed)
+        worn = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
+        useless = tuple(slot for slot in slots if slot in worn)
         gone = contributed | (set(useless) if skip else set())
         self.skipped += useless if skip else ()
-        self.position = max([self.position, *(slot + self.slot_size for slot in slots)])
+        self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
         self.pending = {}

@@ -323,11 +323,13 @@ class Lighthouse:
         return self.quorum is not None and self.quorum.ids == ids
 
     def _take(self, quorum: Quorum, generation: _Generation, now_s: float) -> None:
-        touched = {*self._previous, *quorum.ids}
+        before = self._previous
+        touched = {*before, *quorum.ids}
         self._again = bool(self.quorum and self.quorum.quorum_id == quorum.quorum_id)
         self._members = {member.replica_id: member for member in quorum.members}
         self.quorum, self._previous, self._generation = quorum, frozenset(quorum.ids), generation
-        self._processes = frozenset(map(m.process_of, quorum.ids))
+        if self._previous != before:
+            self._processes = frozenset(map(m.process_of, quorum.ids))
         generation.waiting.clear()
         generation.alone_since_s = None
         self._gone, self._claims_expired = set(), False
@@ -431,7 +433,7 @@ class Lighthouse:
             member and member.shrink_only and (was_in or peer and peer.kind == "torchft")
         )  # a newcomer would bar itself
         _put(self._shrinkers, replica_id, bool(asks))
-        inherits = member and not member.void and m.process_of(replica_id) in self._processes
+        inherits = member and not member.void and (was_in or m.process_of(replica_id) in self._processes)
         _keep(self._heirs, replica_id, bool(inherits))
         if member:
             self._candidates[replica_id] = member
@@ -609,6 +611,8 @@ class Lighthouse:
         return None
 
     def _shape_differs(self, event: Call) -> Problem:
+        if not event.shape:
+            return None
         ours = dict(self._shape)
         differ = [what for what, digest in event.shape if what in ours and ours[what] != digest]
         if not differ:

@@ -27,11 +27,11 @@ class Roles:
 def roles(quorum: Quorum) -> Roles:
     """Another commit_id than the reference's is enough to heal, at an equal or a higher step too; a void member always does. At step 0
     with init_sync initial states differ under one name, so all but the first reference member fetch."""
-    holders = [rank for rank, m in enumerate(quorum.members) if m.state == quorum.reference]
+    holders = quorum.holders
     if quorum.reference[0] == 0 and any(m.init_sync for m in quorum.members):
         holders = holders[:1]
     held = set(holders)
-    return Roles(tuple(holders), tuple(rank for rank in range(len(quorum.members)) if rank not in held))
+    return Roles(holders, tuple(rank for rank in range(len(quorum.members)) if rank not in held))
 
 
 def plan(
@@ -44,7 +44,7 @@ def plan(
     """
     me, members = replica_rank(quorum, replica_id), quorum.members
     role = roles(quorum)
-    holders = [m for m in members if m.state == quorum.reference]
+    holders = [members[rank] for rank in quorum.holders]
     free = [
         rank for rank in role.whole if not members[rank].writes_checkpoint
     ] or role.whole  # the writer is busy enough

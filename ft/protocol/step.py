@@ -246,16 +246,18 @@ class Step:
             if usable
             else dict.fromkeys(slots, UNABLE if self._excused else 0.0)
         )
-        order = list(self.ledger.pending) if not self.void else [None] * self._width
+        zeros = dict.fromkeys(range(self._width) if self.void else self.ledger.pending, 0.0)
         tail = Tail(
-            tokens=tuple(float(figures.get(slot, 0.0)) if slot is not None else 0.0 for slot in order),
+            tokens=tuple(map(float, {**zeros, **figures}.values())),
             loss_sum=mine.loss_sum if usable else 0.0,
             ok=0.0 if unable and not self._excused else 1.0,
             change=1.0 if self._wants_change or self._leaving else 0.0,
         )
-        self._told_leaving, zeros = self._leaving, not usable
+        self._told_leaving = self._leaving
         self._emit(
-            m.LaunchTail(self.part.quorum_id, self._attempt, self._place, tail.values, zeros, again and not zeros)
+            m.LaunchTail(
+                self.part.quorum_id, self._attempt, self._place, tail.values, not usable, again=again and usable
+            )
         )
 
     def _on_computed(self, event: m.Computed, now_s: float) -> None:
@@ -344,7 +346,7 @@ class Step:
         if self._offering and not held:
             self._emit(m.Fence(self.step))
             self._offering = False
-        owners = dict(self.ledger.pending)
+        owners = self.ledger.pending
         entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
         if self.commit_quorum_id == part.quorum_id:
             self._settle(self.step)
@@ -469,6 +471,8 @@ class Step:
         self.reason = f"step {event.settled} was settled, and nobody holds it any more"
 
     def _on_restored(self, event: m.Restored, now_s: float) -> None:
+        self._drop_held()
+        self._heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
         self.void, self._restored, self.settled = False, self.step, self.step
         self.reason = f"restored from checkpoint {self.step}"

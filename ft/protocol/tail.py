@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Tail:
     def values(self) -> tuple[float, ...]:
         return (*self.tokens, self.loss_sum, self.ok, self.change)
 
-    @property
+    @cached_property
     def divisor(self) -> float:
         return sum(count for count in self.tokens if count > 0)
 
@@ -34,6 +35,7 @@ class Tail:
         return not any(self.tokens)
 
 
+@lru_cache(64)  # the same for all ranks that a process drives
 def next_commit_id(previous: str, step: int, quorum_id: int, tokens: Sequence[float]) -> str:
     """Names the state after `step`: the same previous state and the same contributions, hence the same weights."""
     text = f"{previous}/{step}/{quorum_id}/{','.join(str(round(count)) for count in tokens)}"

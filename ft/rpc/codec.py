@@ -88,6 +88,12 @@ def notice_from(message: pharos_pb2.Notice) -> m.Notice:
     raise ValueError("a notice of no known kind")
 
 
+def refused_from(message: pharos_pb2.Refused) -> m.LighthouseRefused:
+    """Raises ValueError for a code that is not known here."""
+    code: Any = _one_of("code", message.code, get_args(m.Refusal))
+    return m.LighthouseRefused(message.replica_id, code, message.reason)
+
+
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     """As a group reports it. Raises ValueError for what no honest one does."""
     quorum = from_message(m.Quorum, message)
@@ -286,7 +292,8 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 def torchft_member(member: m.Member) -> Any:
     message = torchft_pb2.QuorumMember()
     for name in _TORCHFT_FIELDS:
-        setattr(message, name, getattr(member, name))
+        if value := getattr(member, name):  # on the wire, empty and absent are the same
+            setattr(message, name, value)
     message.reconfigure_handles.extend(member.reconfigure_handles)
     return message
 

@@ -126,8 +126,8 @@ class GroupService:
             m.EndGroup: lambda e: self.end(e.reason),
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
-        self.link = Link(lighthouse, access, self.driver.feed)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.link = Link(lighthouse, access, self.driver.feed, self.spawn)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -140,7 +140,7 @@ class GroupService:
     def start(self) -> None:
         """After this it is known to the lighthouse."""
         self.link.open_stream(self.machine.replica_id, self._settled)
-        self._spawn(self._beat_for_ever())
+        self.spawn(self._beat_for_ever())
 
     # ---- calls of ranks
 
@@ -153,8 +153,6 @@ class GroupService:
         return await self._ask((vote.group_rank, vote.key), vote, context)
 
     async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
-        if not 0 <= place[0] < self.config.world_size:
-            raise ValueError(f"rank {place[0]}: this group has ranks 0 to {self.config.world_size - 1}")
         if sum(len(calls) for (rank, _), calls in self._waiting.items() if rank == place[0]) >= CALLS_PER_RANK:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()
@@ -247,10 +245,10 @@ class GroupService:
             codec.report_from(up.report)
             self._reports[rank] = up.report
             if self._report().waiting != self._beaten.waiting:
-                self._spawn(self._beat())
+                self.spawn(self._beat())
         elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
             self._gave_up = up.give_up.quorum_id
-            self._spawn(self._give_up(self.machine.replica_id, up.give_up.reason))
+            self.spawn(self._give_up(self.machine.replica_id, up.give_up.reason))
 
     async def _give_up(self, replica_id: str, reason: str) -> None:
         await self.link.leave(replica_id, clean=False, reason=reason)
@@ -317,7 +315,7 @@ class GroupService:
         """Tells lighthouse and ranks, then kills the trainers: torchelastic starts the group again."""
         if not self.left:
             self.left = True
-            self._spawn(self._end_now(reason))
+            self.spawn(self._end_now(reason))
 
     async def _end_now(self, reason: str) -> None:
         log.error("this group ends: %s", reason)
@@ -329,10 +327,12 @@ class GroupService:
         await self.link.close()
         self._end(reason)
 
-    def _spawn(self, work: Any) -> None:
+    def spawn(self, work: Any) -> asyncio.Task[Any]:
+        """A fault in it ends the group, and is said."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -384,7 +384,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))
-    beats = asyncio.ensure_future(_beats(settings, service, link))
+    service.spawn(_beats(settings, service, link))
     ticks = asyncio.ensure_future(service.driver.run())
     try:
         watched: list[asyncio.Future[Any]] = [over, parent, ticks]
@@ -396,7 +396,6 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
             await over
         return over.result() if over.done() else ""
     finally:
-        beats.cancel()
         ticks.cancel()
         if over.done() and over.result():
             _kill(service.processes, settings.parent)

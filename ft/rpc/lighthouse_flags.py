@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
         help="the job's token, else PHAROS_TOKEN: calls without it are refused",
     )
     add("--tls_cert", metavar="FILE", type=Path, help="PEM; with --tls_key: TLS")
-    add("--tls_key", metavar="FILE", type=Path)
+    add("--tls_key", metavar="FILE", type=Path, help="PEM: of that certificate")
     add("--tls_ca", metavar="FILE", type=Path, help="PEM: clients must have a certificate of this authority")
     add("--insecure", action="store_true", help="without a token, listen on addresses that others can reach")
     return made

@@ -58,11 +58,13 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
 
 
 class Link:
-    """`hear` gets every event. To be used on one loop."""
+    """`hear` gets every event, `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
 
-    def __init__(self, address: str, access: Access, hear: Callable[[m.Event], None]) -> None:
+    def __init__(
+        self, address: str, access: Access, hear: Callable[[m.Event], None], spawn: Callable[[Any], asyncio.Task[Any]]
+    ) -> None:
         self._channel = channel(address, access, aio=True)
-        self._metadata, self._hear = access.metadata(), hear
+        self._metadata, self._hear, self._spawn = access.metadata(), hear, spawn
         self._roster = codec.Roster()
         self._quorum: m.Quorum | None = None
         self._call: asyncio.Task[None] | None = None
@@ -76,7 +78,7 @@ class Link:
         """Takes the place of the call before it."""
         if self._call:
             self._call.cancel()
-        self._call = asyncio.ensure_future(self._ask(call, delay_s))
+        self._call = self._spawn(self._ask(call, delay_s))
 
     async def _ask(self, call: m.Call, delay_s: float) -> None:
         if delay_s:
@@ -123,7 +125,7 @@ class Link:
         """In place of the one before. From then on it is kept open."""
         if self._watch:
             self._watch.cancel()
-        self._watch = asyncio.ensure_future(self._keep_open(replica_id, settled))
+        self._watch = self._spawn(self._keep_open(replica_id, settled))
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
         said = ""
@@ -162,7 +164,7 @@ class Link:
         elif which == "answer":
             self._hear(self._read(down.answer, self._roster))
         elif which == "refused":
-            self._hear(codec.from_message(m.LighthouseRefused, down.refused))
+            self._hear(codec.refused_from(down.refused))
         elif which == "send_quorum" and self._quorum:
             await self._write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
 

@@ -6,6 +6,7 @@ Prints its address on stdout, everything else on stderr. Exit code: 0 after SIGT
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import signal
@@ -38,6 +39,7 @@ async def _run(options: Options) -> None:
         place = Place(options.at, options.access, options.state, options.recover)
         service, port = await stack.enter_async_context(serve(options.config, place))
         _say_where(place, port)
+        gc.set_threshold(10_000)  # or a round of 1,000 calls would set it off forty times, to find nothing
         if options.http:
             # loaded now, when the lighthouse already answers, and aside: it takes longer to load than all the rest
             await asyncio.to_thread(importlib.import_module, "ft.rpc.lighthouse_http")

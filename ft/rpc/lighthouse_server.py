@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ft.rpc import codec, state_file
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
+from ft.rpc.serving import FIRST_WORD_S, Deadlines, Outbox, Pending, Refused, listen, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -75,11 +75,14 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
+        self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._waiting_bytes = 0
+        self._waiting_bytes, self._deadlines = 0, Deadlines()
         self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
         self._times = codec.to_message(config.times)
+        # An answer is half of what a beat costs, and a group goes by how old the last one is against half of takeover_s.
+        self._answer_every_s = (config.times.takeover_s or 30.0) / 20
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: self._persist,
             m.Answer: self._answer,
@@ -134,7 +137,7 @@ class LighthouseService:
         self._waiting_bytes += size
         try:
             self.driver.feed(call)
-            return await waiting.wait(context)
+            return await waiting.wait(context, self._deadlines)
         finally:
             self._waiting_bytes -= size
             self._forget(replica_id, waiting)
@@ -195,7 +198,8 @@ class LighthouseService:
             if self.streams.get(replica_id) is outbox:
                 del self.streams[replica_id]
                 self.reports.pop(replica_id, None)
-                self.driver.feed(m.StreamClosed(replica_id))
+                if not self.stops:
+                    self.driver.feed(m.StreamClosed(replica_id))
 
     def _opened(self, hello: pharos_pb2.Hello, quorum: m.Quorum | None) -> m.StreamOpened:
         """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
@@ -205,10 +209,13 @@ class LighthouseService:
     def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
         which = up.WhichOneof("up")
         if which == "report":
+            up.report.replica_id = hello.replica_id
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
-            self.driver.feed(replace(report, replica_id=hello.replica_id))
-            outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
+            self.driver.feed(report)
+            if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
+                outbox.answered_s = up.report.sent_s
+                outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":
             new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
             self.driver.feed(self._opened(hello, codec.quorum_from(up.quorum) if new else None))
@@ -349,7 +356,7 @@ def _check(call: m.Call) -> None:
 
 
 def _check_step(*numbers: int) -> None:
-    if not all(m.VOID <= number <= MAX_STEP for number in numbers):
+    if min(numbers) < m.VOID or max(numbers) > MAX_STEP:
         raise ValueError(f"a step or count of {max(numbers, key=abs)}: legal is {m.VOID} to {MAX_STEP}")
 
 
@@ -379,6 +386,7 @@ async def serve(
     try:
         yield service, port
     finally:
+        service.stops = True
         await server.stop()
         if keeper:
             await keeper.close()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,19 +20,19 @@ import grpc.aio
 from ft.rpc.access import Access, Endpoint, try_to_listen
 
 MAX_MESSAGE = 16 << 20  # bytes; the quorum of some 50,000 groups, which a group may have to report
-MAX_METADATA = 16 << 10
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
 MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
 FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
 LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
+LOOK_EVERY_S = 0.1  # for deadlines that have passed
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
-Handler = Callable[[bytes, Any], Awaitable[bytes]]
-StreamHandler = Callable[[Any], Awaitable[None]]
+Handler = Callable[[bytes, Any], Coroutine[Any, Any, bytes]]
+StreamHandler = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 class Refused(Exception):
@@ -42,6 +43,13 @@ class Refused(Exception):
         self.code, self.reason = code, reason[:MAX_REASON]
 
 
+STOPS = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+
+
+async def _refuse(refused: Refused) -> None:
+    raise refused
+
+
 class Calls:
     """Those that a server is in the middle of."""
 
@@ -49,17 +57,20 @@ class Calls:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._over = False
 
-    async def serve(self, work: Awaitable[Any], context: Any) -> Any:
+    async def serve(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
         """What `work` returns; what it raises becomes the call's status."""
         task = asyncio.current_task()
         assert task
+        if self._over:  # it was on its way when the server stopped
+            work.close()
+            work = _refuse(STOPS)
         self._tasks.add(task)
         try:
             return await work
         except asyncio.CancelledError:
             if not self._over:
                 raise  # the caller is gone
-            refused = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+            refused = STOPS
         except Refused as error:
             refused = error
         except ValueError as error:
@@ -115,17 +126,20 @@ class Router(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, access: Access, routes: Mapping[str, Route], calls: Calls) -> None:
         """routes: "/package.Service/Method" -> unary(...) or stream(...)."""
         self._access, self._routes, self._calls = access, routes, calls
+        self._handlers: dict[str, Any] = {}  # made at the first call: a group's routes are known only after its port
         self._denied = grpc.stream_stream_rpc_method_handler(_deny)
 
     def service(self, details: Any) -> Any:
         if not self._access.permits(details.invocation_metadata):
             return self._denied
-        route = self._routes.get(details.method)
-        return route and route(self._calls)
+        handler = self._handlers.get(details.method)
+        if handler is None and details.method in self._routes:
+            handler = self._handlers[details.method] = self._routes[details.method](self._calls)
+        return handler
 
 
 class Server:
-    """grpc.aio's, whose end is told to whoever it serves, and leaves nothing behind on the loop."""
+    """grpc.aio's, whose end is told to whoever it serves: a call that it cut off itself would leave a stack on stderr."""
 
     def __init__(self, server: Any, calls: Calls) -> None:
         self._server, self._calls = server, calls
@@ -138,10 +152,6 @@ class Server:
         await asyncio.sleep(0)
         self._calls.end()
         await stopped
-        # grpc watches each call by a task of its own, which learns of the end a little later, and is loud if the loop ends before.
-        left = [x for x in asyncio.all_tasks() if getattr(x.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
-        if left:
-            await asyncio.wait(left, timeout=LAST_WORDS_S)
 
 
 def listen(access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> tuple[Server, int]:
@@ -169,10 +179,8 @@ def _options(connections: int) -> list[tuple[str, int]]:
     """connections: at most so many at one address."""
     return [
         ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-        ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression
+        ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; headers: 16 KiB by itself
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA),
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", int(FIRST_WORD_S * 1000)),
         ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
@@ -201,6 +209,8 @@ def room_for_connections() -> int:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+            if most > soft:
+                log.info("the limit of open files is raised from %d to %d", soft, most)
             soft = max(soft, most)
     room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
     if room < MAX_CONNECTIONS:
@@ -222,17 +232,53 @@ class Pending:
         if not self._answer.done():
             self._answer.set_exception(refused)
 
-    async def wait(self, context: Any) -> bytes:
-        """A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused."""
+    def expire(self) -> None:
+        self.fail(Refused(grpc.StatusCode.CANCELLED, "Timeout expired"))
+
+    async def wait(self, context: Any, deadlines: Deadlines | None = None) -> bytes:
+        """A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused.
+        deadlines: takes the far ones."""
         left_s = context.time_remaining()
         if left_s is None:
             return await self._answer
-        expired = Refused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        timer = asyncio.get_running_loop().call_later(left_s - min(0.2, left_s / 10), self.fail, expired)
+        left_s -= min(0.2, left_s / 10)
+        if deadlines and left_s > 20 * LOOK_EVERY_S:
+            return await deadlines.within(left_s, self, self._answer)
+        timer = asyncio.get_running_loop().call_later(left_s, self.expire)
         try:
             return await self._answer
         finally:
             timer.cancel()
+
+
+class Deadlines:
+    """Those of many calls, of which hardly one is ever missed: one look at all of them now and then is far cheaper than a timer for each,
+    set and cancelled."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[Pending, float] = {}
+        self._looking = False
+
+    async def within(self, left_s: float, pending: Pending, answer: asyncio.Future[bytes]) -> bytes:
+        """`answer`. Up to LOOK_EVERY_S late, `pending` is told that it has expired."""
+        loop = asyncio.get_running_loop()
+        self._due_s[pending] = loop.time() + left_s
+        if not self._looking:
+            self._looking = True
+            loop.call_later(LOOK_EVERY_S, self._look, loop)
+        try:
+            return await answer
+        finally:
+            del self._due_s[pending]
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = loop.time()
+        for pending, due_s in self._due_s.items():
+            if due_s <= now_s:
+                pending.expire()
+        self._looking = bool(self._due_s)
+        if self._looking:
+            loop.call_later(LOOK_EVERY_S, self._look, loop)
 
 
 class Outbox:
@@ -247,6 +293,7 @@ class Outbox:
         self._reader = asyncio.current_task()  # the handler
         self._writer = asyncio.ensure_future(self._write())
         self._over = False
+        self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
         self._too_slow: Refused | None = None
 
     def send(self, message: bytes) -> None:

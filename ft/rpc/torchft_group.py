@@ -70,7 +70,7 @@ class TorchftGroup:
             task = asyncio.ensure_future(self._ask(round_, request, left_s))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        quorum = await self._wait(round_, rank, left_s)
+        quorum = await self._wait(round_, rank, request, left_s)
         try:
             reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=request.init_sync)
         except KeyError as error:
@@ -91,40 +91,45 @@ class TorchftGroup:
             reconfigure_handles=tuple(one.reconfigure_handle for one in asked),
         )
         try:
-            round_.answer.set_result(await self._ask_lighthouse(member, left_s, retries=self.config.retries or 0))
+            round_.answer.set_result(await self._ask_lighthouse(member, left_s))
         except (grpc.RpcError, ValueError) as error:
             round_.answer.set_exception(_told(error))
+            round_.answer.exception()  # looked at, though all ranks may have stopped waiting
 
-    async def _ask_lighthouse(self, member: m.Member, left_s: float, *, retries: int) -> m.Quorum:
-        try:
-            return await self._link.quorum(member, left_s)
-        except grpc.RpcError:
-            if retries == 0:
-                raise
-        await asyncio.sleep(RETRY_S)
-        return await self._ask_lighthouse(member, left_s, retries=retries - 1)
+    async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
+        """Tries again as often as `retries` says (-1: always), spread over the ranks' time as the peer does, and never beyond it."""
+        retries, loop = self.config.retries or 0, asyncio.get_running_loop()
+        pause_s, end_s = max(RETRY_S, left_s / (retries + 1) if retries > 0 else 0.0), loop.time() + left_s
+        while True:
+            try:
+                return await self._link.quorum(member, end_s - loop.time())
+            except grpc.RpcError:
+                if retries == 0 or loop.time() + pause_s >= end_s:
+                    raise
+            retries -= 1
+            await asyncio.sleep(pause_s)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(torchft_pb2.ShouldCommitRequest, data)
         rank = self._rank(request.group_rank)
         round_ = self._votes.setdefault(request.step, _Round())
-        round_.asked[rank] = request.should_commit
+        round_.asked[rank] = request
         if len(round_.asked) == self.config.world_size:
             del self._votes[request.step]
-            round_.answer.set_result(all(round_.asked.values()))
-        commit = await self._wait(round_, rank, context.time_remaining())
+            round_.answer.set_result(all(one.should_commit for one in round_.asked.values()))
+        commit = await self._wait(round_, rank, request, context.time_remaining())
         return torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString()
 
-    async def _wait(self, round_: _Round, rank: int, left_s: float | None) -> Any:
-        """Whoever stops waiting before the round is full was never in it."""
+    async def _wait(self, round_: _Round, rank: int, request: Any, left_s: float | None) -> Any:
+        """Whoever stops waiting before the round is full was never in it, unless it has asked again meanwhile."""
         try:
             timeout_s = None if left_s is None else left_s - min(0.2, left_s / 10)
             return await asyncio.wait_for(asyncio.shield(round_.answer), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             raise Refused(grpc.StatusCode.CANCELLED, "Timeout expired") from None
         finally:
-            if not round_.answer.done() and len(round_.asked) < self.config.world_size:
-                round_.asked.pop(rank, None)
+            if len(round_.asked) < self.config.world_size and round_.asked.get(rank) is request:
+                del round_.asked[rank]
                 self._votes = {step: votes for step, votes in self._votes.items() if votes.asked}
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:

@@ -104,10 +104,10 @@ class Cluster:
         self.world = World(setting.seed, trace=self.trace)
         self.dice = self.world.dice("cluster")
         self.times = setting.lighthouse.times
-        self.network = Network(self.world, faults.quality(self.world.dice("quality")))
+        self.network = Network(self.world, faults.quality(self.world.dice("quality"), setting.groups))
         self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)
         self.truth = Truth(self)
-        self.state_file: dict[str, Any] | None = {}
+        self.state_file: m.Saved | None = None
         self.lighthouse: LighthouseNode | None = None
         self.lighthouses = 0
         self.names: list[Name] = [Name(f"g{i}") for i in range(setting.groups)]
@@ -180,6 +180,9 @@ class Cluster:
     # -- starts and ends --------------------------------------------------------------------------------------------
 
     def start_lighthouse(self) -> None:
+        """Unless there is one: two faults may have wanted the same restart, and an address has room for one."""
+        if self.lighthouse is not None and self.lighthouse.process.alive:
+            return
         self.lighthouses += 1
         self.lighthouse = LighthouseNode(self, self.lighthouses)
         self.lighthouse.start()
@@ -328,10 +331,12 @@ class Cluster:
 
     def _cut(self, fault: Fault, live: list[GroupNode]) -> None:
         cut = faults.cut_for(fault, live[fault.who % len(live)].name, [group.name for group in live], "lighthouse")
+        # A pair has to fail three rendezvous of 10 s before one of it sits out.
+        lasts_s = fault.lasts_s * (2.0 if fault.kind == "pair cut" else 1.0)
         for group in live:
-            self._disturb(group, fault.lasts_s)
+            self._disturb(group, lasts_s)
         self.network.cut(cut)
-        self._for(fault.lasts_s, lambda: self.network.mend(cut))
+        self._for(lasts_s, lambda: self.network.mend(cut))
 
     def _disturb(self, group: GroupNode, lasts_s: float) -> None:
         name = group.process.name

@@ -34,6 +34,8 @@ class Work:
     size: int
     combine: Callable[[list[Any]], Any]
     members: dict[int, Member] = field(default_factory=dict)  # by replica rank
+    processes: frozenset[Process] = frozenset()  # once all are there
+    sites: frozenset[str] = frozenset()
     combined: Any = None
     running: bool = False
     broken: bool = False
@@ -80,6 +82,8 @@ class Collectives:
             self._spoil(work, member)
         elif len(work.members) == size:
             work.running = True
+            work.processes = frozenset(other.process for other in work.members.values())
+            work.sites = frozenset(other.site for other in work.processes)
             took_s = self._dice.between(*self.seconds)
             for other in work.members.values():
                 self.world.after(took_s * self._dice.between(0.9, 1.0), other.process, self._complete, work, other)
@@ -91,11 +95,15 @@ class Collectives:
             work.members[mine.pop(work)].over = True
             self._break(work)
 
-    def absent(self, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Who has not come to a rendezvous."""
+    def absent(self, process: Process, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Who has not come to a rendezvous, or cannot be reached there. Who came and has given up by now did come: its key is there."""
         work = self._work.get(generation + key)
         there = work.members if work is not None else {}
-        return tuple(name for rank, name in enumerate(names) if rank not in there or there[rank].over)
+        return tuple(
+            name
+            for rank, name in enumerate(names)
+            if rank not in there or self.network.is_cut(process, there[rank].process)
+        )
 
     def dies(self, process: Process) -> None:
         for work, rank in self._of.pop(process, {}).items():
@@ -105,11 +113,8 @@ class Collectives:
     def _complete(self, work: Work, member: Member) -> None:
         if member.over or work.broken:
             return
-        hindered = self.world.stopped or self.network.cuts  # rarely so: then who of the members is?
-        processes = [other.process for other in work.members.values()] if hindered else []
-        if any(process.stopped for process in processes) or self.network.parts(
-            processes
-        ):  # TCP goes on where it was, some time after the hindrance is gone
+        # TCP goes on where it was, some time after the hindrance is gone.
+        if not self.world.stopped.isdisjoint(work.processes) or self.network.parts(work.sites):
             self.world.after(0.2, member.process, self._complete, work, member)
             return
         self._end(work, member, work.result)

@@ -8,7 +8,7 @@ closes its streams, a dead host is only silent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,12 +234,9 @@ class Network:
     def _is_hidden(self, source: Process, target: Process) -> bool:
         return source.dark or target.dark or any(cut.stops(source.site, target.site) for cut in self.cuts)
 
-    def parts(self, processes: Collection[Process]) -> bool:
-        """Whether any two of them cannot reach each other. As is_cut for each pair, for what has members on many sites."""
-        sites = frozenset(process.site for process in processes)
-        if not self.cuts or len(sites) < 2:
-            return False
-        return any(process.dark for process in processes) or any(cut.parts(sites) for cut in self.cuts)
+    def parts(self, sites: frozenset[str]) -> bool:
+        """Whether a cut runs between any two of them."""
+        return any(cut.parts(sites) for cut in self.cuts) if self.cuts else False
 
     def cut(self, cut: Cut) -> None:
         self.cuts.append(cut)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -57,6 +58,11 @@ class Sums:
     gradients: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, float] = field(default_factory=dict)
     contributors: tuple[int, ...] = ()  # replica ranks
+
+    @cached_property
+    def text(self) -> str:
+        """Of what makes the new weights; one for all ranks that hold these sums."""
+        return repr(sorted(self.gradients.items()))
 
 
 class RankNode:
@@ -193,7 +199,7 @@ class RankNode:
         def late() -> None:
             if open_question:
                 absent = self.cluster.collectives.absent(
-                    self._generation(part.quorum_id), self._meeting(), part.members
+                    self.process, self._generation(part.quorum_id), self._meeting(), part.members
                 )
                 end(False, "rendezvous: not all came", absent)
 
@@ -300,7 +306,7 @@ class RankNode:
     def _commit(self, effect: m.CommitStep) -> None:
         sums = self._held.pop(effect.step) if effect.held else self._sums
         assert self.weights is not None, f"{self.process.name} commits on a void state"
-        self.weights = digest(self.weights, sorted(sums.gradients.items()), effect.divisor)
+        self.weights = digest(self.weights, sums.text, effect.divisor)
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s = self.world.now_s
         assert self._part is not None

@@ -31,7 +31,7 @@ WAITS = (
 )
 # Ways from one phase of a step to another.
 STEPS = {
-    "BOUNDARY": ("ASKING", "COMPUTING", "AWAITING"),
+    "BOUNDARY": ("ASKING", "COMPUTING"),  # not AWAITING: who heals goes on from its vote, and begins no step by itself
     "ASKING": ("CONFIGURING",),
     "CONFIGURING": ("AGREEING",),
     "AGREEING": ("COMPUTING", "ASKING", "CLOSING"),
@@ -106,11 +106,11 @@ def generally(reason: str) -> str:
 def run_many(
     seeds: Iterable[int], groups: int | None, steps: int, *, workers: int | None = None, bar: bool = False
 ) -> list[Run]:
-    """In the order of the seeds."""
-    jobs = [(seed, groups, steps) for seed in seeds]
+    """In the order of the seeds. The large runs are played first, so that no core is left alone with one at the end."""
+    jobs = sorted(((seed, groups or groups_of(seed), steps) for seed in seeds), key=lambda job: -job[1])
     found: list[Run] = []
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for one in pool.imap(_job, jobs, chunksize=1):
+        for one in pool.imap_unordered(_job, jobs, chunksize=1):
             found.append(one)
             if bar:
                 done = 40 * len(found) // len(jobs)
@@ -119,10 +119,10 @@ def run_many(
                 sys.stderr.flush()
     if bar:
         sys.stderr.write("\n")
-    return found
+    return sorted(found, key=lambda one: one.setting.seed)
 
 
-def _job(job: tuple[int, int | None, int]) -> Run:
+def _job(job: tuple[int, int, int]) -> Run:
     return run(*job)
 
 

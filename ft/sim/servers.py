@@ -25,13 +25,13 @@ class LighthouseNode:
         self.cluster, self.world, self.network = cluster, cluster.world, cluster.network
         self.process = Process(f"lighthouse.{number}", LIGHTHOUSE, LIGHTHOUSE)
         self.config = cluster.setting.lighthouse
-        file = cluster.state_file
+        file = cluster.state_file and cluster.state_file.to_dict()  # read anew, as from a disk
         self.machine = cluster.machines.lighthouse(
             self.config,
             self.world.now_s,
             epoch=f"e{number}",
             saved=m.Saved.from_dict(file) if file else None,
-            fresh=file == {},
+            fresh=not file and not cluster.truth.forgetful,
         )
         self.dies_writing = False  # a fault: the next write is the last thing it does
         self._waiting: dict[str, list[Call]] = {}
@@ -112,7 +112,7 @@ class LighthouseNode:
     # -- effects ----------------------------------------------------------------------------------------------------
 
     def _persist(self, effect: m.Persist) -> None:
-        self.cluster.state_file = effect.saved.to_dict()
+        self.cluster.state_file = effect.saved
         if self.dies_writing:
             self.world.seen["lighthouse died between writing and answering"] += 1
             self.world.kill(self.process)
@@ -333,13 +333,12 @@ class GroupNode:
         self.world.after(self.cluster.times.beat_s, self.process, self._beat)
 
     def _report(self) -> m.Report:
-        machines = [rank.machine for rank in self.ranks]
-        state = machines[0].state_dict()
+        machine = self.ranks[0].machine
         void = any(rank.weights is None for rank in self.ranks)
         return m.Report(
             self.machine.replica_id,
-            m.VOID if void else int(state["step"]),
-            int(state["commit_quorum_id"]),
+            m.VOID if void else machine.step,
+            machine.commit_quorum_id,
             all(rank.waiting for rank in self.ranks),
             0.3,
             self._settled(),
@@ -371,6 +370,7 @@ class GroupNode:
         """EndGroup: a Leave that is already on its way when the processes go."""
         if not self.ended:
             self.ended = True
+            self.truth.ends(self, reason, inside=len(self._inside))
             self.world.note(self.process.name, f"ends: {reason}")
             self.leave(clean=False, reason=reason)
             self.world.after(0.01, None, self.kill)

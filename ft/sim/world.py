@@ -57,7 +57,7 @@ class World:
         self.seed = seed
         self.now_s = 0.0
         self.events = 0
-        self.stopped = 0  # processes
+        self.stopped: set[Process] = set()
         self.seen: Counter[str] = Counter()  # how often each fault, reason and transition occurred
         self.trace = trace
         self._heap: list[tuple[float, int, Process | None, Do, tuple[Any, ...]]] = []
@@ -88,7 +88,7 @@ class World:
     def kill(self, process: Process) -> None:
         if not process.alive:
             return
-        self.stopped -= process.stopped
+        self.stopped.discard(process)
         process.alive = process.stopped = False
         process.backlog.clear()
         for do in process.at_death:
@@ -96,12 +96,13 @@ class World:
         process.at_death.clear()
 
     def stop(self, process: Process) -> None:
-        self.stopped += process.alive and not process.stopped
         process.stopped = process.alive
+        if process.alive:
+            self.stopped.add(process)
 
     def resume(self, process: Process) -> None:
         """What arrived meanwhile happens now, in its order."""
-        self.stopped -= process.stopped
+        self.stopped.discard(process)
         process.stopped = False
         for do, args in process.backlog:
             self.after(0.0, process, do, *args)

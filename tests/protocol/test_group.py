@@ -170,6 +170,15 @@ def test_a_late_copy_of_an_older_question_does_not_answer_the_newer_one():
     assert isinstance(call, m.CallLighthouse) and call.call.known == 1
 
 
+def test_a_late_copy_of_an_answer_does_not_lead_back_into_the_generation_that_has_failed():
+    """Found by simulation: a stream that opened again brought the answer once more, just when the group had asked for the next."""
+    machine = joined()
+    ask(machine, 0, known=1, failed=True)
+    ask(machine, 1, known=1, failed=True)
+    assert said(machine, m.LighthouseAnswered(quorum())) == [] and machine.reason.startswith("quorum 1 has failed")
+    assert [type(e) for e in said(machine, m.LighthouseAnswered(quorum(2)))] == [m.AnswerRank, m.AnswerRank]
+
+
 def test_ranks_with_different_states_end_the_group():
     machine = group()
     ask(machine, 0, step=3, commit_id="x")

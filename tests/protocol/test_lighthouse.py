@@ -688,6 +688,7 @@ def test_whoever_is_of_the_other_kind_is_refused_and_not_remembered(job: Kind, s
     assert talk.quorum == (1, "ab") and talk.machine.saved.epoch == "job"
     if stranger == "pharos":  # nor is it mourned
         assert talk.say(m.Leave("a:1", clean=True, reason="done")) == talk.say(m.StreamClosed("z:1")) == []
+        assert refusals(talk.say(m.Beat("a:1", "torchft"))) == [], "no word of ours loses a member of theirs"
     effects = talk.calls("ab", 1, step=1)
     assert isinstance(effects[-1], m.Answer) and talk.quorum[1] == "ab", "nobody waits for z"
 

@@ -396,6 +396,23 @@ def test_peer_checkpoint_errors():
     assert only(m.AskQuorum, effects).call.member.step == m.VOID
 
 
+def test_a_heal_that_failed_is_forgotten_with_the_checkpoint_that_takes_its_place():
+    """Found by simulation: a rank with sums still held from that heal asked for a quorum, the others of its group began their step."""
+    rank = healing()
+    for _ in range(2):
+        rank.reduced(10, 25, 2, 1)
+        rank.outcome("commit", change=True)
+    rank.see(m.HealEnded(2, False, reason="no source"))
+    rank.see(Outcome("healed", 2, 0, 5, "failed"))
+    assert names(rank.see(m.WantsRestore(5))) == ["LoadCheckpoint"]
+    assert names(rank.see(m.Restored(source_state(4)))) == ["DropHeld", "AskQuorum"]
+    rank.see(part(3, step=4, commit=(1, "c4")))
+    rank.see(m.Configured(3, True))
+    rank.outcome("configured")
+    rank.finish()
+    assert names(rank.see(m.Begin())) == ["Compute"]
+
+
 def test_another_state_than_the_quorums_is_not_taken():
     rank = healing()
     assert only(m.CastVote, rank.see(m.HealEnded(2, True, source_state(4)))).vote.verdict == "failed"

@@ -17,6 +17,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -188,12 +189,14 @@ def _stop(torchft: Any, address: str) -> None:
 
 
 class ScriptedLighthouse:
-    """Answers each Quorum call with `quorum`, and each beat."""
+    """Answers each Quorum call with `quorum`; the next `failures` of them fail. Counts the beats."""
 
     def __init__(self) -> None:
+        self.beats: queue.Queue[str] = queue.Queue()
         self.quorum = torchft_pb2.Quorum()
+        self.failures = 0
         self._server = grpc.server(ThreadPoolExecutor(4))
-        answers = {"Quorum": self._answer, "Heartbeat": lambda request, context: b""}
+        answers = {"Quorum": self._answer, "Heartbeat": self._beat}
         handlers = {name: grpc.unary_unary_rpc_method_handler(answer) for name, answer in answers.items()}
         routes = grpc.method_handlers_generic_handler("torchft.LighthouseService", handlers)
         self._server.add_generic_rpc_handlers((routes,))
@@ -201,7 +204,14 @@ class ScriptedLighthouse:
         self._server.start()
 
     def _answer(self, request: bytes, context: Any) -> bytes:
+        if self.failures:
+            self.failures -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "as the script says")
         return bytes(torchft_pb2.LighthouseQuorumResponse(quorum=self.quorum).SerializeToString())
+
+    def _beat(self, request: bytes, context: Any) -> bytes:
+        self.beats.put(torchft_pb2.LighthouseHeartbeatRequest.FromString(request).replica_id)
+        return b""
 
     def close(self) -> None:
         self._server.stop(None)

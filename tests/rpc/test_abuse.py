@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -24,6 +25,7 @@ import pytest
 from ft import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import lighthouse_http, lighthouse_server, serving
+from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
 
@@ -55,7 +57,7 @@ class Running:
             )
         assert self.process.stdout
         self.address = self.process.stdout.readline().strip()
-        self.page = self._find(r"http://(\S+)/status\.json")
+        self.page = self._find(r"https?://(\S+)/status\.json")
 
     def _find(self, pattern: str) -> str:
         while not (found := re.search(pattern, self.errors.read_text())):
@@ -215,13 +217,50 @@ def _first_bytes(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_addresses_share_the_room_there_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (1024, 1024))
-    with caplog.at_level(logging.WARNING):
-        assert serving.room_for_connections() == 512
-    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert serving.room_for_connections() == serving.MAX_CONNECTIONS
-    assert len(caplog.records) == 1, "a warning where it is not enough, nothing where it is"
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "FIRST_WORD_S", 0.2)
+    server = LighthouseServer("127.0.0.1:0", 1)
+    with socket.create_connection(_place(server.address()), timeout=WAIT_S) as connection:
+        while connection.recv(4096):  # its settings, then the end
+            pass
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("limits", "room", "said"),
+    [
+        ((1024, 1024), 512, "at most 512 connections: the limit of open files (ulimit -n) is 1024"),
+        ((256, 1024), 512, "at most 512 connections: the limit of open files (ulimit -n) is 1024"),
+        ((1024, 1 << 20), serving.MAX_CONNECTIONS, "the limit of open files is raised from 1024 to 16896"),
+        (
+            (1024, resource.RLIM_INFINITY),
+            serving.MAX_CONNECTIONS,
+            "the limit of open files is raised from 1024 to 16896",
+        ),
+        ((1 << 20, 1 << 20), serving.MAX_CONNECTIONS, ""),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), serving.MAX_CONNECTIONS, ""),
+    ],
+)
+def test_the_room_there_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limits: tuple[int, int], room: int, said: str
+):
+    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(serving.resource, "setrlimit", lambda *_: None)
+    with caplog.at_level(logging.INFO):
+        assert serving.room_for_connections() == room
+    assert (caplog.messages or [""])[-1] == said
+
+
+def test_addresses_share_the_room(monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+    monkeypatch.setattr(serving, "room_for_connections", lambda: 100)
+    monkeypatch.setattr(serving, "_options", lambda connections: seen.append(connections) or [])
+
+    async def listen() -> None:
+        serving.listen(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
+
+    asyncio.run(listen())
+    assert seen == [50]
 
 
 # ------------------------------------------------------------------------------------------------ calls and streams
@@ -234,12 +273,12 @@ def test_a_stream_whose_reader_is_too_slow_is_dropped_with_the_reason(lighthouse
     channel = grpc.insecure_channel(place, options=options)
     up = pharos_pb2.Up
     hello = up(hello=pharos_pb2.Hello(replica_id="slow:1")).SerializeToString()
-    beat = up(report=pharos_pb2.Report(sent_s=1.5)).SerializeToString()
+    beats = (up(report=pharos_pb2.Report(sent_s=60.0 * i)).SerializeToString() for i in range(30_000))
     sent = threading.Event()
 
     def words() -> Iterator[bytes]:
         yield hello
-        yield from [beat] * 30_000
+        yield from beats
         sent.set()
 
     call = channel.stream_stream("/pharos.Lighthouse/Watch")(words())
@@ -335,7 +374,10 @@ def test_the_token_is_compared_whole_and_in_constant_time(monkeypatch: pytest.Mo
     assert access.Access().permits([])
 
 
-def test_who_waits_when_it_stops_is_told(lighthouse: LighthouseServer):
+def test_who_waits_when_it_stops_is_told():
+    """And nobody is lost by it: the ends of their streams are the server's doing."""
+    events: list[m.Event] = []
+    lighthouse = LighthouseServer("[::]:0", 2, quorum_tick_ms=10, seen=lambda now_s, event, out: events.append(event))
     wire = Wire(lighthouse.address())
     call = wire.pharos(m.Call(m.Member("a:1")))
     stream = Stream(wire, "b:1")
@@ -347,4 +389,6 @@ def test_who_waits_when_it_stops_is_told(lighthouse: LighthouseServer):
     with pytest.raises(grpc.RpcError) as caught:
         list(stream.call)
     assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", "this server stops")
+    assert any(isinstance(event, m.StreamOpened) for event in events)
+    assert not any(isinstance(event, m.StreamClosed) for event in events)
     wire.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.driver import Driver
-from ft.rpc.serving import OUTBOX, Outbox, Refused
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Refused
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
     path = tmp_path / "state.json"
 
     async def story(keeper: state_file.Keeper) -> None:
-        for saved in (SAVED, replace(SAVED, last_id=5), replace(SAVED, last_id=5, settled=1)):
+        five = replace(SAVED, last_id=5)
+        others = (replace(five, settled=1), replace(five, epoch="other"), replace(five, epoch="other", kind="torchft"))
+        for saved in (SAVED, five, *others):
             written = keeper.keep(saved)
             assert written is not None
             await written
@@ -181,6 +184,80 @@ def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path:
     _keep(folder / "state.json", story)
 
 
+@pytest.mark.parametrize("fails_at", [None, 0, 1, 2])
+def test_a_state_file_is_on_disk_before_it_takes_the_place_of_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int | None
+):
+    """fails_at: the disk refuses at that word. What can be read is the old state or the new one, whole."""
+    path = tmp_path / "state.json"
+    state_file.write(path, SAVED)
+    done: list[tuple[str, str]] = []
+
+    def note(word: str, name: str) -> None:
+        done.append((word, name))
+        if len(done) - 1 == fails_at:
+            raise OSError("the disk refuses")
+
+    rename = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: note("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
+    monkeypatch.setattr(Path, "replace", lambda x, to: (note("rename", x.name), rename(x, to)))
+    newer = replace(SAVED, last_id=SAVED.last_id + 1)
+    words = [("fsync", "state.json.partial"), ("rename", "state.json.partial"), ("fsync", tmp_path.name)]
+    if fails_at is None:
+        state_file.write(path, newer)
+        assert done == words
+    else:
+        with pytest.raises(OSError, match="refuses"):
+            state_file.write(path, newer)
+        assert done == words[: fails_at + 1]
+    assert state_file.read(path) == (newer if fails_at in (None, 2) else SAVED)
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+class Aborted(Exception):
+    pass
+
+
+class Caller:
+    async def abort(self, code: Any, reason: str) -> None:
+        raise Aborted(code.name, reason)
+
+
+def test_calls_end_with_their_server_those_on_their_way_too():
+    handled: list[str] = []
+
+    async def handle(name: str) -> None:
+        handled.append(name)
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        calls = Calls()
+        early = asyncio.ensure_future(calls.serve(handle("early"), Caller()))
+        await asyncio.sleep(0)
+        calls.end()
+        for call in (early, calls.serve(handle("late"), Caller())):
+            with pytest.raises(Aborted) as caught:
+                await call
+            assert caught.value.args == ("UNAVAILABLE", "this server stops")
+
+    asyncio.run(story())
+    assert handled == ["early"]
+
+
+def test_a_caller_that_goes_away_is_told_nothing():
+    async def story() -> None:
+        calls = Calls()
+        call = asyncio.ensure_future(calls.serve(asyncio.sleep(60), Caller()))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(story())
+
+
 # ------------------------------------------------------------------------------------------------ slow readers
 
 
@@ -195,16 +272,20 @@ class Deaf:
         return b""
 
 
-def test_a_reader_that_lags_too_far_behind_loses_its_stream():
+@pytest.mark.parametrize(("message", "most"), [(b"x", OUTBOX), (bytes(OUTBOX_BYTES // 4), 4)])
+def test_a_reader_that_lags_too_far_behind_loses_its_stream(message: bytes, most: int):
+    """By the number of messages, or by their bytes."""
+
     async def story() -> None:
         outbox = Outbox(Deaf())
         reading = asyncio.ensure_future(_handler(outbox))
         await asyncio.sleep(0)
-        for _ in range(OUTBOX):
-            outbox.send(b"x")
+        for _ in range(most):
+            outbox.send(message)
         assert not outbox.is_over()
-        outbox.send(b"x")
-        with pytest.raises(Refused, match=f"the reader is too slow: {OUTBOX + 1} messages of {OUTBOX + 1} bytes"):
+        outbox.send(message)
+        said = f"the reader is too slow: {most + 1} messages of {(most + 1) * len(message)} bytes"
+        with pytest.raises(Refused, match=said):
             await reading
         outbox.send(b"x")
         assert not outbox._messages

@@ -114,8 +114,8 @@ def packets(draw: st.DrawFn, descriptor: Any) -> bytes:
 class GroupServer:
     """The whole server of a group, but in a thread; a word that ends it is followed by a new start."""
 
-    def __init__(self, lighthouse: str) -> None:
-        self._settings = Settings("f:1", 2, lighthouse, retries=0)
+    def __init__(self, lighthouse: str, **settings: Any) -> None:
+        self._settings = Settings("f:1", 2, lighthouse, retries=0, **settings)
         self._starts()
 
     def _starts(self) -> None:
@@ -178,6 +178,30 @@ def test_every_rpc_is_served(servers: dict[str, Any]):
             assert served == (SERVED_BY[path.split("/")[1]].split()[0] == name.split()[0]), (path, name)
     sources = [Path(module.__file__).read_text() for module in (lighthouse_server, group_server, torchft_group)]
     assert set(re.findall(r'"(/\w+\.\w+/\w+)": ', "".join(sources))) == set(RPCS)
+
+
+def test_no_rpc_without_the_token_and_none_of_any_size():
+    """What the lighthouse and a group's server share: each RPC by the wrong hands, and by the right ones but too large."""
+    token = "0123456789abcdef"
+    lighthouse = LighthouseServer("127.0.0.1:0", 1, token=token)
+    group = GroupServer(lighthouse.address(), token=token, host="127.0.0.1")
+    for path in RPCS:
+        address = group.address if SERVED_BY[path.split("/")[1]] == "group" else lighthouse.address()
+        for wrong in ("", token[:-1], token + "0", token.upper()):
+            wire = Wire(address, wrong)
+            denied = ("UNAUTHENTICATED", "this job has a token, and the call does not carry it")
+            assert wire.code(path, b"") == denied, (path, wrong)
+            wire.close()
+    for address in (group.address, lighthouse.address()):
+        wire = Wire(address, token)
+        for path in ("/torchft.ManagerService/Kill", "/torchft.LighthouseService/Quorum"):
+            code, reason = wire.code(path, b"\xff" * ((16 << 20) + 1))
+            assert code in ("RESOURCE_EXHAUSTED", "UNIMPLEMENTED") and reason, (path, code)
+        wire.metadata = (*wire.metadata, ("x-large", "x" * 100_000))
+        assert wire.code(PROBES["group"], b"\xff")[0] in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL")
+        wire.close()
+    group.close()
+    lighthouse.shutdown()
 
 
 @pytest.mark.parametrize("path", RPCS)

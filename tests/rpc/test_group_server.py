@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import queue
 import select
@@ -13,14 +15,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 
 from ft import LighthouseServer
 from ft.protocol import messages as m
+from ft.protocol.group import GroupConfig
+from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import Settings
+from ft.rpc.group_server import GroupService, Settings
 from tests.rpc.wire import WAIT_S, Wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,23 +199,81 @@ def test_bad_words_from_a_rank_are_refused(team: Callable[..., Team]):
     wire.close()
 
 
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (pharos_pb2.Report(phase="x" * 600), "phase: 600 characters, legal is up to 512"),
+        (pharos_pb2.Report(goodput_s=math.inf), "goodput_s = inf: must be finite and not below 0"),
+        (pharos_pb2.Report(step=1 << 50), "step = 1125899906842624: legal is -1 to"),
+    ],
+)
+def test_a_report_that_the_lighthouse_would_refuse_is_refused_here(
+    team: Callable[..., Team], report: pharos_pb2.Report, said: str
+):
+    """Or the group would lose its stream, and be lost, for what one rank said."""
+    wire = Wire(team("a").server.address)
+    up = [pharos_pb2.RankUp(hello=pharos_pb2.RankHello(group_rank=1)), pharos_pb2.RankUp(report=report)]
+    call = wire.channel.stream_stream("/pharos.Group/Watch")(iter([one.SerializeToString() for one in up]))
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and said in caught.value.details()
+    wire.close()
+
+
+def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFixture):
+    """In whatever task: one that died unseen would leave ranks waiting for ever."""
+
+    async def story() -> None:
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        service.link._serve = lambda *_: {}["no such key"]  # type: ignore[method-assign, assignment]
+        service.start()
+        assert await asyncio.wait_for(ended, WAIT_S) == "a fault in the group server: KeyError('no such key')"
+        await service.close()
+
+    asyncio.run(story())
+    assert "Traceback" in caplog.text
+
+
 def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
-    """Once by the kernel's signal (started from the main thread), once by the end of the pipe."""
-    program = (
-        f"import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from ft.rpc.group_process import GroupProcess\n"
-        "from ft.rpc.group_server import Settings\n"
-        f"start = lambda: print(GroupProcess(Settings('a:1', 1, {lighthouse.address()!r})).pid, flush=True) or time.sleep(60)\n"
-        "start() if sys.argv[1] == 'main' else threading.Thread(target=start).start()\n"
-    )
+    """Once by the kernel's signal (started from the main thread, and a forked worker holds the pipe open), once by the pipe's end."""
+    program = f"""
+import os, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
+from ft.rpc.group_process import GroupProcess
+from ft.rpc.group_server import Settings
+def start():
+    server = GroupProcess(Settings('a:1', 1, {lighthouse.address()!r}))
+    worker = os.fork() if sys.argv[1] == 'main' else os.getpid()
+    if worker == 0:
+        os.close(1)
+    else:
+        print(server.pid, worker, flush=True)
+start() if sys.argv[1] == 'main' else threading.Thread(target=start).start()
+time.sleep(60)
+"""
     for where in ("main", "thread"):
         parent = subprocess.Popen([sys.executable, "-c", program, where], stdout=subprocess.PIPE)
         assert parent.stdout
-        server = os.pidfd_open(int(parent.stdout.readline()))
+        pid, worker = map(int, parent.stdout.readline().split())
+        server = os.pidfd_open(pid)
+        assert not select.select([server], [], [], 0.3)[0], "the thread that started it may end before the process"
         os.kill(parent.pid, signal.SIGKILL)
         parent.communicate()
-        assert select.select([server], [], [], WAIT_S)[0], f"started from {where}, it lives on"
+        gone = select.select([server], [], [], WAIT_S)[0]
         os.close(server)
+        if worker != parent.pid:
+            os.kill(worker, signal.SIGKILL)
+        assert gone, f"started from {where}, it lives on"
+
+
+def test_calls_of_one_rank_are_bounded(team: Callable[..., Team]):
+    wire = Wire(team("a").server.address)
+    ended: queue.Queue[Any] = queue.Queue()
+    calls = [wire.begin("/pharos.Group/Quorum", pharos_pb2.RankCall().SerializeToString()) for _ in range(65)]
+    for call in calls:
+        call.add_done_callback(ended.put)
+    assert "64 calls of rank 0 are waiting" in ended.get(timeout=WAIT_S).details()
+    wire.close()
 
 
 def test_no_torch_in_a_group_server():

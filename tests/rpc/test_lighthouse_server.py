@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUORUM = "/torchft.LighthouseService/Quorum"
 HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
 OURS = "/pharos.Lighthouse/Quorum"
+LEAVE = "/pharos.Lighthouse/Leave"
 SOON = timedelta(seconds=WAIT_S)
 TOKEN = "0123456789abcdef"
 
@@ -175,6 +176,15 @@ stream.next("notice")
     stream.close()
 
 
+def test_of_beats_a_second_apart_every_other_one_is_answered(house: Any):
+    """A group goes by how old its newest answer is, against half of takeover_s; its clock may have begun anew."""
+    stream = Stream(house().wire(), "a:1")
+    for sent_s in (100.0, 101.0, 102.0, 103.0, 7.0):
+        stream.send(report=pharos_pb2.Report(sent_s=sent_s))
+    assert [stream.next("beat_answered") for _ in range(3)] == [100.0, 102.0, 7.0]
+    stream.close()
+
+
 def test_a_newer_stream_takes_the_place_of_the_older(house: Any):
     one = house()
     old = Stream(one.wire(), "a:1")
@@ -233,6 +243,15 @@ def test_refusals_have_a_status_and_a_reason(house: Any):
     )
 
 
+def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
+    """gRPC gives headers and trailers 16 KiB; beyond it the client would see another status than the one that was meant."""
+    wire = house().wire()
+    shapes = [tuple((f"{i} {'x' * 500}", digest) for i in range(64)) for digest in "12"]
+    quorum_of(wire.pharos(m.Call(m.Member("a:1"), shape=shapes[0])))
+    code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("b:1"), shape=shapes[1])))
+    assert (code, len(reason)) == ("FAILED_PRECONDITION", 1000) and reason.startswith("b:1 has another 0 xxx")
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 
@@ -253,6 +272,10 @@ def test_refusals_have_a_status_and_a_reason(house: Any):
         (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 50)), "step 0"),
         (OURS, pharos_call(m.Call(m.Member("a:1", dealt=1 << 50))), "step or count"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y"),) * 65)), "digests"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y" * 600),))), "shape: 600 characters"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", deal_id="x" * 600))), "deal_id: 600 characters, legal is up to 512"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), blame=("x" * 600,))), "blame: 600 characters"),
+        (LEAVE, codec.to_message(m.Leave("a:1", True, "x" * 5000)).SerializeToString(), "reason: 5000 characters"),
     ],
 )
 def test_an_absurd_claim_is_refused_with_its_reason(shared: House, path: str, data: bytes, said: str):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 import ft
 from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import Settings
-from tests.rpc.peer import SOON, Peer
+from tests.rpc.peer import SOON, Peer, Unavailable, install
 
 LEASE = timedelta(milliseconds=300)
 
@@ -37,6 +38,19 @@ def our_lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str
 def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(60) for future in [threads.submit(call) for call in calls]]
+
+
+def test_a_wheel_that_cannot_be_had_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pip")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PHAROS_NO_INSTALL", raising=False)
+    with pytest.raises(Unavailable, match=r"no wheel for CPython .*torchft-nightly==") as caught:
+        install(tmp_path)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv("PHAROS_NO_INSTALL", "1")
+    with pytest.raises(Unavailable, match="PHAROS_NO_INSTALL=1"):
+        install(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 # ------------------------------------------------------------------------------------------------ lighthouses and their clients
@@ -137,9 +151,22 @@ def test_their_ranks_and_our_group_server(peer: Peer, cleanup: ExitStack):
     assert peer.run(votes, servers[0], 4, [True, True]) == [True, True]
 
 
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_rank_that_waits_in_vain(whose: str, peer: Peer, cleanup: ExitStack):
+    """For the other rank of its group, in a quorum or a vote: their client raises TimeoutError, in the words that theirs look for."""
+    address = our_lighthouse(cleanup, 1)
+    if whose == "ours":
+        ours = GroupProcess(Settings("a", 2, address, "a:1", wire="torchft"))
+        cleanup.callback(ours.close)
+        server = ours.address
+    else:
+        server = cleanup.enter_context(peer.group("a", address))
+    for said in peer.run(in_vain, server):
+        assert 'status: Cancelled, message: "Timeout expired"' in said
+
+
 def test_our_group_server_and_their_lighthouse(peer: Peer, cleanup: ExitStack):
-    """Both of ours, and they beat: one that is asked for a quorum waits for the other that is alive."""
-    address = cleanup.enter_context(peer.lighthouse(1, join_timeout_ms=60_000))
+    address = cleanup.enter_context(peer.lighthouse(2))
     servers = [GroupProcess(Settings(name, 1, address, f"{name}:1", wire="torchft")) for name in ("a", "b")]
     for server in servers:
         cleanup.callback(server.close)
@@ -150,24 +177,32 @@ def test_our_group_server_and_their_lighthouse(peer: Peer, cleanup: ExitStack):
 
 def quorum(torchft: Any, servers: list[str], steps: tuple[int, ...], ranks: int = 2) -> list[dict[str, Any]]:
     """What each rank of each group, at the step of its group, is told."""
-
-    def ask(server: str, rank: int, step: int) -> Any:
-        client = torchft.ManagerClient(server, SOON)
-        return client._quorum(
-            group_rank=rank,
-            step=step,
-            checkpoint_metadata=f"state of rank {rank}",
-            shrink_only=False,
-            timeout=SOON,
-            commit_failures=0,
-            reconfigure_handle=f"handle {rank}",
-            init_sync=True,
-        )
-
     asked = [(server, rank, step) for server, step in zip(servers, steps, strict=True) for rank in range(ranks)]
-    answers = together(*(lambda one=one: ask(*one) for one in asked))
+    answers = together(*(lambda one=one: ask(torchft, *one) for one in asked))
     names = [name for name in dir(answers[0]) if not name.startswith("_")]
     return [{name: getattr(answer, name) for name in names} for answer in answers]
+
+
+def ask(torchft: Any, server: str, rank: int, step: int, timeout: timedelta = SOON) -> Any:
+    return torchft.ManagerClient(server, SOON)._quorum(
+        group_rank=rank,
+        step=step,
+        checkpoint_metadata=f"state of rank {rank}",
+        shrink_only=False,
+        timeout=timeout,
+        commit_failures=0,
+        reconfigure_handle=f"handle {rank}",
+        init_sync=True,
+    )
+
+
+def in_vain(torchft: Any, server: str) -> list[str]:
+    client, said = torchft.ManagerClient(server, SOON), []
+    for call in (lambda: ask(torchft, server, 0, 0, LEASE), lambda: client.should_commit(0, 0, True, LEASE)):
+        with pytest.raises(TimeoutError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
 
 
 def metadata(torchft: Any, server: str, rank: int) -> Any:

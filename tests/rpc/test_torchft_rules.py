@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ft import LighthouseServer
@@ -60,6 +60,13 @@ class Groups:
         """These go on beating until then; a test that waits for ever is ended from outside."""
         while not done():
             self.beat(*alive)
+
+    def until_in(self, newcomer: str, *members: str) -> list[Any]:
+        """The members' calls of the round that the newcomer, who has called, is in: its call may arrive after theirs at first."""
+        while True:
+            calls = [self.call(name) for name in members]
+            if newcomer in self.answer(*calls)[1]:
+                return calls
 
 
 @pytest.fixture
@@ -118,7 +125,7 @@ def test_half_of_the_living_is_no_quorum(lighthouse: Callable[..., Groups]):
     """The join timeout has long passed: one of two waits until its deadline, two of three do not."""
     groups = lighthouse(1, join_timeout_ms=1)
     groups.beat("b")
-    alone = groups.wire.begin(QUORUM, torchft_call("a"), 1.0)
+    alone = groups.wire.begin(QUORUM, torchft_call("a"), 0.5)
     groups.until(alone.done, "b")
     with pytest.raises(grpc.RpcError) as caught:
         alone.result(WAIT_S)
@@ -136,10 +143,7 @@ def test_previous_members_wait_for_nobody_and_take_newcomers_along(lighthouse: C
     groups.beat("c")
     assert groups.quorum("a", "b") == (first, ["a", "b"]), "c is alive, and has not called"
     newcomer = groups.call("c")
-    rounds: list[tuple[int, list[str]]] = []
-    while not newcomer.done():  # until its call has arrived before theirs
-        rounds.append(groups.quorum("a", "b"))
-    assert groups.answer(newcomer) == (rounds[-1][0], ["a", "b", "c"]) == rounds[-1] and rounds[-1][0] > first
+    assert groups.answer(newcomer, *groups.until_in("c", "a", "b")) == (first + 1, ["a", "b", "c"])
 
 
 @BOTH
@@ -160,10 +164,7 @@ def test_a_shrink_leaves_newcomers_waiting(lighthouse: Callable[..., Groups]):
     groups.beat("c")
     assert groups.quorum("a", "b", shrink_only="b") == (first, ["a", "b"])
     assert not newcomer.done()
-    rounds: list[tuple[int, list[str]]] = []
-    while not newcomer.done():
-        rounds.append(groups.quorum("a", "b"))
-    assert groups.answer(newcomer) == rounds[-1] == (first + 1, ["a", "b", "c"])
+    assert groups.answer(newcomer, *groups.until_in("c", "a", "b")) == (first + 1, ["a", "b", "c"])
 
 
 # ------------------------------------------------------------------------------------------------ a group's server
@@ -176,10 +177,10 @@ class Group:
     wire: Wire
     lighthouse: ScriptedLighthouse
 
-    def quorum(self, init_sync: bool = True) -> list[torchft_pb2.ManagerQuorumResponse]:
+    def quorum(self, init_sync: bool = True, timeout_s: float = WAIT_S) -> list[torchft_pb2.ManagerQuorumResponse]:
         """What each of the two ranks is told."""
         requests = [torchft_pb2.ManagerQuorumRequest(group_rank=rank, init_sync=init_sync) for rank in range(2)]
-        calls = [self.wire.begin(f"{MANAGER}Quorum", request.SerializeToString()) for request in requests]
+        calls = [self.wire.begin(f"{MANAGER}Quorum", request.SerializeToString(), timeout_s) for request in requests]
         return [torchft_pb2.ManagerQuorumResponse.FromString(call.result(WAIT_S)) for call in calls]
 
     def votes(self, *wanted: bool, step: int = 0) -> list[bool]:
@@ -212,21 +213,17 @@ def one_group(whose: str, request: pytest.FixtureRequest, retries: int = 0) -> I
 
 
 @pytest.fixture(scope="module")
-def group(whose: str, request: pytest.FixtureRequest) -> Iterator[Group]:
-    with one_group(whose, request) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest) -> Iterator[tuple[Group, Group]]:
+def both(request: pytest.FixtureRequest) -> Iterator[dict[str, Group]]:
     with one_group("torchft", request) as theirs, one_group("ours", request) as ours:
-        yield theirs, ours
+        yield {"torchft": theirs, "ours": ours}
 
 
-BOTH_GROUPS = pytest.mark.parametrize("whose", ["torchft", "ours"], scope="module")
+@pytest.fixture
+def group(whose: str, both: dict[str, Group]) -> Group:
+    return both[whose]
 
 
-@BOTH_GROUPS
+@BOTH
 def test_what_a_groups_server_refuses(group: Group):
     with pytest.raises(grpc.RpcError) as caught:
         group.wire.channel.unary_unary(f"{MANAGER}Quorum")(torchft_pb2.ManagerQuorumRequest().SerializeToString())
@@ -240,7 +237,7 @@ def test_what_a_groups_server_refuses(group: Group):
     assert error.code().name == "NOT_FOUND"
 
 
-@BOTH_GROUPS
+@BOTH
 def test_the_state_of_a_rank_is_where_it_last_said(group: Group):
     group.lighthouse.quorum = _quorum(("me", 0))
     for where in ("here", "there"):
@@ -255,12 +252,35 @@ def test_the_state_of_a_rank_is_where_it_last_said(group: Group):
         ]
 
 
-@BOTH_GROUPS
+@BOTH
 def test_all_ranks_hear_the_and_of_their_votes(group: Group):
     assert group.votes(True, False) == [False, False]
     assert group.votes(True, True) == [True, True]
     assert group.votes(False, False, step=1) == [False, False]
     assert group.votes(True, True, step=2) == [True, True]
+
+
+@BOTH
+def test_a_lighthouse_that_fails_is_asked_again_as_often_as_is_said(whose: str, request: pytest.FixtureRequest):
+    with one_group(whose, request, retries=1) as group:
+        group.lighthouse.quorum, group.lighthouse.failures = _quorum(("me", 3)), 1
+        assert [reply.max_step for reply in group.quorum(timeout_s=2.0)] == [3, 3]
+
+
+@BOTH
+def test_ranks_are_told_where_no_try_is_left(whose: str, group: Group):
+    """The peer lets them wait for their deadline; ours are told at once."""
+    group.lighthouse.failures = 1
+    with pytest.raises(grpc.RpcError) as caught:
+        group.quorum(timeout_s=WAIT_S if whose == "ours" else 0.5)
+    error: Any = caught.value
+    assert error.code().name in (("UNAVAILABLE",) if whose == "ours" else ("CANCELLED", "DEADLINE_EXCEEDED"))
+    assert group.lighthouse.failures == 0
+
+
+@BOTH
+def test_a_groups_server_beats_by_itself(group: Group):
+    assert {group.lighthouse.beats.get(timeout=WAIT_S) for _ in range(3)} == {"me"}
 
 
 @st.composite
@@ -299,11 +319,11 @@ def _metadata_of(rank: int) -> bytes:
 @example(_quorum(("a0", 0), ("me", 0)), False)
 @example(_quorum(("a0", 0), ("a1", 1), ("me", 0), ("z0", 1), ("z1", 0)), True)  # three heal from two
 @example(_quorum(("a0", 1, 2), ("me", 1, 0)), True)  # failures
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_each_rank_gets_the_same_part_in_any_quorum(groups: tuple[Group, Group], quorum: Any, init_sync: bool):
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_each_rank_gets_the_same_part_in_any_quorum(both: dict[str, Group], quorum: Any, init_sync: bool):
     """Field by field; but for one that we do otherwise, on purpose: at the first step the peer lets the ranks of one group heal from
     different groups or not at all, where ours go together, as rank 0 does."""
-    theirs, ours = groups
+    theirs, ours = both["torchft"], both["ours"]
     theirs.lighthouse.quorum = ours.lighthouse.quorum = quorum
     expected, got = theirs.quorum(init_sync), ours.quorum(init_sync)
     assert got[0] == expected[0]

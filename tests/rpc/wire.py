@@ -11,7 +11,7 @@ import grpc
 
 from ft.protocol import messages as m
 from ft.rpc import codec
-from ft.rpc.access import Access
+from ft.rpc.access import Access, Tls
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_link import channel
 
@@ -21,8 +21,8 @@ WAIT_S = 20.0  # for what must come
 class Wire:
     """Raw calls over one connection."""
 
-    def __init__(self, address: str, token: str = "") -> None:
-        access = Access(token)
+    def __init__(self, address: str, token: str = "", tls: Tls | None = None) -> None:
+        access = Access(token, tls=tls)
         self.channel, self.metadata = channel(address, access, aio=False), access.metadata()
 
     def send(self, path: str, data: bytes, timeout_s: float = WAIT_S) -> bytes:
@@ -55,6 +55,7 @@ class Stream:
 
     def __init__(self, wire: Wire, replica_id: str, quorum: m.Quorum | None = None, settled: int = 0) -> None:
         self._up: queue.Queue[Any] = queue.Queue()
+        self._sent_s = 0.0
         hello = pharos_pb2.Hello(replica_id=replica_id, settled=settled, quorum_id=quorum.quorum_id if quorum else 0)
         self._up.put(pharos_pb2.Up(hello=hello))
         self.call = wire.channel.stream_stream("/pharos.Lighthouse/Watch")(self._sent(), metadata=wire.metadata)
@@ -76,8 +77,9 @@ class Stream:
 
     def beat(self, **report: Any) -> None:
         """Afterwards the lighthouse has handled all that was sent before it."""
-        self.send(report=pharos_pb2.Report(sent_s=1.5, **report))
-        assert self.next("beat_answered") == 1.5
+        self._sent_s += 60.0  # not every beat is answered, but after so long each is
+        self.send(report=pharos_pb2.Report(sent_s=self._sent_s, **report))
+        assert self.next("beat_answered") == self._sent_s
 
     def notice(self) -> m.Notice:
         return codec.notice_from(self.next("notice"))

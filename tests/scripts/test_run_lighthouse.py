@@ -24,6 +24,7 @@ from tests.scripts.test_install import PYTHON, Machine, machine  # noqa: F401 (a
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "run_lighthouse.sh"
 N = ["--min_replicas", "1"]
+BAR = "\\|"  # in a table
 HERE = [*N, "--bind", "127.0.0.1:0"]
 
 
@@ -138,3 +139,13 @@ def test_the_help_of_the_script_is_that_of_the_program():
     for action in lighthouse_flags.parser()._actions:
         if isinstance(action.default, int | float) and not isinstance(action.default, bool):
             assert re.search(rf"{action.option_strings[0]} .*; {action.default:g}\n", out), action.option_strings
+
+
+def test_the_page_about_the_lighthouse_has_its_flags():
+    rows = [
+        f"| `{' '.join(filter(None, (action.option_strings[0], action.metavar))).replace('|', BAR)}` | {action.help} |"
+        for action in lighthouse_flags.parser()._actions
+        if action.dest != "help"
+    ]
+    page = (ROOT / "docs" / "lighthouse.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows

@@ -179,7 +179,7 @@ def test_a_collective_needs_everybody():
     for rank, process in enumerate(processes[:2]):
         work.join(process, (1,), ("sum",), rank, 3, rank, lambda all_, rank=rank: got.update({rank: all_}))
     until(world, 10.0)
-    assert got == {} and work.absent((1,), ("sum",), ("a", "b", "c")) == ("c",)
+    assert got == {} and work.absent(processes[0], (1,), ("sum",), ("a", "b", "c")) == ("c",)
     work.join(processes[2], (1,), ("sum",), 2, 3, 2, lambda all_: got.update({2: all_}))
     until(world, 1.0)
     assert got == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 VOID = -1  # the step of a group whose state is incomplete, for it is healing
@@ -62,9 +62,14 @@ class Quorum:
     reference: State = (0, 0, "")
     epoch: str = ""  # of the job; keeps the store keys of two jobs apart
 
-    @property
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         return tuple(m.replica_id for m in self.members)
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """Replica ranks of the members that hold the reference state."""
+        return tuple(rank for rank, m in enumerate(self.members) if m.state == self.reference)
 
 
 @dataclass(frozen=True)

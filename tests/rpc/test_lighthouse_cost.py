@@ -1,0 +1,185 @@
+"""What the lighthouse does per caller, and what it keeps: counted, not timed. Figures in time are of benchmarks/quorum.py."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sized
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ft import LighthouseServer
+from ft.protocol import messages as m
+from ft.protocol.lighthouse import LighthouseConfig
+from ft.rpc import codec
+from ft.rpc.generated import pharos_pb2
+from ft.rpc.lighthouse_server import LighthouseService
+from tests.rpc.test_group_server import RANKS, Team, quorum, together
+from tests.rpc.wire import WAIT_S, pharos_call, torchft_call
+
+
+class Caller:
+    """What a handler sees of its caller: one that has time."""
+
+    def time_remaining(self) -> float:
+        return 60.0
+
+
+def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def service(min_replicas: int) -> LighthouseService:
+    return LighthouseService(LighthouseConfig(min_replicas=min_replicas))
+
+
+async def ask(one: LighthouseService, calls: list[m.Call], roster: str = "") -> list[bytes]:
+    return await asyncio.gather(*(one._quorum(pharos_call(call, roster), Caller()) for call in calls))
+
+
+def members(count: int) -> list[m.Member]:
+    return [m.Member(f"g{i:04d}:1", f"http://h{i}:1", f"h{i}:2") for i in range(count)]
+
+
+def the_one(answers: list[bytes]) -> bytes:
+    assert len(set(map(id, answers))) == 1, "made more than once"
+    return answers[0]
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+def test_torchfts_callers_get_one_answer_made_once():
+    async def test() -> None:
+        one = service(20)
+        for step in range(3):
+            calls: list[Awaitable[bytes]] = [
+                one._torchft_quorum(torchft_call(f"g{i}", step=step), Caller()) for i in range(20)
+            ]
+            the_one(list(await asyncio.gather(*calls)))
+
+    in_a_loop(test)
+
+
+def test_our_callers_get_one_answer_made_once_long_and_short():
+    async def test() -> None:
+        one = service(20)
+        answer = the_one(await ask(one, [m.Call(member) for member in members(20)]))
+        quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(answer).quorum)
+        again = [m.Call(member, known=quorum.quorum_id, number=1) for member in members(20)]
+        short = the_one(await ask(one, again, codec.Roster.of(quorum).id))
+        assert len(short) < 150 < len(answer)
+        lost = the_one(await ask(one, again[:5], codec.Roster.of(quorum).id))
+        assert lost is short, "an answer that got lost is given again, not made again"
+
+    in_a_loop(test)
+
+
+def test_the_roster_of_the_same_members_is_kept():
+    first = m.Quorum(1, tuple(members(3)))
+    roster = codec.Roster.of(first)
+    moved = m.Quorum(2, tuple(m.Member(x.replica_id, x.address, x.store_address, step=7) for x in members(3)))
+    assert codec.Roster.of(moved, roster) is roster and codec.Roster.of(moved).id == roster.id
+    elsewhere = m.Quorum(2, tuple(m.Member(x.replica_id, "http://elsewhere:1") for x in members(3)))
+    assert codec.Roster.of(elsewhere, roster).id != roster.id
+
+
+# ------------------------------------------------------------------------------------------------ work
+
+
+def function_calls(work: Callable[[], None]) -> int:
+    """How many functions it calls, Python's and C's."""
+    count = 0
+
+    def seen(frame: Any, what: str, argument: Any) -> None:
+        nonlocal count
+        count += what in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["torchft", "pharos"])
+def test_an_event_costs_the_same_whether_there_are_ten_groups_or_a_thousand(kind: m.Kind):
+    async def test() -> None:
+        costs = []
+        for count in (10, 1000):
+            one = service(count)
+            for member in members(count):
+                one.driver.feed(m.Call(member, kind))
+            quorum = one.machine.quorum
+            assert quorum and len(quorum.members) == count
+            a, b, *_ = (m.Call(member, kind, known=quorum.quorum_id, number=1) for member in members(count))
+            events = [m.Beat(a.member.replica_id, kind), a, b, m.Beat(b.member.replica_id, kind)]
+            if kind == "pharos":
+                events.append(m.Report(b.member.replica_id, 0, quorum.quorum_id))
+            costs.append([function_calls(partial(one.driver.feed, event)) for event in events])
+        assert costs[0] == costs[1] and min(costs[0]) > 5
+
+    in_a_loop(test)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def entries(*owners: object) -> dict[str, int]:
+    """How much there is in each of their collections."""
+    return {
+        name: len(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, Sized) and value
+    }
+
+
+def test_what_it_keeps_is_bounded_however_many_come_and_go():
+    """One group stays; another dies and one of a name never heard before comes, 10,000 times."""
+
+    async def test() -> None:
+        one = service(2)
+        kept = {}
+        stays, known = m.Member("stays:1"), 0
+        for change in range(1, 10_001):
+            comes = m.Member(f"peer{change}:1")
+            one.driver.feed(m.StreamOpened(comes.replica_id, None))
+            calls = [m.Call(stays, known=known, failed=known > 0, number=change), m.Call(comes)]
+            asked = [asyncio.ensure_future(one._ask(call, "", 9, Caller())) for call in calls]
+            the_one(list(await asyncio.gather(*asked)))
+            known = one.machine.quorum.quorum_id if one.machine.quorum else 0
+            one.driver.feed(m.StreamClosed(comes.replica_id))
+            one.driver.feed(m.Tick())
+            if change in (5_000, 10_000):
+                kept[change] = entries(one, one.machine, one.driver, one._deadlines)
+        assert known == 10_000 and kept[5_000] == kept[10_000]
+        assert sum(kept[10_000].values()) < 5_000
+
+    in_a_loop(test)
+
+
+# ------------------------------------------------------------------------------------------------ steady state
+
+
+def test_groups_that_train_ask_the_lighthouse_nothing():
+    """Two groups of two ranks commit thirty steps: of what reaches the lighthouse, only the beats go on."""
+    heard: list[type[m.Event]] = []
+    server = LighthouseServer("[::]:0", 2, seen=lambda now_s, event, out: heard.append(type(event)))
+    teams = [Team(server.address(), name) for name in "ab"]
+    for team in teams:
+        team.watch()
+    first = quorum(*teams)[0].quorum_id
+    asked = Counter(heard)
+    for step in range(30):
+        votes = [m.Vote(rank, "commit", first, 0, step, "yes") for rank in range(RANKS)]
+        outcomes = together(*(partial(team.ranks[x.group_rank].vote, x, WAIT_S) for team in teams for x in votes))
+        assert {(x.verdict, x.change, x.step) for x in outcomes} == {("yes", False, step)}
+    assert asked[m.Call] == 2 and set(Counter(heard) - asked) <= {m.Report, m.StreamOpened, m.Tick}
+    for team in teams:
+        team.close()
+    server.shutdown()

@@ -1,0 +1,130 @@
+"""TLS and mutual TLS with real handshakes: gRPC and HTTP, the lighthouse and a group's server. Certificates are made by openssl here."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from ft.protocol import messages as m
+from ft.rpc.access import Access, Tls
+from ft.rpc.clients import GroupClient
+from ft.rpc.group_process import GroupProcess
+from ft.rpc.group_server import Settings
+from tests.rpc.test_abuse import Running
+from tests.rpc.wire import WAIT_S, Wire, quorum_of
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
+OURS = "/pharos.Lighthouse/Quorum"
+
+
+class Papers:
+    """An authority with a server's and a client's certificate, and a stranger's authority with a client's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for authority in ("ca", "stranger"):
+            self._openssl("req", "-x509", "-days", "2", "-subj", f"/CN={authority}", *self._new_key(authority))
+        for name, authority in (("server", "ca"), ("client", "ca"), ("impostor", "stranger")):
+            (folder / "names").write_text("subjectAltName = IP:127.0.0.1, DNS:localhost\n")
+            self._openssl("req", "-subj", f"/CN={name}", "-out", f"{name}.csr", *self._new_key(name)[:-2])
+            issued = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-extfile", "names"]
+            self._openssl("x509", "-req", "-days", "2", "-in", f"{name}.csr", "-out", f"{name}.pem", *issued)
+
+    def _new_key(self, name: str) -> list[str]:
+        kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        return [*kind, "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+
+    def _openssl(self, *arguments: str) -> None:
+        done = subprocess.run(["openssl", *arguments], cwd=self.folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def tls(self, name: str = "", ca: str = "ca") -> Tls:
+        cert, key = (self.folder / f"{name}.pem", self.folder / f"{name}.key") if name else (None, None)
+        return Tls(cert, key, self.folder / f"{ca}.pem")
+
+    def flags(self, *, mutual: bool) -> list[str]:
+        asks = ["--tls_ca", "ca.pem"] if mutual else []
+        return ["--tls_cert", "server.pem", "--tls_key", "server.key", *asks]
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.fixture(scope="module", params=["TLS", "mutual TLS"])
+def lighthouse(papers: Papers, request: pytest.FixtureRequest) -> Any:
+    one = Running(papers.folder, *papers.flags(mutual=request.param == "mutual TLS"))
+    one.mutual = request.param == "mutual TLS"  # type: ignore[attr-defined]
+    yield one
+    one.close()
+
+
+WHO = [  # whom the client trusts and what it shows; whether it gets in under TLS, and under mutual TLS
+    ("", "ca", True, False),
+    ("client", "ca", True, True),
+    ("impostor", "ca", True, False),
+    ("client", "stranger", False, False),
+]
+
+
+@pytest.mark.parametrize(("name", "ca", "tls", "mutual"), WHO)
+def test_grpc(lighthouse: Any, papers: Papers, name: str, ca: str, tls: bool, mutual: bool):
+    welcome = mutual if lighthouse.mutual else tls
+    wire = Wire(lighthouse.address, tls=papers.tls(name, ca))
+    call = wire.pharos(m.Call(m.Member("a:1")))
+    if welcome:
+        assert quorum_of(call).ids == ("a:1",)
+    else:
+        with pytest.raises(grpc.RpcError) as caught:
+            call.result(WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    wire.close()
+
+
+@pytest.mark.parametrize(("name", "ca", "tls", "mutual"), WHO)
+def test_http(lighthouse: Any, papers: Papers, name: str, ca: str, tls: bool, mutual: bool):
+    context = ssl.create_default_context(cafile=papers.folder / f"{ca}.pem")
+    if name:
+        context.load_cert_chain(papers.folder / f"{name}.pem", papers.folder / f"{name}.key")
+    url = f"https://{lighthouse.page}/status.json"
+    if mutual if lighthouse.mutual else tls:
+        assert urllib.request.urlopen(url, timeout=WAIT_S, context=context).status == 200
+    else:
+        # Under TLS 1.3 a client learns that its certificate is not wanted only when it reads: by an alert, or by the end.
+        with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
+            urllib.request.urlopen(url, timeout=WAIT_S, context=context)
+
+
+def test_without_tls_nobody_is_heard(lighthouse: Any):
+    wire = Wire(lighthouse.address.replace("https", "http"))
+    with pytest.raises(grpc.RpcError) as caught:
+        wire.pharos(m.Call(m.Member("a:1"))).result(WAIT_S)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    wire.close()
+    assert b"200" not in lighthouse.raw(b"GET /status.json HTTP/1.0\r\n\r\n")
+
+
+def test_a_group_and_its_ranks_under_mutual_tls(papers: Papers):
+    """One certificate for both ends: the group's server asks the lighthouse with the one that it shows its ranks."""
+    one = Running(papers.folder, *papers.flags(mutual=True))
+    files = tuple(str(papers.folder / file) for file in ("server.pem", "server.key", "ca.pem"))
+    group = GroupProcess(Settings("g:1", 1, one.address, tls=files))  # type: ignore[arg-type]
+    assert group.address.startswith("https://127.0.0.1:")
+    rank = GroupClient(group.address, 0, Access(tls=papers.tls("client")))
+    assert rank.quorum(m.RankCall(0, m.Member("")), WAIT_S).members == ("g:1",)
+    stranger = GroupClient(group.address, 0, Access(tls=papers.tls()))
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        stranger.quorum(m.RankCall(0, m.Member("")), WAIT_S)
+    for client in (rank, stranger):
+        client.close()
+    group.close()
+    one.close()
