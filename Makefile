@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume parity quorum
+.PHONY: help check test compat size lock docs sim proto resume parity quorum deaths
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -29,6 +29,9 @@ docs:
 
 proto:
 	@./scripts/make_proto.sh
+
+deaths:
+	@PHAROS_DEATHS=1 ./scripts/run_tests.sh tests/multiproc/test_process_group_deaths.py
 
 resume:
 	@.venv/bin/python proofs/resume.py
