@@ -7,6 +7,7 @@ help:
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
+	@echo "make deaths  groups whose members die in collectives  make sim     10,000 runs of the protocol"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
 check:
