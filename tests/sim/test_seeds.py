@@ -26,7 +26,9 @@ REGRESSIONS = [
 @pytest.mark.timeout(600)
 def test_many_seeds():
     found = runs.run_many(SEEDS, None, 200)
-    assert len(found) == len(SEEDS) and min(one.events for one in found) > 500
+    assert len(found) == len(SEEDS)
+    short = [one.setting.seed for one in found if one.events < 500 and not one.seen["the job stopped by rule"]]
+    assert not short or any(one.failure for one in found), f"hardly anything happened: {short}"
     failed = [one for one in found if one.failure]
     assert not failed, f"{len(failed)} of {len(SEEDS)} seeds failed" + "".join(runs.tell(one) for one in failed[:2])
     never = runs.never_seen(found) if len(SEEDS) >= runs.ENOUGH else []

@@ -154,6 +154,7 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path / "home"))
     pytest.importorskip("datasets")
     (tmp_path / "data").mkdir()
+    others = set(multiprocessing.active_children())  # another test's, for the whole session
     for number in range(4):
         write_jsonl(tmp_path / "data" / f"{number}.jsonl", TEXTS[10 * number : 10 * number + 5 * number + 1])
     config = TrainingConfig(
@@ -170,4 +171,4 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))
         assert rows(resumes.load(stretch[25:])) == rows(stays.load(stretch[25:]))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
