@@ -22,11 +22,14 @@ from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
 from ft.rpc.access import Access
 from tests.healing.proxy import Proxy, Spoil, cut, flip, hold
 from tests.healing.states import Group, equal, large
+from tests.sockets import by_make_ft
 
 TOKEN = Access(token="a token of the test's own")
 ONE_STREAM = HealConfig(heal_streams=1)  # so that what passes a proxy has an order
 QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
 MIB = 1 << 20
+
+pytestmark = by_make_ft
 
 
 class World:
@@ -137,7 +140,7 @@ def test_two_sources_share_the_work(world: World):
     heal(world.transport("j"), joiner, *proxies)
     assert equal(joiner.loaded, group.values)
     total = group.snapshot().manifest.total_bytes
-    assert all(8 * MIB <= proxy.passed < total for proxy in proxies), [proxy.passed for proxy in proxies]
+    assert all(MIB <= proxy.passed < total for proxy in proxies), [proxy.passed for proxy in proxies]
 
 
 @pytest.mark.parametrize("dies_after", [0, 300, 5 * MIB, 8 * MIB + 2000, 13 * MIB])

@@ -16,8 +16,11 @@ from ft.healing.pg_transport import PgTransport
 from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
 from tests.healing.states import Group, equal, large
 from tests.multiproc.pool import Pool
+from tests.sockets import by_make_ft
 
 QUICK = HealConfig(heal_copy_bytes=0, heal_grace_s=0.3)
+
+pytestmark = by_make_ft
 
 
 class Wire:

@@ -1,7 +1,7 @@
 """Members that are killed or stopped in the middle of a collective: who is left goes on, and nothing outlives its parent.
 
-`make deaths` plays them. Not with the other tests yet: on a machine with several programs starting at once two of them have failed to
-form within their time, and why is not known for certain (a resolver that loses packets is suspected).
+On a machine with several programs starting at once two of them have failed to form within their time, and why is not known for certain
+(a resolver that loses packets is suspected).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from tests.sockets import by_make_ft
+
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"),
-    pytest.mark.skipif("PHAROS_DEATHS" not in os.environ, reason="played by `make deaths`"),
+    by_make_ft,
 ]
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,9 @@ from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 from ft.process_groups.special import ErrorSwallowingProcessGroup
 from tests.multiproc.pool import Pool
+from tests.sockets import by_make_ft
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"), by_make_ft]
 
 GPUS = torch.cuda.device_count()
 KINDS = [
