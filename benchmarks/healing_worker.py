@@ -1,0 +1,123 @@
+"""A side of benchmarks/healing.py: `healing_worker.py source|joiner GB`; one JSON request a line, one JSON answer a line."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from ft.healing.capture import State
+from ft.healing.format import CHUNK_BYTES
+from ft.healing.http_transport import HttpTransport
+from ft.healing.pg_transport import PgTransport
+from ft.healing.transport import Source, Transport
+from ft.process_groups.inline import ProcessGroupGloo
+from ft.rpc.access import Access
+
+LAYERS = 16
+ACCESS = Access(token="a token of the benchmark's own")
+
+
+class Side:
+    """A state, a transport of each kind, and a bare socket."""
+
+    def __init__(self, role: str, gb: float) -> None:
+        numbers = int(gb * 1e9 / 4 / LAYERS)
+        self.fill = 1.0 if role == "source" else 0.0
+        self.tensors = [torch.full((numbers,), self.fill) for _ in range(LAYERS)]  # full touches every page
+        self.gb = LAYERS * numbers * 4 / 1e9
+        self.state = State()
+        self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.transports: dict[str, Transport] = {
+            "http": HttpTransport("127.0.0.1", role, ACCESS),
+            "process group": PgTransport(lambda: ProcessGroupGloo(60.0), f"127.0.0.1:{self.store.port}/bench", role),
+        }
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.steady_kb = 0
+
+    def offer(self, kind: str, turn: int) -> dict[str, str]:
+        for i, tensor in enumerate(self.tensors):
+            tensor.fill_(turn + i / LAYERS)
+        self.steady_kb = _reset_peak()
+        if kind == "raw":
+            self._sending = threading.Thread(target=self._send_raw)
+            self._sending.start()
+            return {"address": f"http://127.0.0.1:{self.listener.getsockname()[1]}"}
+        self.transports[kind].offer(self.state.snapshot(), quorum_id=1, step=turn, readers=["joiner"])
+        return {"address": self.transports[kind].address}
+
+    def end(self, kind: str, turn: int) -> dict[str, float]:
+        if kind == "raw":
+            self._sending.join()
+        else:
+            self.transports[kind].fence()
+        return {"peak_mb": (_peak_kb() - self.steady_kb) / 1e3}
+
+    def fetch(self, kind: str, turn: int, address: str) -> dict[str, Any]:
+        for tensor in self.tensors:
+            tensor.zero_()
+        self.steady_kb = _reset_peak()
+        start = time.monotonic()
+        if kind == "raw":
+            self._receive_raw(int(address.rpartition(":")[2]))
+        else:
+            self.transports[kind].fetch([Source("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
+        seconds = time.monotonic() - start
+        peak_mb = (_peak_kb() - self.steady_kb) / 1e3
+        right = all(bool((tensor == turn + i / LAYERS).all()) for i, tensor in enumerate(self.tensors))
+        return {"seconds": seconds, "gb": self.gb, "peak_mb": peak_mb, "right": right}
+
+    def _send_raw(self) -> None:
+        sock, _ = self.listener.accept()
+        with sock:
+            for tensor in self.tensors:
+                view = tensor.numpy().data.cast("B")
+                for at in range(0, len(view), CHUNK_BYTES):
+                    sock.sendall(view[at : at + CHUNK_BYTES])
+
+    def _receive_raw(self, port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            for tensor in self.tensors:
+                view = tensor.numpy().data.cast("B")
+                while len(view):
+                    view = view[sock.recv_into(view) :]
+
+
+def _reset_peak() -> int:
+    """The memory held now, from which on the peak is counted (Linux; proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _peak_kb()
+
+
+def _peak_kb() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found
+    return int(found[1])
+
+
+def main(role: str, gb: str) -> None:
+    torch.set_num_threads(1)
+    side = Side(role, float(gb))
+    calls: dict[str, Callable[..., Any]] = {"offer": side.offer, "fetch": side.fetch, "end": side.end}
+    print(json.dumps({"ready": role}), flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(calls[name](*arguments)), flush=True)
+    for transport in side.transports.values():
+        transport.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,181 @@
+"""Process groups on one machine: seconds to form and to form anew, memory of a child, and an all-reduce beside torch.distributed's own.
+
+    python benchmarks/process_groups.py [--sizes 2,4,8,16] [--forms 5] [--megabytes 100] [--members 3] [--pairs 7]
+
+"form" is the first generation (a baby group's nursery has torch imported by then), "anew" the median of the next ones, each of them after
+`abandon` of the last; the figure is the slowest member's. All-reduces take turns in the same processes: plain torch.distributed (gloo),
+our group in process, and in a child, there with tensors in shared memory (no copy) and with others (copied in and out); ratios are taken
+inside a round, and the figure of a round is its slowest member's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+from benchmarks.pairs import Worker, ratio, table
+from ft.process_groups.nursery import QUICK_DNS
+
+KINDS = ("gloo", "baby_gloo")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="2,4,8,16", help="members of the groups that are formed")
+    parser.add_argument("--forms", type=int, default=5, help="times that each is formed anew")
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--members", type=int, default=3, help="that sum")
+    parser.add_argument("--pairs", type=int, default=7, help="rounds of sums")
+    options = parser.parse_args(argv)
+    sizes = [int(size) for size in options.sizes.split(",")]
+    os.environ.setdefault("RES_OPTIONS", QUICK_DNS)
+
+    from torch._C._distributed_c10d import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    command = [sys.executable, __file__, "--worker"]
+    members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(max(*sizes, options.members))]
+    try:
+        for member in members:
+            member.answer()
+        form(members, sizes, options.forms, f"127.0.0.1:{server.port}")
+        if options.pairs:
+            reduce(members[: options.members], options.megabytes, options.pairs, f"127.0.0.1:{server.port}")
+    finally:
+        for member in members:
+            member.close()
+    return 0
+
+
+def form(members: list[Worker], sizes: list[int], times: int, store: str) -> None:
+    rows = []
+    for size in sizes:
+        for kind in KINDS:
+            spent, memory = [], 0.0
+            for index in range(times + 1):
+                request = {"do": "form", "kind": kind, "store": f"{store}/{kind}/{size}/{index}", "size": size}
+                answers = ask(members[:size], request)
+                spent.append(max(answer["s"] for answer in answers))
+                memory = max(answer["child_mib"] for answer in answers)
+            again = spent[1:]
+            seconds = f"{statistics.median(again):.3f} ({min(again):.3f}-{max(again):.3f})"
+            rows.append([kind, str(size), f"{spent[0]:.3f}", seconds, f"{memory:.0f}" if memory else "-"])
+            ask(members[:size], {"do": "drop"})
+    print(table(["kind", "members", "form, s", "anew, s", "RSS of a child, MiB"], rows), flush=True)
+
+
+def reduce(members: list[Worker], megabytes: int, rounds: int, store: str) -> None:
+    sides = ["plain", "gloo", "baby_gloo, shared", "baby_gloo, copied"]
+    request = {"do": "meet", "store": f"{store}/sums", "size": len(members), "bytes": megabytes * 1_000_000}
+    ask(members, request)
+    figures: dict[str, list[float]] = {side: [] for side in sides}
+    for index in range(rounds + 1):
+        for side in sides if index % 2 else reversed(sides):
+            slowest = max(answer["s"] for answer in ask(members, {"do": "sum", "side": side}))
+            if index:  # the first round touches the memory
+                figures[side].append(slowest)
+    rows = []
+    for side in sides:
+        spent = figures[side]
+        seconds = f"{statistics.median(spent):.3f} ({min(spent):.3f}-{max(spent):.3f})"
+        rows.append([side, seconds, str(ratio(spent, figures["plain"]))])
+    print(f"\nall-reduce of {megabytes} MB, {len(members)} members, {rounds} rounds")
+    print(table(["side", "seconds", "by plain"], rows))
+
+
+def ask(members: list[Worker], request: dict[str, Any]) -> list[Any]:
+    """All at once: they need each other."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(lambda pair: pair[1].ask({**request, "rank": pair[0]}), enumerate(members)))
+
+
+# ---------------------------------------------------------------------------------------------- one member
+
+
+class Member:
+    def __init__(self) -> None:
+        import torch
+
+        from ft.process_groups.baby import ProcessGroupBabyGloo
+        from ft.process_groups.inline import ProcessGroupGloo
+
+        torch.set_num_threads(1)
+        self.interface = "lo" if sys.platform == "linux" else "lo0"
+        self.groups: dict[str, Any] = {
+            "gloo": ProcessGroupGloo(rendezvous_s=120.0, interface=self.interface),
+            "baby_gloo": ProcessGroupBabyGloo(rendezvous_s=120.0, interface=self.interface),
+        }
+        self.groups["baby_gloo"]._nursery.child().kill()  # torch is imported there when the first group forms
+        self.sides: dict[str, tuple[Any, Any]] = {}
+
+    def form(self, kind: str, store: str, rank: int, size: int) -> dict[str, Any]:
+        group = self.groups[kind]
+        start_s = time.perf_counter()
+        group.configure(store, rank, size)
+        spent_s = time.perf_counter() - start_s
+        group.barrier().wait()  # nobody forms anew while others still connect
+        memory = group.child.memory_bytes() if kind == "baby_gloo" else 0
+        return {"s": spent_s, "child_mib": memory / 2**20}
+
+    def drop(self, rank: int) -> dict[str, Any]:
+        for group in self.groups.values():
+            group.shutdown(60)
+        return {}
+
+    def meet(self, store: str, rank: int, size: int, bytes: int) -> dict[str, Any]:
+        import torch
+        import torch.distributed as dist
+
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+        host, _, port = store.partition("/")[0].rpartition(":")
+        plain = dist.PrefixStore("plain", dist.TCPStore(host, int(port), None, False, wait_for_workers=False))
+        dist.init_process_group("gloo", store=plain, rank=rank, world_size=size)
+        for kind, group in self.groups.items():
+            group.configure(f"{store}/{kind}", rank, size)
+        baby, count = self.groups["baby_gloo"], bytes // 4
+        self.sides = {
+            "plain": (dist.group.WORLD, torch.ones(count)),
+            "gloo": (self.groups["gloo"], torch.ones(count)),
+            "baby_gloo, shared": (baby, baby.empty(count).fill_(1.0)),
+            "baby_gloo, copied": (baby, torch.ones(count)),
+        }
+        return {}
+
+    def sum(self, side: str, rank: int) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        group, value = self.sides[side]
+        value.fill_(1.0)
+        dist.barrier()
+        start_s = time.perf_counter()
+        group.allreduce([value]).wait()
+        spent_s = time.perf_counter() - start_s
+        assert value[0] == value[-1] == dist.get_world_size()
+        return {"s": spent_s}
+
+
+def serve() -> None:
+    member = Member()
+    print("{}", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        do: Callable[..., dict[str, Any]] = getattr(member, request.pop("do"))
+        print(json.dumps(do(**request)), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        serve()
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""Where the bytes of a manifest's tensors lie: chunk by chunk, in place if possible, else through a buffer of one chunk.
+
+A chunk that lies in one contiguous tensor in host memory *is* that memory: a transport sends it from there and receives it into there.
+All others pass through a Bounce: several small tensors in a chunk, tensors that are not contiguous, tensors on a device (pinned, on a
+stream of its own). That happens here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ft.healing.format import CHUNK_BYTES, Manifest
+
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # any bits of that size may be moved as these
+
+
+class Bounce:
+    """Room for `chunks` chunks, for one thread. Pinned, with a stream of its own, if the body lies on a device."""
+
+    def __init__(self, body: Body, chunks: int = 1) -> None:
+        pinned = body.device is not None
+        self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self.view = self.bytes.numpy().data
+        self.stream: Any = None
+        if body.device is not None:
+            self.stream = torch.cuda.Stream(body.device)
+            self.stream.wait_event(body.ready)
+
+
+class Body:
+    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes.
+
+    To be made where the state is captured: on a device, all that was queued there before is waited for, without stopping the host.
+    """
+
+    def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
+        self.manifest = manifest
+        self._tensors = [_bits(tensor) for tensor in tensors]
+        self._starts = [entry.offset for entry in manifest.entries]
+        self._views = [_memory(tensor) for tensor in self._tensors]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
+        self.device = next(iter(devices), None)
+        self.ready: Any = None
+        if self.device is not None:
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(self.device))
+
+    def direct(self, first: int, last: int) -> memoryview | None:
+        """The memory of chunks first..last, if it is one piece of host memory."""
+        start, end = first * CHUNK_BYTES, min((last + 1) * CHUNK_BYTES, self.manifest.total_bytes)
+        index = (
+            bisect_right(self._starts, start) - 1
+        )  # once per chunk, so in few words: `pieces` takes ten times as long
+        low = start - self._starts[index]
+        view = self._views[index]
+        return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
+
+    def read(self, chunk: int, bounce: Bounce, at: int = 0) -> memoryview:
+        """Copies a chunk into the bounce's place number `at`, with zeros between the tensors."""
+        start, end = self.manifest.span(chunk)
+        place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        pieces = self.manifest.pieces(start, end)
+        if sum(high - low for _, low, high in pieces) < end - start:
+            place.zero_()
+        with torch.no_grad(), torch.cuda.stream(bounce.stream):
+            for index, low, high in pieces:
+                offset = self.manifest.entries[index].offset + low - start
+                source = _part(self._tensors[index], low, high)
+                place[offset : offset + high - low].copy_(source, non_blocking=True)
+        if bounce.stream is not None:
+            bounce.stream.synchronize()
+        return bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+
+    def write(self, chunk: int, bounce: Bounce, at: int = 0) -> None:
+        """Copies a chunk from the bounce's place number `at` to where it belongs."""
+        start, end = self.manifest.span(chunk)
+        place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        with torch.no_grad(), torch.cuda.stream(bounce.stream):
+            for index, low, high in self.manifest.pieces(start, end):
+                offset = self.manifest.entries[index].offset + low - start
+                _put(self._tensors[index], low, high, place[offset : offset + high - low])
+        if bounce.stream is not None:
+            bounce.stream.synchronize()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory: flat bytes if it is contiguous, else whole numbers of the same size."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _memory(bits: torch.Tensor) -> memoryview | None:
+    return bits.numpy().data if bits.is_contiguous() and bits.device.type == "cpu" else None
+
+
+def _part(bits: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Bytes low..high of a tensor, in the order of its elements."""
+    if bits.is_contiguous():
+        return bits[low:high]
+    size = bits.element_size()
+    return torch.take(bits, torch.arange(low // size, high // size, device=bits.device)).view(torch.uint8)
+
+
+def _put(bits: torch.Tensor, low: int, high: int, data: torch.Tensor) -> None:
+    if bits.is_contiguous():
+        bits[low:high].copy_(data, non_blocking=True)
+        return
+    size = bits.element_size()
+    # a part of a bounce may begin where no element of this size could: move it first
+    numbers = data.to(bits.device, copy=True).view(bits.dtype)
+    bits.put_(torch.arange(low // size, high // size, device=bits.device), numbers)

@@ -1,0 +1,293 @@
+"""The joiner's side of healing over HTTP: one thread per source, or two for a single source, which meet in the middle.
+
+The first takes stripes of chunks from the front, the second from the back; a faster source so sends more, and what one leaves undone
+the other takes over. A stripe counts when its seal has come: until then the source may have changed its state under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ft.healing.body import Body, Bounce
+from ft.healing.capture import Snapshot
+from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
+from ft.healing.http_requests import MAX_HEAD_BYTES, bounded_ranges, parse_reply, ranges_of, request_head
+from ft.healing.offer import SEAL_BYTES
+from ft.healing.transport import HealConfig, HealFailed, Progress, Source
+from ft.rpc.access import Access, Endpoint
+
+MAX_SOURCES = 2
+MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another try won't mend
+LEAST_STRIPE, MOST_STRIPE = 64, 1024  # chunks
+TELL_S = 1.0
+AGAIN_S = 0.05  # between two looks for an offer that is not there yet
+log = logging.getLogger("pharos.healing")
+
+
+class SourceFailed(RuntimeError):
+    """This source is of no more use. The text says why."""
+
+
+class Fetch:
+    """One heal. `run` blocks; `stop`, from another thread, ends it."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        into: Snapshot,
+        *,
+        quorum_id: int,
+        step: int,
+        reader: str,
+        access: Access,
+        config: HealConfig,
+        progress: Progress | None = None,
+    ) -> None:
+        assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
+        self.sources, self.into, self.access, self.config = tuple(sources), into, access, config
+        self.path, self.reader = f"/heal/{quorum_id}/{step}", reader
+        streams = [*sources] if len(sources) > 1 else [*sources] * config.heal_streams
+        self._sources = [_FromSource(self, source, backwards=bool(i % 2)) for i, source in enumerate(streams)]
+        self._progress = progress or (lambda done, total: None)
+        self._lock = threading.Condition()
+        self._header = b""
+        self._manifest: Manifest | None = None
+        self._body: Body | None = None
+        self._open: set[int] = set()  # chunks that nobody receives and nobody has
+        self._flying: set[int] = set()
+        self._touched = False
+        self._verified_bytes = 0
+        self._ended = 0
+        self.stopped = ""
+
+    def run(self) -> dict[str, Any]:
+        """The state, complete and verified. Raises HealFailed."""
+        for one in self._sources:
+            threading.Thread(target=one.run, name="heal-fetch", daemon=True).start()
+        with self._lock:  # not for a thread that still tries to connect, but for each that may write
+            self._lock.wait_for(
+                lambda: not self._flying and (self.complete or self.stopped or self._ended == len(self._sources))
+            )
+            manifest, complete = self._manifest, self.complete
+        failed = {one.source.replica_id: one.failure for one in self._sources if one.failure}
+        if manifest is None or not complete or self.stopped:
+            reason = self.stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
+            raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed))
+        for source in self.sources:
+            _FromSource(self, source, backwards=False).tell_done()
+        return self.into.values_of(manifest)
+
+    @property
+    def complete(self) -> bool:
+        return self._manifest is not None and not self._open and not self._flying
+
+    def stop(self, reason: str) -> None:
+        with self._lock:
+            self.stopped = self.stopped or reason
+            self._lock.notify_all()
+        for one in self._sources:
+            one.hang_up()
+
+    # -------------------------------------------------------------------------------------------- asked by the sources' threads
+
+    def agree(self, header: bytes) -> Body:
+        """The first source's header decides. Raises SourceFailed where this one has another state, or one that is not like ours."""
+        with self._lock:
+            if self._body is None:
+                try:
+                    manifest = Manifest.parse(header)
+                    self._body = self.into.body_for(manifest)
+                except Refused as error:
+                    raise SourceFailed(str(error)) from None
+                self._header, self._manifest = header, manifest
+                self._open = set(range(manifest.chunks))
+            elif header != self._header:
+                raise SourceFailed("its state is another than the first source's")
+            return self._body
+
+    def take(self, backwards: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """The next stripe, in one piece, and what we lack in all; no stripe: all is verified, or the fetch was stopped. Waits while others
+        may yet give chunks back."""
+        with self._lock:
+            assert self._manifest is not None
+            self._lock.wait_for(lambda: self._open or not self._flying or self.stopped)
+            if self.stopped or not self._open:
+                return [], []
+            most = max(LEAST_STRIPE, min(MOST_STRIPE, self._manifest.chunks // 64))
+            ranges = ranges_of(sorted(self._open))
+            first, last = ranges[-1] if backwards else ranges[0]
+            if backwards:
+                first = max(first, last - most + 1)
+            stripe = list(range(first, min(last, first + most - 1) + 1))
+            lacks = ranges_of(sorted(self._open | self._flying))
+            self._open.difference_update(stripe)
+            self._flying.update(stripe)
+            self._touched = True
+            return stripe, lacks
+
+    def give(self, stripe: Sequence[int], verified: set[int]) -> None:
+        """A stripe has ended; what is not verified of it is open again."""
+        with self._lock:
+            assert self._manifest is not None
+            self._flying.difference_update(stripe)
+            self._open.update(set(stripe) - verified)
+            spans = [self._manifest.span(chunk) for chunk in verified]
+            self._verified_bytes += sum(end - start for start, end in spans)
+            self._progress(self._verified_bytes, self._manifest.total_bytes)
+            self._lock.notify_all()
+
+    def ended(self) -> None:
+        """A source's thread is at its end."""
+        with self._lock:
+            self._ended += 1
+            self._lock.notify_all()
+
+
+class _FromSource:
+    """A thread and its connection to a source."""
+
+    def __init__(self, fetch: Fetch, source: Source, *, backwards: bool) -> None:
+        self.source, self.failure = source, ""
+        self._fetch, self._backwards = fetch, backwards
+        self._damaged = 0
+        self._sock: socket.socket | None = None
+
+    def run(self) -> None:
+        try:
+            body = self._fetch.agree(self._fetch_header())
+            bounce = Bounce(body)
+            while True:
+                stripe, lacks = self._fetch.take(self._backwards)
+                if not stripe:
+                    break
+                self._receive_stripe(body, bounce, stripe, lacks)
+        except (SourceFailed, OSError, ValueError) as error:
+            silent = isinstance(error, BlockingIOError)
+            self.failure = f"it was silent for {self._fetch.config.heal_grace_s:g} s" if silent else str(error)
+            log.warning("healing from %s: %s", self.source.replica_id, self.failure)
+        finally:
+            if self._sock:
+                self._sock.close()
+            self._fetch.ended()
+
+    def hang_up(self) -> None:
+        if self._sock:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _fetch_header(self) -> bytes:
+        deadline = time.monotonic() + self._fetch.config.offer_wait_s
+        self._connect(self._fetch.config.heal_grace_s)
+        while (length := self._ask("GET", "header", may_wait=time.monotonic() < deadline)) < 0:
+            with self._fetch._lock:  # the offer is not there yet; a stop ends the wait
+                self._fetch._lock.wait_for(lambda: self._fetch.stopped or self._fetch.complete, timeout=AGAIN_S)
+            if self._fetch.stopped or self._fetch.complete:
+                raise SourceFailed(self._fetch.stopped or "the other source was faster")
+        if not DIGEST_BYTES + SEAL_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + SEAL_BYTES:
+            raise SourceFailed(f"a header of {length} bytes")
+        data = self._read(length)
+        header, mark = data[: -DIGEST_BYTES - SEAL_BYTES], data[-DIGEST_BYTES - SEAL_BYTES : -SEAL_BYTES]
+        if digest(0, memoryview(header)) != mark:
+            raise SourceFailed("its header was damaged on the way")
+        self._seal = data[-SEAL_BYTES:]
+        return header
+
+    def _connect(self, silence_s: float) -> None:
+        """Raises OSError and SourceFailed. The kernel keeps the timeouts, so that a receive may wait for a whole chunk in one call."""
+        at = Endpoint.parse(self.source.address, "the healing address")
+        self._sock = sock = socket.create_connection((at.host, at.port), timeout=silence_s)
+        if self._fetch.stopped:  # stop() may have come before there was a socket to hang up
+            raise SourceFailed(self._fetch.stopped)
+        sock.settimeout(None)
+        timeout = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, timeout)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _ask(self, method: str, what: str, *fields: tuple[str, str], may_wait: bool = False) -> int:
+        """The length of the answer, which is still to be read; -1: not offered yet. Raises SourceFailed and OSError."""
+        assert self._sock is not None
+        always = (("Host", "healing"), ("Reader", self._fetch.reader), *self._fetch.access.metadata())
+        self._sock.sendall(request_head(method, f"{self._fetch.path}/{what}", (*always, *fields)))
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows belongs into tensors
+            head += self._read(1)
+            if len(head) > MAX_HEAD_BYTES:
+                raise SourceFailed("no end of its reply's head")
+        status, length = parse_reply(head[:-4])
+        if status in (200, 206):
+            return length
+        why = self._read(min(length, 1000)).decode("ascii", "replace").strip()
+        if status == 404 and may_wait:
+            return -1
+        raise SourceFailed(f"{status} {why}")
+
+    def _receive_stripe(self, body: Body, bounce: Bounce, stripe: Sequence[int], lacks: list[tuple[int, int]]) -> None:
+        """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
+        verified: set[int] = set()
+        try:
+            got: set[int] = set()
+            wanted = (("Range", f"chunks={stripe[0]}-{stripe[-1]}"), ("Lacks", bounded_ranges(lacks)))
+            length = self._ask("GET", "body", *wanted)
+            start, end = body.manifest.span(stripe[0])[0], body.manifest.span(stripe[-1])[1]
+            if length != end - start + DIGEST_BYTES * len(stripe) + SEAL_BYTES:
+                raise SourceFailed(f"{length} bytes in place of chunks {stripe[0]}-{stripe[-1]}")
+            for chunk in stripe:
+                if self._receive_chunk(body, bounce, chunk):
+                    got.add(chunk)
+            if not hmac.compare_digest(self._read(SEAL_BYTES), self._seal):
+                raise SourceFailed("its offer is another than the one it began with")
+            verified = got
+        finally:
+            self._fetch.give(stripe, verified)
+        self._damaged += len(stripe) - len(verified)
+        if len(verified) < len(stripe):
+            log.warning("healing from %s: %d damaged chunks", self.source.replica_id, len(stripe) - len(verified))
+        if self._damaged > MAX_DAMAGED:
+            raise SourceFailed(f"{self._damaged} chunks were damaged on the way")
+
+    def _receive_chunk(self, body: Body, bounce: Bounce, chunk: int) -> bool:
+        """Whether its digest is right. A wrong chunk may be written in place, as the state is void until all is right."""
+        start, end = body.manifest.span(chunk)
+        memory = body.direct(chunk, chunk)
+        view = bounce.view[: end - start] if memory is None else memory
+        mark = bytearray(DIGEST_BYTES)
+        self._fill([view, memoryview(mark)])
+        if not hmac.compare_digest(digest(chunk, view), mark):
+            return False
+        if memory is None:
+            body.write(chunk, bounce)
+        return True
+
+    def tell_done(self) -> None:
+        """On a connection of its own, as the source may have been slow or have failed. Only a courtesy: one that does not hear it fences as
+        if something were missing."""
+        with contextlib.suppress(SourceFailed, OSError, ValueError):
+            self._connect(TELL_S)
+            with self._sock or contextlib.nullcontext():
+                self._ask("POST", "done")
+
+    def _read(self, length: int) -> bytes:
+        data = bytearray(length)
+        self._fill([memoryview(data)])
+        return bytes(data)
+
+    def _fill(self, views: list[memoryview]) -> None:
+        """Raises OSError where the connection ends before, or is silent too long."""
+        assert self._sock is not None
+        while views:
+            count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            if not count:
+                raise ConnectionResetError(self._fetch.stopped or "it closed the connection before the end")
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]

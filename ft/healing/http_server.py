@@ -1,0 +1,261 @@
+"""The source's side of healing over HTTP: a server per rank, on one interface, with a thread per connection and few of them.
+
+It serves the one offer that stands, to whoever has the token. A reader that is slow, silent or gone costs its own thread and nothing
+else: no send blocks while it holds a lock, no read waits longer than it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from ft.healing.body import Bounce
+from ft.healing.format import DIGEST_BYTES, digest
+from ft.healing.http_requests import MAX_HEAD_BYTES, Asked, BadRequest, parse_head, parse_request
+from ft.healing.offer import SEAL_BYTES, Offer, Reader, Withdrawn
+from ft.rpc.access import Access, Endpoint
+
+MAX_CONNECTIONS = 32
+HEAD_S = 10.0  # for a whole head, or until a connection says what it wants
+log = logging.getLogger("pharos.healing")
+
+
+class HealServer:
+    """Listens on `host`, on a free port. `silence_s`: a reader may take nothing for so long. Raises ValueError where others could reach
+    it and it has no token, OSError where it cannot listen there."""
+
+    def __init__(self, host: str, access: Access, *, silence_s: float, port: int = 0) -> None:
+        at = Endpoint(host, port)
+        if not (at.loopback or access.token or access.insecure):
+            raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
+        self._access, self._silence_s = access, silence_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
+        self._lock = threading.Lock()
+        self._offer: Offer | None = None
+        self._connections: dict[_Connection, None] = {}  # in the order they came
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
+        self._thread.start()
+
+    def show(self, offer: Offer | None) -> None:
+        """From now on this offer is served, or none."""
+        self._offer = offer
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        with contextlib.suppress(OSError):  # not connected: it wakes accept all the same
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in connections:
+            connection.end()
+        for thread in [self._thread, *(connection.thread for connection in connections)]:
+            thread.join(timeout=HEAD_S)
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # no descriptors left: try again, rarely
+                continue
+            connection = _Connection(self, sock)
+            if not self._take_in(connection):
+                connection.end()
+                sock.close()
+
+    def _take_in(self, new: _Connection) -> bool:
+        """Starts it, if there is room. One too many: the oldest that has shown no token goes, else the new one."""
+        with self._lock:
+            if self._closed:
+                return False
+            if len(self._connections) >= MAX_CONNECTIONS:
+                strangers = [connection for connection in self._connections if not connection.trusted]
+                if not strangers:
+                    return False
+                strangers[0].end()
+                del self._connections[strangers[0]]
+            self._connections[new] = None
+            new.thread.start()
+            return True
+
+    def _forget(self, connection: _Connection) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+
+
+class _Connection:
+    def __init__(self, server: HealServer, sock: socket.socket) -> None:
+        self._server, self._sock = server, sock
+        self.trusted = False
+        self._reads: tuple[Offer, Reader, threading.Lock] | None = None
+        self.thread = threading.Thread(target=self._run, name="heal-reader", daemon=True)
+
+    def end(self) -> None:
+        """Wakes the thread, which then closes the socket."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while head := self._head():
+                if not self._answer(head):
+                    return
+        except (OSError, Withdrawn) as error:
+            log.info("a reader of the state went away: %s", error)
+        finally:
+            self._read_of(None, None)
+            self._server._forget(self)
+            self._sock.close()
+
+    def _read_of(self, offer: Offer | None, reader: Reader | None) -> None:
+        """This connection reads that offer for that reader, and no longer another."""
+        if self._reads and self._reads[:2] != (offer, reader):
+            old, its, lock = self._reads
+            old.part(its, lock)
+            self._reads = None
+        if offer and reader and not self._reads:
+            self._reads = (offer, reader, offer.join(reader))
+
+    def _head(self) -> bytes:
+        """Without its empty line; empty where the connection has ended. Raises OSError."""
+        data = b""
+        deadline = time.monotonic() + (HEAD_S if not self.trusted else self._server._silence_s)
+        while not data.endswith(b"\r\n\r\n"):
+            self._wait_for(select.POLLIN, deadline - time.monotonic(), "said nothing")
+            more = self._sock.recv(MAX_HEAD_BYTES + 4 - len(data))  # a reader asks again only when it has its answer
+            data += more
+            if not more:
+                return b""
+            if len(data) > MAX_HEAD_BYTES:
+                self._error(431, "a long head")
+                return b""
+        return data[:-4]
+
+    def _answer(self, head: bytes) -> bool:
+        """Whether the connection goes on. Raises OSError and Withdrawn."""
+        try:
+            request = parse_head(head)
+            if not self._server._access.permits(request.fields):
+                raise BadRequest(401, "this job has a token")
+            self.trusted = True
+            asked = parse_request(request)
+            offer = self._server._offer
+            if offer is None or (asked.quorum_id, asked.step) > (offer.quorum_id, offer.step):
+                raise BadRequest(404, "not offered yet")
+            if (asked.quorum_id, asked.step) != (offer.quorum_id, offer.step):
+                raise BadRequest(410, f"on offer is step {offer.step} of quorum {offer.quorum_id}")
+            if asked.last >= offer.manifest.chunks or any(last >= offer.manifest.chunks for _, last in asked.lacks):
+                raise BadRequest(416, f"there are {offer.manifest.chunks} chunks")
+            offer.check()
+            reader = offer.reader(asked.reader)
+        except BadRequest as error:
+            self._error(error.status, str(error))
+            return error.status == 404 and self.trusted
+        except Withdrawn as error:
+            self._error(410, str(error))
+            return False
+        {"header": self._send_header, "body": self._send_body, "done": self._send_done}[asked.what](
+            offer, reader, asked
+        )
+        return True
+
+    def _error(self, status: int, reason: str) -> None:
+        text = (reason + "\n").encode()
+        with contextlib.suppress(OSError):
+            self._send(_reply(status, len(text)), text)
+
+    def _send_header(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+        header = memoryview(offer.header)
+        length = len(header) + DIGEST_BYTES + SEAL_BYTES
+        self._send(_reply(200, length), header, digest(0, header))
+        self._seal(offer)
+
+    def _send_body(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+        offer.wants(asked.reader, (chunk for first, last in asked.lacks for chunk in range(first, last + 1)))
+        start, end = offer.manifest.span(asked.first)[0], offer.manifest.span(asked.last)[1]
+        length = end - start + DIGEST_BYTES * (asked.last - asked.first + 1) + SEAL_BYTES
+        self._send(_reply(206, length, f"Content-Range: chunks {asked.first}-{asked.last}/{offer.manifest.chunks}\r\n"))
+        self._read_of(offer, reader)
+        bounce: Bounce | None = None
+        for chunk in range(asked.first, asked.last + 1):
+            bounce = self._send_chunk(offer, chunk, bounce)
+            offer.sent(reader, [chunk])
+        self._seal(offer)
+
+    def _send_chunk(self, offer: Offer, chunk: int, bounce: Bounce | None) -> Bounce | None:
+        """The lock is held while the tensors are looked at, never while waiting for the reader: in between, a fence may move the chunk
+        aside. Returns the bounce, made when first needed."""
+        assert self._reads is not None
+        lock = self._reads[2]
+        mark = b""
+        moved: memoryview | None = None
+        sent = 0
+        while True:
+            with lock:
+                memory = moved if moved is not None else offer.memory(chunk)
+                if memory is None:
+                    bounce = bounce or Bounce(offer.body)
+                    memory = moved = offer.read(chunk, bounce)
+                mark = mark or digest(chunk, memory)
+                sent += self._try_to_send([memory[sent:], memoryview(mark)[max(0, sent - len(memory)) :]])
+                if sent == len(memory) + DIGEST_BYTES:
+                    return bounce
+            self._wait_for(select.POLLOUT, self._server._silence_s, "took nothing")
+
+    def _send_done(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+        offer.done(asked.reader)
+        self._send(_reply(200, 0))
+
+    def _seal(self, offer: Offer) -> None:
+        """All that was sent had left the tensors before this is looked at. Raises Withdrawn."""
+        offer.check()
+        self._send(offer.seal)
+
+    def _send(self, *parts: bytes | memoryview) -> None:
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                if taken := self._try_to_send([view]):
+                    view = view[taken:]
+                else:
+                    self._wait_for(select.POLLOUT, self._server._silence_s, "took nothing")
+
+    def _try_to_send(self, parts: Sequence[memoryview]) -> int:
+        """What the kernel takes at once. Raises OSError."""
+        try:
+            return self._sock.sendmsg(parts, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _wait_for(self, event: int, timeout_s: float, failing: str) -> None:
+        """The socket itself stays blocking: with a timeout, Python would wait inside the send, with the lock held."""
+        waiting = select.poll()
+        waiting.register(self._sock, event)
+        if not waiting.poll(max(0.0, timeout_s) * 1000):
+            raise TimeoutError(f"it {failing} in its time")
+
+
+_WORDS = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
+
+
+def _reply(status: int, length: int, more: str = "") -> bytes:
+    challenge = "WWW-Authenticate: Bearer\r\n" if status == 401 else ""
+    word = _WORDS.get(status, "Refused")
+    return f"HTTP/1.1 {status} {word}\r\nContent-Length: {length}\r\n{more}{challenge}\r\n".encode()

@@ -1,0 +1,327 @@
+"""Healing over a process group: the same header and digests, from a source to a joiner in a group of two that is theirs alone.
+
+For clusters where groups reach each other by their process groups alone. The group must take tensors in host memory, so it is a gloo one;
+what lies on a device passes through pinned memory. Messages are some chunks of one tensor, in place on
+both sides where they lie in one piece of memory; the order of messages follows from the header, so nothing else need be agreed on:
+
+    length of the header, header, seal | messages, each followed by its chunks' digests | the chunks that came damaged are asked for
+    again, a few times | the seal again, if the offer has stood to the end
+
+The source's thread holds its lock while messages fly, so a fence waits for them, at most heal_grace_s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+
+from ft.healing.body import Body, Bounce
+from ft.healing.capture import Snapshot
+from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
+from ft.healing.offer import SEAL_BYTES, Offer, Reader
+from ft.healing.transport import Fenced, HealConfig, HealFailed, Progress, Source
+
+MESSAGE_CHUNKS = 16
+FLIGHT = 2  # messages between two looks at the fence
+ROUNDS = 3  # of chunks asked for again
+MAX_AGAIN = 64  # chunks in one round; more are no accident
+log = logging.getLogger("pharos.healing")
+
+
+class Group(Protocol):
+    """What is needed of a process group (ft/process_groups/base.py has it)."""
+
+    def configure(self, store: Any, rank: int, size: int) -> None: ...
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any: ...
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any: ...
+    def abandon(self, reason: str, then: Callable[[], None] | None = None) -> Any: ...
+
+
+class PgTransport:
+    """`make`: a new process group, not configured yet. `address`: of a store that joiners reach, "host:port/prefix"."""
+
+    def __init__(
+        self, make: Callable[[], Group], address: str, replica_id: str, config: HealConfig | None = None
+    ) -> None:
+        self._make, self._address, self._replica_id = make, address, replica_id
+        self._config = config or HealConfig()
+        self._offer: Offer | None = None
+        self._senders: list[_Sender] = []
+        self._receiving: Group | None = None
+        self._stopped = ""
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
+        self.withdraw("the source has a newer offer")
+        self._offer = offer = Offer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        for reader in readers:
+            store = _store(self._address, self._replica_id, reader, quorum_id, step)
+            self._senders.append(_Sender(self._make(), store, offer, reader))
+
+    def fence(self) -> Fenced:
+        if self._offer is None:
+            return Fenced.FREE
+        outcome = self._offer.fence(self._config.heal_copy_bytes, self._config.heal_grace_s)
+        if outcome is Fenced.WITHDRAWN:
+            self.withdraw("the source went on")
+        return outcome
+
+    def withdraw(self, reason: str) -> None:
+        if self._offer is not None:
+            self._offer.withdraw(reason)
+            self._offer = None
+        while self._senders:
+            self._senders.pop().end(reason)
+
+    def fetch(
+        self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """From one source after the other, until one gives all."""
+        failed: dict[str, str] = {}
+        touched = False
+        self._stopped = ""
+        for source in sources:
+            group = self._make()
+            with self._lock:
+                if self._stopped:
+                    break
+                self._receiving = group
+            receiver = _Receiver(group, into, progress or (lambda done, total: None))
+            try:
+                group.configure(_store(source.address, source.replica_id, self._replica_id, quorum_id, step), 1, 2)
+                self._check()  # stop() may have come before there was anything to abandon
+                return receiver.run()
+            except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
+                failed[source.replica_id] = str(error)
+                log.warning("healing from %s: %s", source.replica_id, error)
+            finally:
+                touched |= receiver.touched
+                with self._lock:
+                    self._receiving = None
+                untouched = threading.Event()
+                group.abandon("this heal has ended", untouched.set)
+                untouched.wait(self._config.heal_grace_s)  # a message in flight may still be written into our tensors
+        with self._lock:
+            stopped = self._stopped
+        reason = stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
+        raise HealFailed(reason, touched=touched, blame=() if stopped else tuple(failed))
+
+    def stop(self, reason: str) -> None:
+        with self._lock:
+            if self._receiving is None:
+                return
+            self._stopped = reason
+            group = self._receiving
+        group.abandon(reason)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise RuntimeError(self._stopped)
+
+    def close(self) -> None:
+        self.stop("the transport is closed")
+        self.withdraw("the source is leaving")
+
+
+def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) -> str:
+    return f"{address}/heal/{quorum_id}/{step}/{source}/{joiner}"
+
+
+def _messages(manifest: Manifest) -> Iterator[tuple[int, int]]:
+    """(first, last) chunk: both sides see the same. Chunks inside one tensor go together, one that holds several goes alone."""
+    first = 0
+    while first < manifest.chunks:
+        last = first
+        while last + 1 < min(manifest.chunks, first + MESSAGE_CHUNKS) and _in_one(manifest, first, last + 1):
+            last += 1
+        yield first, last
+        first = last + 1
+
+
+def _in_one(manifest: Manifest, first: int, last: int) -> bool:
+    start, end = manifest.span(first)[0], manifest.span(last)[1]
+    pieces = manifest.pieces(start, end)
+    return len(pieces) == 1 and pieces[0][2] - pieces[0][1] == end - start
+
+
+class _Sender:
+    """A joiner's thread in the source."""
+
+    def __init__(self, group: Group, store: str, offer: Offer, name: str) -> None:
+        self._group, self._store, self._offer, self._name = group, store, offer, name
+        self._tag = 0
+        self._thread = threading.Thread(target=self._run, name="heal-sender", daemon=True)
+        self._thread.start()
+
+    def end(self, reason: str) -> None:
+        """Wakes the thread, whatever it waits for."""
+        self._group.abandon(reason)
+
+    def _run(self) -> None:
+        try:
+            reader = self._offer.reader(self._name)
+            self._group.configure(self._store, 0, 2)
+            self._send_all(reader)
+        except (RuntimeError, ValueError) as error:
+            log.info("a reader of the state went away: %s", error)
+        finally:
+            self._group.abandon("this reader has ended")
+
+    def _send_all(self, reader: Reader) -> None:
+        offer = self._offer
+        self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
+        self._lock = offer.join(reader)
+        bounce = Bounce(offer.body, FLIGHT * MESSAGE_CHUNKS)
+        messages = _messages(offer.manifest)
+        while flight := list(islice(messages, FLIGHT)):
+            self._send_flight(reader, flight, bounce)
+        for _ in range(ROUNDS):
+            again = self._receive_again()
+            if not again:
+                break
+            for chunk in again:
+                self._send_flight(reader, [(chunk, chunk)], bounce)
+        offer.check()
+        self._send(_bytes(offer.seal))
+        offer.done(self._name)
+        self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
+
+    def _send_flight(self, reader: Reader, messages: Sequence[tuple[int, int]], bounce: Bounce) -> None:
+        """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
+        works = []
+        with self._lock:
+            for place, (first, last) in enumerate(messages):
+                data = self._message(first, last, bounce, place * MESSAGE_CHUNKS)
+                works += [self._start(data), self._start(_digests(first, data))]
+            for work in works:
+                work.wait()
+        self._offer.sent(reader, [chunk for first, last in messages for chunk in range(first, last + 1)])
+
+    def _message(self, first: int, last: int, bounce: Bounce, place: int) -> torch.Tensor:
+        """The tensor's own memory, where nothing was copied aside and it is in one piece."""
+        self._offer.check()
+        memory = None if self._offer.fenced else self._offer.body.direct(first, last)
+        if memory is not None:
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        length = 0
+        for chunk in range(first, last + 1):
+            length += len(self._offer.read(chunk, bounce, place + chunk - first))
+        return bounce.bytes[place * CHUNK_BYTES : place * CHUNK_BYTES + length]
+
+    def _receive_again(self) -> list[int]:
+        """The chunks that came damaged. Raises ValueError."""
+        asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
+        self._group.recv([asked], 1, self._tag).wait()
+        self._tag += 1
+        count, *chunks = asked.tolist()
+        if not 0 <= count <= MAX_AGAIN or not all(0 <= chunk < self._offer.manifest.chunks for chunk in chunks[:count]):
+            raise ValueError("it asks for chunks that do not exist")
+        return chunks[:count]
+
+    def _send(self, *tensors: torch.Tensor) -> None:
+        for work in [self._start(tensor) for tensor in tensors]:
+            work.wait()
+
+    def _start(self, tensor: torch.Tensor) -> Any:
+        self._tag += 1
+        return self._group.send([tensor], 1, self._tag - 1)
+
+
+class _Receiver:
+    """The joiner's side. Raises RuntimeError and ValueError for whatever is wrong."""
+
+    def __init__(self, group: Group, into: Snapshot, progress: Progress) -> None:
+        self._group, self._into, self._progress = group, into, progress
+        self._tag = 0
+        self.touched = False
+
+    def run(self) -> dict[str, Any]:
+        (length,) = struct.unpack("<Q", self._receive(8))
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise Refused(f"a header of {length} bytes")
+        data = self._receive(length + SEAL_BYTES)
+        manifest, seal = Manifest.parse(data[:length]), data[length:]
+        body = self._into.body_for(manifest)
+        self.touched = True
+        damaged = self._receive_messages(body, list(_messages(manifest)))
+        for _ in range(ROUNDS):
+            if len(damaged) > MAX_AGAIN:
+                raise RuntimeError(f"{len(damaged)} chunks were damaged on the way")
+            asked = torch.tensor([len(damaged), *damaged, *[0] * (MAX_AGAIN - len(damaged))], dtype=torch.int64)
+            self._group.send([asked], 0, self._tag).wait()
+            self._tag += 1
+            if not damaged:
+                break
+            damaged = self._receive_messages(body, [(chunk, chunk) for chunk in damaged])
+        if damaged:
+            raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {ROUNDS} times")
+        if self._receive(SEAL_BYTES) != seal:
+            raise RuntimeError("its offer is another than the one it began with")
+        with contextlib.suppress(RuntimeError):  # a courtesy: all is verified
+            self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, self._tag).wait()
+        return self._into.values_of(manifest)
+
+    def _receive_messages(self, body: Body, messages: list[tuple[int, int]]) -> list[int]:
+        """The chunks that came damaged. One message is received while the one before is compared."""
+        damaged: list[int] = []
+        bounce = Bounce(body, 2 * MESSAGE_CHUNKS)
+        done = 0
+        begun = self._begin(body, bounce, messages[0], 0) if messages else None
+        for number, (first, last) in enumerate(messages):
+            assert begun is not None
+            data, marks, works, bounced = begun
+            for work in works:
+                work.wait()
+            if number + 1 < len(messages):
+                begun = self._begin(body, bounce, messages[number + 1], (number + 1) % 2)
+            expected = _digests(first, data)
+            for chunk in range(first, last + 1):
+                at = (chunk - first) * DIGEST_BYTES
+                if not expected[at : at + DIGEST_BYTES].equal(marks[at : at + DIGEST_BYTES]):
+                    damaged.append(chunk)
+                elif bounced:
+                    body.write(chunk, bounce, number % 2 * MESSAGE_CHUNKS + chunk - first)
+            done += len(data)
+            self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
+        return damaged
+
+    def _begin(
+        self, body: Body, bounce: Bounce, message: tuple[int, int], place: int
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Any], bool]:
+        first, last = message
+        length = body.manifest.span(last)[1] - body.manifest.span(first)[0]
+        memory = body.direct(first, last)
+        start = place * MESSAGE_CHUNKS * CHUNK_BYTES
+        data = bounce.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
+        marks = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
+        return data, marks, [self._start(data), self._start(marks)], memory is None
+
+    def _receive(self, length: int) -> bytes:
+        data = torch.empty(length, dtype=torch.uint8)
+        self._start(data).wait()
+        return bytes(data.numpy().data)
+
+    def _start(self, tensor: torch.Tensor) -> Any:
+        self._tag += 1
+        return self._group.recv([tensor], 0, self._tag - 1)
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _digests(first: int, data: torch.Tensor) -> torch.Tensor:
+    view = data.numpy().data
+    chunks = range(0, len(view), CHUNK_BYTES)
+    return _bytes(b"".join(digest(first + i, view[at : at + CHUNK_BYTES]) for i, at in enumerate(chunks)))

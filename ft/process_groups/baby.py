@@ -1,0 +1,181 @@
+"""Groups in a child process: whatever torch, a driver or a peer does to the child, this process only ever has to kill it.
+
+The operations are those of inline.py, started in the child by the same code. Tensors lie in memory that both map (shared.py). The child
+says when an operation has ended, physically; then the work and its future end here. To give up is to kill: the kernel closes its sockets,
+the peers see it, and no thread of torch is left to wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import uuid
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ft.process_groups import shared
+from ft.process_groups.base import ProcessGroup
+from ft.process_groups.commands import ENDED, FAILED, READY, Form, Map, Start, Unmap
+from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.forming import Ended, Engine, Formation
+from ft.process_groups.meeting import address_of
+from ft.process_groups.nursery import Child, Nursery, nursery_of_this_process
+from ft.process_groups.operations import Operation
+
+
+class ProcessGroupBaby(ProcessGroup):
+    """What both kinds have in common."""
+
+    NATIVE = ""
+
+    def __init__(
+        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
+    ) -> None:
+        super().__init__(timeout, rendezvous_s=rendezvous_s)
+        self._interface = interface
+        self._nursery: Nursery = nursery_of_this_process()
+        self._nursery.warm()  # imports torch while this process goes on
+        self.child: Child | None = None  # of the newest generation
+
+    @staticmethod
+    def empty(shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that the child can use where it is, without a copy."""
+        return shared.empty(shape, dtype)
+
+    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
+        address = store if isinstance(store, str) else _address(formation, store, rank)
+        child = self._nursery.child()
+        formation.at_giving_up(child.kill)
+        self.child = child
+        engine = ChildEngine(child)
+        device = torch.cuda.current_device() if self.NATIVE == "nccl" else None
+        try:
+            engine.form(Form(self.NATIVE, address, rank, size, self.rendezvous_s, self._interface, device))
+        except RendezvousFailed as error:
+            formation.absent = error.absent
+            engine.wake()
+            engine.end()
+            raise
+        return engine
+
+
+class ProcessGroupBabyGloo(ProcessGroupBaby):
+    """gloo in a child process. `interface`: its network interface, such as eth0; by default that of the host's name."""
+
+    KIND, NATIVE = "ft_baby_gloo", "gloo"
+
+
+class ProcessGroupBabyNCCL(ProcessGroupBaby):
+    """NCCL in a child process, on the current device of this one."""
+
+    KIND, NATIVE = "ft_baby_nccl", "nccl"
+
+
+class ChildEngine:
+    """The parent's end of one child. A thread receives what it says."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._memory = shared.Lender(self._map, self._unmap)
+        self._order = threading.Lock()  # of operations: as they are numbered, so they are sent
+        self._lock = threading.Lock()
+        self._under_way: dict[int, tuple[Ended, shared.Loan, Operation]] = {}
+        self._count = 0
+        self._formed = threading.Event()
+        self._problem: RendezvousFailed | None = None
+        self._gone = False
+        self._receiver = threading.Thread(target=self._receive, name=f"ft-child-{child.pid}", daemon=True)
+        self._receiver.start()
+
+    def form(self, command: Form) -> None:
+        """Returns when the group stands. Raises RendezvousFailed."""
+        self._send(command)
+        self._formed.wait()
+        if self._problem is not None:
+            raise self._problem
+
+    def start(self, operation: Operation, ended: Ended) -> None:
+        loan = shared.Loan()
+        with self._order:
+            placed = operation.each(lambda tensor, read, written: self._memory.lend(tensor, read, written, loan))
+            with self._lock:
+                if self._gone:
+                    raise GroupError("the child process is gone")
+                self._count += 1
+                number = self._count
+                self._under_way[number] = (ended, loan, operation)
+            self._send(Start(number, placed, _written(operation, loan)))
+
+    def wake(self) -> None:
+        self._child.kill()
+
+    def end(self) -> None:
+        self._child.end()
+        self._receiver.join()
+        self._memory.close()
+
+    def _send(self, command: Form | Start | Unmap) -> None:
+        try:
+            self._child.channel.send(pickle.dumps(command))
+        except OSError as error:
+            raise GroupError(f"the child process is gone: {error}") from None
+
+    def _map(self, number: int, size: int, descriptor: int) -> None:
+        try:
+            self._child.channel.send(pickle.dumps(Map(number, size)), [descriptor])
+        except OSError as error:
+            raise GroupError(f"the child process is gone: {error}") from None
+
+    def _unmap(self, numbers: list[int]) -> None:
+        self._send(Unmap(numbers))
+
+    def _receive(self) -> None:
+        while (message := self._child.channel.receive()) is not None:
+            what, number, error, more = json.loads(message[0])
+            if what == ENDED:
+                self._ended(number, error, more)
+            elif what in (READY, FAILED):
+                self._problem = None if what == READY else RendezvousFailed(error, tuple(more))
+                self._formed.set()
+        with self._lock:
+            self._gone = True
+            left, self._under_way = list(self._under_way.values()), {}
+        for ended, _, operation in left:
+            ended(GroupError(f"{operation.name}: the child process is gone"), -1)
+        if not self._formed.is_set():
+            self._problem = RendezvousFailed("the child process is gone")
+            self._formed.set()
+
+    def _ended(self, number: int, error: str | None, source: int) -> None:
+        with self._lock:
+            ended, loan, operation = self._under_way.pop(number)
+        self._memory.give_back(loan, complete=error is None)
+        ended(None if error is None else GroupError(f"{operation.name}: {error}"), source)
+
+
+def _written(operation: Operation, loan: shared.Loan) -> tuple[int, bytes] | None:
+    """For tensors on a GPU: an event that the child waits for before it reads them."""
+    devices = {tensor.device for tensor in operation.tensors_flat() if tensor.is_cuda}
+    if not devices:
+        return None
+    [device] = devices
+    event = torch.cuda.Event(interprocess=True)
+    event.record(torch.cuda.current_stream(device))
+    loan.kept.append(event)
+    return device.index, event.ipc_handle()
+
+
+def _address(formation: Formation, store: Store, rank: int) -> str:
+    """The child needs a connection of its own, and torch does not tell a store's prefix: the members agree on a new one."""
+    host, port = address_of(store)
+    if rank == 0:
+        store.set("child/prefix", uuid.uuid4().hex)
+    while not store.check(["child/prefix"]):
+        if formation.given_up.wait(0.01):
+            raise RendezvousFailed("given up", (0,))
+    host = f"[{host}]" if ":" in host else host
+    return f"{host}:{port}/{store.get('child/prefix').decode()}"

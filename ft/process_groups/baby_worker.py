@@ -1,0 +1,171 @@
+"""The child's program: a group of torch that may be killed at any moment, without loss to the process that trains.
+
+The process that trains starts this program once (`python -m ft.process_groups.baby_worker DESCRIPTOR`), as its *nursery*: it imports
+torch, starts no thread, and waits. For each generation it is asked for a child and forks: milliseconds, and the pages of torch are shared.
+
+Nobody outlives the process that trains: Linux kills the nursery with the thread that started it, and each child with the nursery; and
+elsewhere, or should that fail, all leave when their socket ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+FORK = b"fork"
+
+
+def main() -> None:
+    parent = int(sys.argv[2])
+    die_with(parent)
+    from ft.process_groups.channel import Channel
+
+    control = Channel(socket.socket(fileno=int(sys.argv[1])))
+
+    import ft.process_groups.inline
+    import ft.process_groups.shared  # noqa: F401
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
+    gc.freeze()  # the pages stay shared: a collection in a child does not write on them
+    nursery(control)
+
+
+def nursery(control: Any) -> None:
+    """Forks a child for each message, which brings the child's socket; answers with its process number."""
+    while (message := control.receive()) is not None:
+        _bury()
+        what, descriptors = message
+        if what != FORK:
+            continue
+        me = os.getpid()
+        child = os.fork()
+        if child == 0:
+            die_with(me)
+            control.close()
+            _become(descriptors[0])
+        os.close(descriptors[0])
+        control.send(str(child).encode())
+
+
+def _become(descriptor: int) -> None:
+    from ft.process_groups.channel import Channel
+
+    try:
+        Child(Channel(socket.socket(fileno=descriptor))).serve()
+    finally:
+        os._exit(0)  # without a word to torch's threads: they may never end
+
+
+class Child:
+    """Carries out commands, one after the other, until its socket ends."""
+
+    def __init__(self, channel: Any) -> None:
+        from ft.process_groups.commands import Form, Map, Start, Unmap
+        from ft.process_groups.shared import Borrower
+
+        self._channel = channel
+        self._memory = Borrower()
+        self._engine: Any = None
+        self._handlers: dict[type[Any], Callable[[Any, list[int]], None]] = {
+            Form: self._form,
+            Map: self._map,
+            Unmap: self._unmap,
+            Start: self._start,
+        }
+
+    def serve(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            command = pickle.loads(message[0])
+            self._handlers[type(command)](command, message[1])
+
+    def _form(self, command: Any, descriptors: list[int]) -> None:
+        """In a thread: this one sees the end of the socket meanwhile."""
+        threading.Thread(target=self._build, args=(command,), name="ft-form", daemon=True).start()
+
+    def _build(self, command: Any) -> None:
+        from ft.process_groups.commands import FAILED, READY
+        from ft.process_groups.forming import Formation
+        from ft.process_groups.inline import form_gloo, form_nccl
+        from ft.process_groups.meeting import Meeting
+
+        formation = Formation("child", lambda it: self._engine)
+        try:
+            if command.device is not None:
+                import torch
+
+                torch.cuda.set_device(command.device)
+            meeting = Meeting(formation, command.store, command.rank, command.size, command.limit_s)
+            if command.kind == "gloo":
+                self._engine = form_gloo(formation, meeting, command.interface)
+            else:
+                self._engine = form_nccl(formation, meeting)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
+            self._reply(FAILED, 0, str(error), list(formation.absent))
+        else:
+            self._reply(READY, 0, None, [])
+
+    def _map(self, command: Any, descriptors: list[int]) -> None:
+        self._memory.add(command.number, command.size, descriptors[0])
+
+    def _unmap(self, command: Any, descriptors: list[int]) -> None:
+        self._memory.drop(command.numbers)
+
+    def _start(self, command: Any, descriptors: list[int]) -> None:
+        def ended(error: Exception | None, source: int) -> None:
+            from ft.process_groups.commands import ENDED
+
+            self._reply(ENDED, command.number, None if error is None else str(error), source)
+
+        try:
+            if command.after is not None:
+                _wait_for(command.after)
+            operation = command.operation.each(lambda place, read, written: self._memory.tensor(place))
+            self._engine.start(operation, ended)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
+            ended(error, -1)
+
+    def _reply(self, *reply: Any) -> None:
+        try:
+            self._channel.send(json.dumps(reply).encode())
+        except OSError:
+            os._exit(0)  # the parent is gone
+
+
+def _wait_for(event: tuple[int, bytes]) -> None:
+    """This process' stream waits until the parent has written the tensors."""
+    import torch
+
+    device, handle = event
+    torch.cuda.current_stream(device).wait_event(torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle))
+
+
+def die_with(parent: int) -> None:
+    """Linux kills this process as soon as the thread that started it is gone. Exits if that has happened before."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1  # prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _bury() -> None:
+    """Takes leave of the children that have ended. Their numbers are not given to others before."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

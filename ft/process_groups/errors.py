@@ -1,0 +1,23 @@
+"""How a group fails. All are RuntimeErrors, with the cause in words."""
+
+from __future__ import annotations
+
+
+class GroupError(RuntimeError):
+    """An operation or a group failed; the group is of no use until it is configured again."""
+
+
+class Abandoned(GroupError):
+    """Given up by this member itself (`abandon`, `shutdown`, or configured anew)."""
+
+
+class RendezvousFailed(GroupError):
+    """The group did not form. `absent`: the ranks that had not come, as far as is known."""
+
+    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.absent = absent
+
+
+class MustExit(GroupError):
+    """Too many generations of the past have not ended: this process cannot be trusted to form another one, and has to exit."""

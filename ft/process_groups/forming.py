@@ -1,0 +1,100 @@
+"""A group on its way to stand: built in a thread that its owner never waits for longer than it wants to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.operations import Operation
+
+Ended = Callable[[Exception | None, int], None]  # the error if there was one; the rank that a message came from, or -1
+
+
+class Engine(Protocol):
+    """What carries out the operations of one generation: torch's groups in this process, or in a child."""
+
+    def start(self, operation: Operation, ended: Ended) -> None:
+        """Starts it, and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
+
+    def wake(self) -> None:
+        """Ends what is pending as soon as may be, here and at the peers. Returns at once; may be called from any thread, and twice."""
+
+    def end(self) -> None:
+        """After wake: returns when nothing of it touches a tensor, and all that it had is given back. May take long, or not come back."""
+
+
+class Formation:
+    """`build` runs in a thread of its own and returns the engine. It names what wakes it (`at_giving_up`) as it goes."""
+
+    def __init__(self, name: str, build: Callable[[Formation], Engine]) -> None:
+        self.given_up = threading.Event()
+        self.absent: tuple[int, ...] = ()
+        self._build = build
+        self._lock = threading.Lock()
+        self._wakers: list[Callable[[], object]] = []
+        self._over = threading.Event()
+        self._engine: Engine | None = None
+        self._error: Exception | None = None
+        self._reason = ""
+        self._thread = threading.Thread(target=self._run, name=f"ft-form-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, limit_s: float) -> Engine:
+        """The engine. Raises RendezvousFailed when it was given up, did not come within the limit (it is then given up), or failed."""
+        if not self._over.wait(limit_s):
+            self.give_up(f"has not formed within {limit_s:g} s")
+        with self._lock:
+            if self._engine is not None and not self.given_up.is_set():
+                return self._engine
+            cause = self._reason or str(self._error)
+        missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
+        raise RendezvousFailed(cause + missing, self.absent) from self._error
+
+    def give_up(self, reason: str) -> None:
+        """Wakes who waits, and the thread that builds. From any thread; what came first counts."""
+        with self._lock:
+            if self.given_up.is_set():
+                return
+            self._reason = reason
+            self.given_up.set()
+            wakers = list(self._wakers)
+        self._over.set()
+        for wake in wakers:
+            wake()
+
+    def at_giving_up(self, wake: Callable[[], object]) -> None:
+        """`wake` is called when the formation is given up; at once, if it is already."""
+        with self._lock:
+            self._wakers.append(wake)
+            late = self.given_up.is_set()
+        if late:
+            wake()
+
+    def end(self) -> None:
+        """After give_up: returns when the thread is gone, and the engine with it if there is one after all."""
+        self._thread.join()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.wake()
+            engine.end()
+
+    def _run(self) -> None:
+        try:
+            engine = self._build(self)
+        except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to who waits)
+            self._error = error if isinstance(error, GroupError) else GroupError(str(error))
+        else:
+            with self._lock:
+                self._engine = engine
+            del engine  # a group of torch must not be dropped by this thread
+        self._over.set()
+        self._build = _nothing  # and what it holds
+        self._wakers.clear()
+
+
+def _nothing(formation: Formation) -> Engine:
+    raise AssertionError("built twice")

@@ -1,0 +1,111 @@
+"""One life of a process group, from the moment it stands until it is given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ft.process_groups.errors import Abandoned, GroupError
+from ft.process_groups.forming import Engine
+from ft.process_groups.operations import Operation
+from ft.process_groups.reaper import Reaper
+from ft.process_groups.work import GroupWork
+
+
+class Generation:
+    """Starts operations on the engine and ends their works. The first failure is the generation's: what is asked afterwards fails at once
+    with it. What is under way may still complete, for a complete sum counts. torch's timeouts are off; the limit is kept here."""
+
+    def __init__(self, engine: Engine, limit_s: float) -> None:
+        self._engine: Engine | None = engine
+        self._limit_s = limit_s
+        self._lock = threading.RLock()  # the end of a work may ask for the next operation
+        self._news = threading.Condition(self._lock)
+        self._works: dict[int, GroupWork] = {}  # under way, the oldest first
+        self._count = 0
+        self._error: Exception | None = None
+        self._over = False
+        self._watch = threading.Thread(target=self._keep_limit, name="ft-group-limit", daemon=True)
+        self._watch.start()
+
+    @property
+    def error(self) -> Exception | None:
+        with self._lock:
+            return self._error
+
+    @property
+    def pending(self) -> int:
+        """Operations under way."""
+        with self._lock:
+            return len(self._works)
+
+    def start(self, operation: Operation) -> GroupWork:
+        """Never raises, and never waits for a peer: a failure is the work's."""
+        work = GroupWork(operation)
+        with self._lock:
+            engine, error = self._engine, self._error
+            if error is None and engine is not None:
+                self._count += 1
+                number = self._count
+                self._works[number] = work
+                if len(self._works) == 1:
+                    self._news.notify()
+        if error is not None or engine is None:
+            work.end(error or Abandoned("the group was given up"))
+            return work
+        try:
+            engine.start(operation, partial(self._ended, number, work))
+        except Exception as failure:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)
+            self._ended(number, work, failure)
+        return work
+
+    def fail(self, error: Exception) -> None:
+        """Nobody waits any longer. The engine may still be at work on the tensors."""
+        with self._lock:
+            self._error = self._error or error
+            works, self._works = list(self._works.values()), {}
+        for work in works:
+            work.end(error)
+
+    def give_up(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
+        """Wakes everybody, and hands the engine to the reaper. The second time changes nothing."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            self._over = True
+            self._news.notify()
+        self.fail(Abandoned(reason))
+        if engine is not None:
+            engine.wake()
+            reaper.take(partial(_end, [engine], self._watch), f"given up: {reason}", then)
+
+    def _ended(self, number: int, work: GroupWork, error: Exception | None, source: int = -1) -> None:
+        if error is not None and not isinstance(error, GroupError):
+            error = GroupError(f"{work.operation}: {error}")  # without the traceback, which would keep the group alive
+        with self._lock:
+            self._works.pop(number, None)
+            if error is not None:
+                self._error = self._error or error
+        work.end(error, source)
+
+    def _keep_limit(self) -> None:
+        while True:
+            with self._lock:
+                if self._over:
+                    return
+                oldest = next(iter(self._works.values()), None)
+                left_s = None if oldest is None else oldest.started_s + self._limit_s - time.monotonic()
+                if left_s is None or left_s > 0:
+                    self._news.wait(left_s)
+                    continue
+                assert oldest is not None
+                late = oldest.operation
+            self.fail(GroupError(f"{late} has not ended after {self._limit_s:g} s"))
+
+
+def _end(only: list[Engine], watch: threading.Thread) -> None:
+    engine = only.pop()
+    engine.end()
+    del engine
+    watch.join()

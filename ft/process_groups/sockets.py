@@ -1,0 +1,92 @@
+"""The sockets of a group, found among all descriptors of this process (Linux).
+
+A gloo group cannot be woken: its abort does nothing, and dropping it waits for what is pending. But when its sockets are shut, all that
+waits on them ends within milliseconds, here and at the peers. torch does not say which they are. A gloo device listens on one port of its
+own, and each connection has such a port at one end; members tell each other these ports before they connect (meeting.py). So a socket
+belongs to a group if its near end is our port or its far end is a port of a peer: true also for connections that are made late, and
+never for a socket that another thread opens at the same moment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+Made = TypeVar("Made")
+Address = tuple[str, int]  # as the kernel names it
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_one_at_a_time = threading.Lock()
+
+
+def can_be_found() -> bool:
+    return _DESCRIPTORS.is_dir()
+
+
+def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> int:
+    """Ends all traffic of the sockets whose near end is in `near` or whose far end is in `far`; how many there were. Nothing is closed: the
+    owner does that, else the number might be somebody else's by then."""
+    count = 0
+    for sock in _sockets():
+        # gloo's thread dies of an accept that fails, and the process with it: a socket that listens is left alone
+        if (_near(sock) in near or _far(sock) in far) and not _listens(sock):
+            with suppress(OSError):  # its peer is gone
+                sock.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def near_ends(
+    make: Callable[[], Made], *, listening: bool = False, port: int | None = None
+) -> tuple[Made, set[Address]]:
+    """Calls `make`; returns what it made, and the near ends of the new sockets, either those that listen or those connected to `port`."""
+    with _one_at_a_time:
+        before = {_identity(sock) for sock in _sockets()}
+        made = make()
+        found = set()
+        for sock in _sockets():
+            if _identity(sock) not in before and (_listens(sock) if listening else _far(sock)[1] == port):
+                found.add(_near(sock))
+        return made, found
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for."""
+    for path in list(_DESCRIPTORS.iterdir()):
+        try:
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    yield sock
+        except OSError:  # closed since it was listed
+            continue
+
+
+def _identity(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _near(sock: socket.socket) -> Address:
+    return _plain(sock.getsockname())
+
+
+def _far(sock: socket.socket) -> Address:
+    try:
+        return _plain(sock.getpeername())
+    except OSError:
+        return ("", 0)
+
+
+def _plain(name: tuple[str, int]) -> Address:
+    return name[0].removeprefix("::ffff:"), name[1]

@@ -1,0 +1,102 @@
+"""Two groups for special places: one that talks to nobody, and one whose failures the caller never sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from ft.process_groups.base import Collectives, ProcessGroup
+from ft.process_groups.forming import Ended, Engine, Formation
+from ft.process_groups.operations import Operation, flatten
+from ft.process_groups.work import GroupWork
+
+
+class ProcessGroupDummy(ProcessGroup):
+    """Talks to nobody: every operation ends at once, as if each other member had given the same as this one (a sum is left as it is).
+    For what insists on a group where the real one comes later, such as DDP's constructor."""
+
+    KIND = "ft_dummy"
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        super().__init__()
+        self.configure("localhost:1/dummy", rank, size)
+
+    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
+        return _Alone()
+
+
+class _Alone:
+    def start(self, operation: Operation, ended: Ended) -> None:
+        outputs = operation.outputs_flat()
+        inputs = [tensor for name in operation.reads for tensor in flatten(getattr(operation, name))]
+        if inputs and set(operation.reads).isdisjoint(operation.writes):
+            given = torch.cat([tensor.detach().flatten() for tensor in inputs])
+            place = 0
+            for output in outputs:
+                index = torch.arange(place, place + output.numel(), device=given.device) % given.numel()
+                output.copy_(given[index].view(output.shape))
+                place += output.numel()
+        ended(None, -1)
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def end(self) -> None:
+        """There is nothing to give back."""
+
+
+class ErrorSwallowingProcessGroup(Collectives):
+    """A group whose works always succeed: after a failure tensors hold whatever they hold, and `errored` has the cause until the next
+    `configure`. Whoever uses it asks before taking the results."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
+        self._group = group
+        self._error: Exception | None = None
+
+    def configure(self, store: Store | str, rank: int, size: int) -> None:
+        """As ProcessGroup's."""
+        self._error = None
+        self._group.configure(store, rank, size)
+
+    def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
+        self._group.abandon(reason, then)
+
+    def errored(self) -> Exception | None:
+        return self._error or self._group.errored()
+
+    def report(self, error: Exception) -> None:
+        """A failure that was seen elsewhere: what follows does nothing."""
+        self._error = self._error or error
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+    def launch(self, operation: Operation) -> dist.Work:
+        mine = GroupWork(operation)
+        if self.errored() is not None:
+            mine.end(None)
+            return mine
+        theirs = self._group.launch(operation)
+
+        def ended(future: Any) -> None:
+            error = theirs.exception()
+            if error is not None:
+                self.report(error)
+            mine.end(None, theirs._source_rank())
+
+        theirs.get_future().add_done_callback(ended)
+        return mine
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return self._group.getBackendName()

@@ -1,0 +1,1 @@
+"""Healing: the format, the captured state, both transports, and what goes wrong on the way."""

@@ -1,0 +1,201 @@
+"""What is captured, where its bytes lie, and that they come to the same place in another group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ft.healing.body import Body, Bounce
+from ft.healing.capture import State, materialise
+from ft.healing.format import CHUNK_BYTES, DTYPES, Manifest, Refused
+from tests.healing.states import WORDS, Group, equal, large
+
+
+def copy_over(source: Group, joiner: Group) -> dict[str, Any]:
+    """A heal without a wire: what the source's chunks hold, where the joiner wants them."""
+    offered, into = source.snapshot(), joiner.snapshot()
+    theirs = Manifest.parse(offered.manifest.encode())
+    give, take = offered.body(), into.body_for(theirs)
+    ours, other = Bounce(give), Bounce(take)
+    for chunk in range(theirs.chunks):
+        memory = give.direct(chunk, chunk)
+        data = give.read(chunk, ours) if memory is None else memory
+        if (place := take.direct(chunk, chunk)) is not None:
+            place[:] = data
+        else:
+            other.view[: len(data)] = data
+            take.write(chunk, other)
+    return into.values_of(theirs)
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Any bits at all, NaNs and their payloads among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(shape).numel() * dtype.itemsize
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
+    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype_bit_for_bit(dtype: str):
+    def state(seed: int) -> Group:
+        tensors = [random_bits(DTYPES[dtype], shape, seed + i) for i, shape in enumerate([(), (5,), (0, 3), (4, 6)])]
+        tensors.append(random_bits(DTYPES[dtype], (40, 30), seed).t())  # not contiguous
+        tensors.append(random_bits(DTYPES[dtype], (CHUNK_BYTES + 100,), seed)[::2])
+        return Group({"x": tensors})
+
+    source, joiner = state(1), state(100)
+    values = copy_over(source, joiner)
+    assert equal(values, source.values)
+    assert all(ours is theirs for ours, theirs in zip(values["x"], joiner.values["x"], strict=True)), "in place"
+
+
+def test_shapes_that_lie_differently_in_memory_heal_each_other():
+    """Only the logical shape is a fact of the state; how each lays it out is its own."""
+    source = Group({"x": torch.randn(600, 700).t(), "y": torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)})
+    joiner = Group({"x": torch.zeros(700, 600), "y": torch.zeros(2, 3, 8, 8)})
+    assert equal(copy_over(source, joiner), source.values)
+    assert equal(
+        copy_over(joiner, Group({"x": torch.zeros(600, 700).t(), "y": torch.zeros(2, 3, 8, 8)})), source.values
+    )
+
+
+def test_shared_storage():
+    """Tied weights, and views of one flat buffer: each is written, the last time with the same bytes."""
+
+    def state(fill: float) -> Group:
+        flat = torch.arange(3 * WORDS) * fill
+        return Group(
+            {"x": {"flat": flat, "head": flat[:100], "tied": flat[WORDS : 2 * WORDS].view(1024, 256), "again": flat}}
+        )
+
+    source, joiner = state(3.0), state(0.0)
+    values = copy_over(source, joiner)
+    assert equal(values, source.values)
+    assert values["x"]["flat"].data_ptr() == values["x"]["head"].data_ptr()
+
+
+def test_large_chunks_are_the_tensors_memory():
+    body = large(1, chunks=10).snapshot().body()
+    in_place = [chunk for chunk in range(body.manifest.chunks) if body.direct(chunk, chunk) is not None]
+    assert in_place == list(range(1, 9))  # the first and last hold small tensors, too
+    assert len(body.direct(2, 4) or b"") == 3 * CHUNK_BYTES and body.direct(0, 4) is None
+
+
+def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
+    source = Group({"m": {"a": torch.ones(3), "b": torch.ones(2)}})
+    for other, words in (
+        ({"m": {"a": torch.zeros(4), "b": torch.zeros(2)}}, r"m/a: they have float32 \[3\], we float32 \[4\]"),
+        ({"m": {"a": torch.zeros(3).double(), "b": torch.zeros(2)}}, "m/a: they have float32"),
+        ({"m": {"a": torch.zeros(3)}}, "m/b: only they have"),
+        ({"m": {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(2)}}, "m/c: only we have"),
+        ({"m": {"a": torch.zeros(3), "b": torch.zeros(2)}, "n": 1}, "not registered by both: n"),
+    ):
+        with pytest.raises(Refused, match=words):
+            Group(other).snapshot().body_for(source.snapshot().manifest)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3).to_sparse(),
+        torch.zeros(1).expand(5),
+        torch.zeros(2, device="meta"),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+)
+def test_tensors_without_memory_of_their_own_are_refused_by_name(tensor: torch.Tensor):
+    with pytest.raises(Refused, match=r"^x/0: "):
+        Group({"x": [tensor]}).snapshot()
+
+
+def test_registration():
+    state = State()
+    state.register("model", dict, print)
+    with pytest.raises(ValueError, match="registered already"):
+        state.register("model", dict, print)
+    for name in ("", "a/b"):
+        with pytest.raises(ValueError, match="name has characters"):
+            state.register(name, dict, print)
+
+
+def test_a_model_and_its_optimizer_heal_to_the_same_steps():
+    """torch's own state_dicts, with whole numbers as keys; the joiner has never stepped. The next steps are the same, bit for bit."""
+
+    def rank(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, State]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
+        state = State()
+        state.register("model", model.state_dict, model.load_state_dict)
+        state.register("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+        return model, optimizer, state
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer, state = rank(1)
+    train(model, optimizer)
+    other, its_optimizer, its_state = rank(2)
+    materialise(its_optimizer)
+    offered, into = state.snapshot(), its_state.snapshot()
+    take, give = into.body_for(offered.manifest), offered.body()
+    bounce = Bounce(give)
+    bounce.view[:] = bytes(CHUNK_BYTES)
+    give.read(0, bounce)
+    take.write(0, bounce)
+    its_state.load(into.values_of(offered.manifest))
+    for one, its in ((model, optimizer), (other, its_optimizer)):
+        train(one, its)
+    assert equal(dict(model.state_dict()), dict(other.state_dict()))
+    assert equal(optimizer.state_dict()["param_groups"], its_optimizer.state_dict()["param_groups"])
+
+
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_materialise_changes_nothing_that_follows(rule: type[torch.optim.Optimizer]):
+    def steps(first: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(5))
+        optimizer = rule([weight], lr=0.1, weight_decay=0.1)  # type: ignore[call-arg]
+        if first:
+            materialise(optimizer)
+            assert weight.grad is None and weight.detach().eq(1).all() and optimizer.param_groups[0]["lr"] == 0.1
+        for _ in range(3):
+            weight.grad = torch.arange(5.0)
+            optimizer.step()
+        return weight.detach()
+
+    assert equal(steps(True), steps(False))
+
+
+def test_only_local_shards_of_dtensors(tmp_path: Any):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        source = Group({"x": [distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])]})
+        joiner = Group({"x": [distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])]})
+        values = copy_over(source, joiner)
+        assert isinstance(values["x"][0], DTensor) and values["x"][0] is joiner.values["x"][0]
+        assert equal(joiner.values["x"][0].to_local(), torch.arange(12.0).view(4, 3))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_bounce_leaves_no_old_bytes_between_tensors():
+    """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
+    snapshot = Group({"x": [torch.ones(3), torch.ones(5)]}).snapshot()
+    body = Body(snapshot.manifest, list(snapshot.local.values()))
+    bounce = Bounce(body)
+    bounce.bytes.fill_(255)
+    data = bytes(body.read(0, bounce))
+    assert data == torch.ones(3).numpy().tobytes().ljust(64, b"\0") + torch.ones(5).numpy().tobytes().ljust(64, b"\0")

@@ -1,0 +1,255 @@
+"""The header believes nothing: whatever arrives is refused in words, or is what `encode` would have written."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft.healing.format import (
+    CHUNK_BYTES,
+    DTYPES,
+    MAX_HEADER_BYTES,
+    Manifest,
+    Refused,
+    digest,
+    from_json,
+    lay_out,
+    to_json,
+)
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    entries = lay_out([("m/a", torch.float32, (3, 4)), ("m/b", torch.bfloat16, ()), ("m/c", torch.int64, (0, 5))])
+    values = {"m": {"dict": [["a", {"tensor": 0}], ["b", {"tensor": 1}], ["c", {"tensor": 2}], ["lr", 0.1]]}}
+    return json.loads(Manifest(entries, values).encode()) | changes
+
+
+def tensors(*changes: tuple[int, int, Any]) -> dict[str, Any]:
+    """changes: (tensor, field, value)."""
+    found = header()
+    for index, field, value in changes:
+        found["tensors"][index][field] = value
+    return found
+
+
+def test_round_trip():
+    manifest = Manifest.parse(json.dumps(header()).encode())
+    assert [(e.name, e.dtype, e.shape, e.offset) for e in manifest.entries] == [
+        ("m/a", "float32", (3, 4), 0),
+        ("m/b", "bfloat16", (), 64),
+        ("m/c", "int64", (0, 5), 128),
+    ]
+    assert manifest.total_bytes == 128 and manifest.chunks == 1
+    assert Manifest.parse(manifest.encode()) == manifest
+
+
+HOSTILE = {
+    "huge shape": tensors((0, 2, [1 << 45, 1 << 45])),
+    "huge size": tensors((0, 2, [1 << 60])),
+    "negative size": tensors((0, 2, [-3, 4])),
+    "a size that is a float": tensors((0, 2, [3.0, 4])),
+    "a size that is true": tensors((0, 2, [True, 4])),
+    "65 dims": tensors((0, 2, [1] * 65)),
+    "overlapping offsets": tensors((1, 3, 0)),
+    "negative offset": tensors((1, 3, -64)),
+    "a gap": tensors((1, 3, 128)),
+    "offset true": tensors((0, 3, False)),
+    "unknown dtype": tensors((0, 1, "float12")),
+    "a dtype of torch that is none of ours": tensors((0, 1, "quint8")),
+    "dtype no text": tensors((0, 1, [])),
+    "a name twice": tensors((1, 0, "m/a")),
+    "a long name": tensors((1, 0, "x" * 2000)),
+    "three fields": header(tensors=[["a", "float32", []]]),
+    "tensors no list": header(tensors={}),
+    "other total": header(total_bytes=129),
+    "total true": header(total_bytes=True),
+    "other format": header(format="pharos healing 2"),
+    "other order of bytes": header(byte_order="big"),
+    "other chunks": header(chunk_bytes=CHUNK_BYTES * 2),
+    "chunks as a float": header(chunk_bytes=float(CHUNK_BYTES)),
+    "a field more": header(code="print()"),
+    "values no object": header(values=[]),
+    "no tensor of that number": header(values={"m": {"tensor": 3}}),
+    "a negative tensor": header(values={"m": {"tensor": -1}}),
+    "a tensor twice": header(values={"m": [{"tensor": i} for i in (0, 1, 2, 0)]}),
+    "a tensor that is true": header(values={"m": [{"tensor": i} for i in (0, True, 2)]}),
+    "a tensor that nobody has": header(values={"m": [{"tensor": 0}, {"tensor": 1}]}),
+    "unknown kind": header(values={"m": {"pickle": "gASVBAAAAAAAAABLAS4="}}),
+    "two kinds": header(values={"m": {"tensor": 0, "tuple": []}}),
+    "a dict that is no list": header(values={"m": {"dict": {"a": 1}}}),
+    "a dict's key is a list": header(values={"m": {"dict": [[[], 1]]}}),
+    "a dict's key is true": header(values={"m": {"dict": [[True, 1]]}}),
+    "a dict's key twice": header(values={"m": {"dict": [["a", 1], ["a", 2]]}}),
+    "float that is text": header(values={"m": {"float": "1e5"}}),
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused(case: str):
+    with pytest.raises(Refused):
+        Manifest.parse(json.dumps(HOSTILE[case]).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    {
+        "nothing": b"",
+        "NaN": json.dumps(header()).replace("0.1", "NaN").encode(),
+        "Infinity": json.dumps(header()).replace("0.1", "-Infinity").encode(),
+        "twice": json.dumps(header()).replace('"values"', '"values": 1, "values"').encode(),
+        "deep": b"[" * 100_000,
+        "deep values": json.dumps(header(values={})).replace("{}", '{"m":' + "[" * 80 + "]" * 80 + "}").encode(),
+        "many digits": json.dumps(header()).replace("0.1", "1" * 5000).encode(),
+        "no ASCII": json.dumps(header()).replace("lr", "\xff").encode("latin1"),
+        "too long": b" " * (MAX_HEADER_BYTES + 1),
+        "surrogates in UTF-8": b"\xed\xa0\x80",
+    }.values(),
+)
+def test_what_is_no_json_of_ours_is_refused(data: bytes):
+    with pytest.raises(Refused):
+        Manifest.parse(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(header())), JSON)
+def test_any_field_may_hold_anything(name: str, value: Any):
+    parse_or_refuse(json.dumps(header() | {name: value}).encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2), st.integers(0, 3), JSON)
+def test_any_part_of_a_tensor_may_hold_anything(index: int, field: int, value: Any):
+    parse_or_refuse(json.dumps(tensors((index, field, value))).encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_bytes_may_be_changed(data: st.DataObject):
+    text = bytearray(json.dumps(header()).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(text) - 1))
+        text[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    parse_or_refuse(bytes(text))
+
+
+def parse_or_refuse(data: bytes) -> None:
+    """What is taken is as good as ours: it lies in order, it is written back, and its values can be made."""
+    try:
+        manifest = Manifest.parse(data)
+    except Refused:
+        return
+    assert Manifest.parse(manifest.encode()) == manifest
+    end = 0
+    for entry in manifest.entries:
+        assert end <= entry.offset < end + 64 and entry.dtype in DTYPES
+        end = entry.offset + entry.nbytes
+    assert end <= manifest.total_bytes
+    for tree in manifest.values.values():
+        from_json(tree, [torch.zeros(0)] * len(manifest.entries))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=6) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES)
+def test_values_come_back_exactly(value: Any):
+    """repr tells -0.0 from 0.0, 1 from 1.0 and True, a tuple from a list; and a float's is exact."""
+    names: list[str] = []
+    manifest = Manifest((), {"x": to_json(value, "x", lambda name, _: names.append(name))})
+    back = from_json(Manifest.parse(manifest.encode()).values["x"], [])
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value", [b"x", {1, 2}, object(), 1j, {(1, 2): 3}, {True: 1}, {1.5: 2}, lambda: 0, torch.float32]
+)
+def test_what_cannot_be_sent_is_refused_by_name(value: Any):
+    with pytest.raises(Refused, match=r"^opt/groups/1/.*|^opt/groups/1: "):
+        to_json({"groups": [0, value]}, "opt", None)
+
+
+def test_a_cycle_is_refused():
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(Refused, match="nested deeper"):
+        to_json(loop, "opt", None)
+
+
+def test_names_of_tensors_differ_where_keys_differ():
+    names: list[str] = []
+    keys = [1, "1", "'1'", -1, "-1", "a", "a/b", "'a/b'", "b"]
+    tree = {key: torch.zeros(1) for key in keys} | {"a": {"b": torch.zeros(1)}}
+    to_json(tree, "x", lambda name, _: names.append(name) or 0)
+    assert len(set(names)) == len(keys), names
+
+
+# ------------------------------------------------------------------------------------------------ digests
+
+
+def words(data: bytes) -> tuple[int, int]:
+    """The definition, slowly."""
+    xored = added = 0
+    for i in range(0, len(data), 8):
+        word = int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little")
+        xored, added = xored ^ word, (added + word) % 2**64
+    return xored, added
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 1 << 40))
+def test_digest_is_its_definition(data: bytes, chunk: int):
+    place = (chunk * 0x9E3779B97F4A7C15 + len(data) + 1) % 2**64
+    xored, added = words(data)
+    expected = (xored ^ place).to_bytes(8, "little") + ((added + place) % 2**64).to_bytes(8, "little")
+    assert digest(chunk, memoryview(data)) == expected
+
+
+def test_digest_sees_every_flipped_bit_and_misplaced_chunk():
+    draw = random.Random(1)
+    data = bytearray(draw.randbytes(CHUNK_BYTES))
+    right = digest(5, memoryview(data))
+    for _ in range(200):
+        place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+        data[place] ^= bit
+        assert digest(5, memoryview(data)) != right
+        data[place] ^= bit
+    assert digest(5, memoryview(data)) == right
+    assert digest(6, memoryview(data)) != right
+    assert digest(5, memoryview(data)[:-8]) != right
+    assert digest(5, memoryview(bytes(64))) != digest(5, memoryview(bytes(128)))
+
+
+def test_pieces_cover_the_body():
+    shapes = [(300_000,), (), (0,), (700_001,), (3, 3), (1_000_000,)]
+    manifest = Manifest(lay_out([(str(i), torch.float32, shape) for i, shape in enumerate(shapes)]))
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for chunk in range(manifest.chunks):
+        for index, low, high in manifest.pieces(*manifest.span(chunk)):
+            seen.setdefault(index, []).append((low, high))
+    for index, entry in enumerate(manifest.entries):
+        parts = seen.get(index, [])
+        assert sum(high - low for low, high in parts) == entry.nbytes
+        assert all(one[1] == other[0] for one, other in zip(parts, parts[1:], strict=False))

@@ -1,0 +1,468 @@
+"""Healing over HTTP between threads of one process: whole, from two sources, and with everything going wrong that may.
+
+In every case a heal either gives the source's state bit for bit, or raises and says so: never half a state.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from ft.healing import http_fetch, http_server
+from ft.healing.format import CHUNK_BYTES
+from ft.healing.http_transport import HttpTransport
+from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
+from ft.rpc.access import Access
+from tests.healing.proxy import Proxy, Spoil, cut, flip, hold
+from tests.healing.states import Group, equal, large
+from tests.sockets import by_make_ft
+
+TOKEN = Access(token="a token of the test's own")
+ONE_STREAM = HealConfig(heal_streams=1)  # so that what passes a proxy has an order
+QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
+MIB = 1 << 20
+
+pytestmark = by_make_ft
+
+
+class World:
+    """Transports, proxies and threads, all ended with the test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._events: list[threading.Event] = []
+        self._threads = stack.enter_context(ThreadPoolExecutor(8))
+
+    def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
+        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
+        self._stack.callback(transport.close)
+        return transport
+
+    def source(self, group: Group, name: str = "a", config: HealConfig | None = None, **offer: Any) -> HttpTransport:
+        transport = self.transport(name, config=config)
+        transport.offer(group.snapshot(), **({"quorum_id": 3, "step": 7, "readers": ["j"]} | offer))
+        return transport
+
+    def proxy(self, to: HttpTransport, spoil: Spoil) -> Proxy:
+        proxy = Proxy(to.address, spoil)
+        self._stack.callback(proxy.close)
+        return proxy
+
+    def start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._threads.submit(call, *args, **kwargs)
+
+    def event(self) -> threading.Event:
+        self._events.append(threading.Event())
+        return self._events[-1]
+
+    def open_gates(self) -> None:
+        for event in self._events:
+            event.set()
+
+
+@pytest.fixture(autouse=True)
+def _short_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small states then have several."""
+    monkeypatch.setattr(http_fetch, "LEAST_STRIPE", 8)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with ExitStack() as stack:
+        world = World(stack)
+        try:
+            yield world
+        finally:
+            world.open_gates()
+
+
+def heal(
+    joiner: HttpTransport, group: Group, *sources: Any, quorum_id: int = 3, step: int = 7, progress: Any = None
+) -> None:
+    """As a joiner does it: fetch, then load."""
+    named = [Source(f"source-{i}", source.address) for i, source in enumerate(sources)]
+    group.state.load(joiner.fetch(named, group.snapshot(), quorum_id=quorum_id, step=step, progress=progress))
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_a_whole_state(world: World, streams: int):
+    group, joiner = large(1), large(2)
+    source = world.source(group)
+    seen: list[tuple[int, int]] = []
+    transport = world.transport("j", config=HealConfig(heal_streams=streams))
+    heal(transport, joiner, source, progress=lambda done, total: seen.append((done, total)))
+    assert equal(joiner.loaded, group.values)
+    assert joiner.loaded["model"]["weights"] is joiner.values["model"]["weights"]
+    total = group.snapshot().manifest.total_bytes
+    assert (
+        seen[-1] == (total, total) and [done for done, _ in seen] == sorted(done for done, _ in seen) and len(seen) > 2
+    )
+    assert source.fence() is Fenced.FREE
+
+
+def test_all_kinds_of_tensors(world: World):
+    def state(fill: int) -> Group:
+        tied = torch.full((700_000,), float(fill))
+        return Group(
+            {
+                "bf16": torch.full((1 << 20,), fill, dtype=torch.bfloat16),
+                "fp8": torch.full((999,), fill, dtype=torch.uint8).view(torch.float8_e4m3fn),
+                "bool": torch.full((3, 3), bool(fill)),
+                "int64": torch.tensor(fill),
+                "empty": torch.zeros(0, 4),
+                "crossed": torch.full((1000, 900), float(fill)).t(),
+                "shared": [tied, tied[:5], tied],
+                "plain": {"lr": 0.1 * fill, 5: (None, float("inf"), "x"), "nan": float("nan")},
+            }
+        )
+
+    group, joiner = state(1), state(0)
+    heal(world.transport("j"), joiner, world.source(group))
+    assert equal(joiner.loaded, group.values)
+
+
+def test_a_state_without_tensors(world: World):
+    group, joiner = Group({"ledger": {"step": 5}}), Group({"ledger": {"step": 0}})
+    heal(world.transport("j"), joiner, world.source(group))
+    assert joiner.loaded == {"ledger": {"step": 5}}
+
+
+def test_two_sources_share_the_work(world: World):
+    group, joiner = large(1, chunks=40), large(2, chunks=40)
+    proxies = [world.proxy(world.source(group, name), lambda _, data: data) for name in ("a", "b")]
+    heal(world.transport("j"), joiner, *proxies)
+    assert equal(joiner.loaded, group.values)
+    total = group.snapshot().manifest.total_bytes
+    assert all(MIB <= proxy.passed < total for proxy in proxies), [proxy.passed for proxy in proxies]
+
+
+@pytest.mark.parametrize("dies_after", [0, 300, 5 * MIB, 8 * MIB + 2000, 13 * MIB])
+def test_one_of_two_sources_dies(world: World, dies_after: int):
+    group, joiner = large(1, chunks=32), large(2, chunks=32)
+    dies = world.proxy(world.source(group, "a"), cut(dies_after))
+    heal(world.transport("j"), joiner, dies, world.source(group, "b"))
+    assert equal(joiner.loaded, group.values)
+
+
+def test_the_only_source_dies(world: World):
+    group, joiner = large(1), large(2)
+    with pytest.raises(HealFailed, match="closed the connection before the end") as failed:
+        heal(world.transport("j"), joiner, world.proxy(world.source(group), cut(10 * MIB)))
+    assert failed.value.touched and failed.value.blame == ("source-0",) and not joiner.loaded
+
+
+def test_nobody_there(world: World):
+    gone = world.transport("a")
+    gone.close()
+    with pytest.raises(HealFailed, match="refused") as failed:
+        heal(world.transport("j"), large(2), gone)
+    assert not failed.value.touched
+
+
+@pytest.mark.parametrize("truncated_by", [1, 16, 17, 40])
+def test_a_truncated_stream_is_noticed(world: World, truncated_by: int):
+    """The last bytes are the seal; before it comes the last digest."""
+    group, joiner = large(1, chunks=3), large(2, chunks=3)
+    source = world.source(group)
+    whole = world.proxy(source, lambda _, data: data)
+    heal(world.transport("j"), large(3, chunks=3), whole)
+    source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    with pytest.raises(HealFailed, match="before the end"):
+        heal(world.transport("j"), joiner, world.proxy(source, cut(whole.passed - len(DONE) - truncated_by)))
+    assert not joiner.loaded
+
+
+DONE = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"  # the answer to the joiner's last word
+
+
+def test_a_flipped_byte_is_fetched_again(world: World):
+    group, joiner = large(1), large(2)
+    proxy = world.proxy(world.source(group), flip(5 * MIB, 12 * MIB, 30 * MIB))
+    heal(world.transport("j"), joiner, proxy)
+    assert equal(joiner.loaded, group.values)
+    total = group.snapshot().manifest.total_bytes
+    assert total + 3 * CHUNK_BYTES <= proxy.passed < total + 3 * CHUNK_BYTES + MIB
+
+
+def test_a_wire_that_always_flips_is_given_up(world: World):
+    group, joiner = large(1), large(2)
+    proxy = world.proxy(world.source(group), flip(*range(2 * MIB, 200 * MIB, MIB // 2)))
+    with pytest.raises(HealFailed, match="chunks were damaged"):
+        heal(world.transport("j"), joiner, proxy)
+    assert proxy.passed < 3 * group.snapshot().manifest.total_bytes and not joiner.loaded
+
+
+def test_a_flipped_byte_in_the_header_is_noticed(world: World):
+    group, joiner = large(1, chunks=2), large(2, chunks=2)
+    with pytest.raises(HealFailed, match="header was damaged") as failed:
+        heal(world.transport("j"), joiner, world.proxy(world.source(group), flip(200)))
+    assert not failed.value.touched
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((3, 6), "410 on offer is step 7 of quorum 3"),
+        ((2, 7), "410 on offer"),
+        ((3, 8), "404 not offered yet"),
+        ((4, 7), "404"),
+    ],
+)
+def test_another_step_or_quorum_is_refused(world: World, asked: tuple[int, int], words: str):
+    joiner = large(2, chunks=2)
+    source = world.source(large(1, chunks=2))
+    with pytest.raises(HealFailed, match=words) as failed:
+        heal(world.transport("j", config=QUICK), joiner, source, quorum_id=asked[0], step=asked[1])
+    assert not failed.value.touched
+
+
+def test_an_offer_that_comes_later_is_waited_for(world: World):
+    group, joiner = large(1, chunks=2), large(2, chunks=2)
+    source = world.transport("a")
+    asked = world.event()
+    proxy = world.proxy(source, lambda _, data: asked.set() or data)
+    healing = world.start(heal, world.transport("j"), joiner, proxy)
+    assert asked.wait(30)
+    source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    healing.result(30)
+    assert equal(joiner.loaded, group.values)
+
+
+@pytest.mark.parametrize("token", ["", "another token of the test", TOKEN.token + "x", TOKEN.token[:-1]])
+def test_a_wrong_token_is_refused(world: World, token: str):
+    joiner = large(2, chunks=2)
+    with pytest.raises(HealFailed, match="401 this job has a token") as failed:
+        heal(world.transport("j", Access(token=token)), joiner, world.source(large(1, chunks=2)))
+    assert not failed.value.touched and not joiner.loaded
+
+
+def test_no_wide_address_without_a_token():
+    with pytest.raises(ValueError, match="no token"):
+        HttpTransport("0.0.0.0", "a", Access())
+
+
+def test_sources_with_different_states(world: World):
+    """The one that answers first is believed, and it alone."""
+    one, other, joiner = large(1, chunks=24), large(5, chunks=24), large(2, chunks=24)
+    gate = world.event()
+    late = world.proxy(world.source(other, "b"), hold(0, gate))
+
+    def progress(done: int, total: int) -> None:
+        gate.set()
+
+    heal(world.transport("j"), joiner, world.source(one, "a"), late, progress=progress)
+    assert equal(joiner.loaded, one.values)
+
+
+def test_another_shape_is_refused_before_a_byte_is_written(world: World):
+    joiner = large(2, chunks=3)
+    before = joiner.values["model"]["weights"].clone()
+    with pytest.raises(HealFailed, match="model/weights: they have float32") as failed:
+        heal(world.transport("j"), joiner, world.source(large(1, chunks=4)))
+    assert not failed.value.touched and equal(before, joiner.values["model"]["weights"])
+
+
+# ------------------------------------------------------------------------------------------------ the source goes on
+
+
+def commit(group: Group) -> None:
+    """Changes every tensor, as an optimizer does."""
+    for tensor in group.values["model"].values():
+        tensor.add_(1)
+
+
+def half_way(
+    world: World, config: HealConfig, chunks: int = 40
+) -> tuple[Group, Group, HttpTransport, threading.Event, Future[Any]]:
+    """A joiner that has got 10 MiB and waits for the gate."""
+    group, joiner = large(1, chunks=chunks), large(2, chunks=chunks)
+    source = world.source(group, config=config)
+    gate, reached = world.event(), world.event()
+    proxy = world.proxy(source, hold(10 * MIB, gate, reached))
+    healing = world.start(heal, world.transport("j"), joiner, proxy)
+    assert reached.wait(30)
+    return group, joiner, source, gate, healing
+
+
+def test_a_commit_copies_aside_what_is_unsent(world: World):
+    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_streams=1, heal_copy_bytes=40 * MIB))
+    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    assert source.fence() is Fenced.COPIED
+    commit(group)
+    assert source.fence() is Fenced.COPIED  # the next step's: nothing more to do
+    gate.set()
+    healing.result(30)
+    assert equal(joiner.loaded["model"], before)
+
+
+def test_a_commit_while_several_streams_are_served(world: World):
+    """Each connection has a lock of its own; the fence holds them all while it copies."""
+    group, joiner = large(1), large(2)
+    source = world.source(group)
+    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    fenced: list[Fenced] = []
+
+    def progress(done: int, total: int) -> None:
+        if not fenced:  # called by one stream, while others go on
+            fenced.append(source.fence())
+            commit(group)
+
+    heal(world.transport("j", config=HealConfig(heal_streams=3)), joiner, source, progress=progress)
+    assert equal(joiner.loaded["model"], before) and fenced[0] in (Fenced.COPIED, Fenced.FREE)
+
+
+def test_a_commit_waits_until_the_rest_is_small(world: World):
+    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_streams=1, heal_copy_bytes=5 * MIB))
+    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    fencing = world.start(lambda: (source.fence(), commit(group))[0])
+    gate.set()
+    assert fencing.result(30) in (Fenced.COPIED, Fenced.FREE)
+    healing.result(30)
+    assert equal(joiner.loaded["model"], before)
+
+
+def test_a_reader_slower_than_the_grace_is_left_behind(world: World):
+    """The source commits; what comes after has no seal, and the joiner's state stays void."""
+    group, joiner, source, gate, healing = half_way(world, QUICK)
+    assert source.fence() is Fenced.WITHDRAWN
+    commit(group)
+    gate.set()
+    with pytest.raises(HealFailed) as failed:
+        healing.result(30)
+    assert failed.value.touched and not joiner.loaded
+    assert source.fence() is Fenced.FREE
+
+
+def test_a_withdrawn_source_is_replaced_by_the_other(world: World):
+    group, _, source, gate, healing = half_way(world, QUICK)
+    other = world.transport("b")
+    other.offer(large(1).snapshot(), quorum_id=3, step=7, readers=["j"])
+    expected = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    source.withdraw("the test says so")
+    commit(group)
+    gate.set()
+    with pytest.raises(HealFailed):
+        healing.result(30)
+    again = large(2)
+    heal(world.transport("k"), again, source, other)
+    assert equal(again.loaded["model"], expected)
+
+
+def test_a_joiner_that_never_comes(world: World):
+    group = large(1, chunks=2)
+    assert world.source(group, config=QUICK).fence() is Fenced.WITHDRAWN
+    roomy = world.source(group, name="b")
+    assert roomy.fence() is Fenced.COPIED
+    before = group.values["model"]["weights"].clone()
+    commit(group)
+    joiner = large(2, chunks=2)
+    heal(world.transport("j"), joiner, roomy)  # and later comes all the same
+    assert equal(joiner.loaded["model"]["weights"], before)
+
+
+def test_a_newer_offer_ends_the_older(world: World):
+    group, joiner = large(1, chunks=2), large(2, chunks=2)
+    source = world.source(group)
+    source.offer(group.snapshot(), quorum_id=3, step=8, readers=["j"])
+    with pytest.raises(HealFailed, match="410 on offer is step 8"):
+        heal(world.transport("j"), joiner, source)
+    heal(world.transport("j"), joiner, source, step=8)
+    assert equal(joiner.loaded, group.values)
+
+
+def test_a_source_that_offers_anew_under_the_same_number(world: World):
+    """Every stripe is whole and every digest right, but they are of two states: the seals differ."""
+    group, joiner = large(1), large(2)
+    source = world.source(group)
+
+    def progress(done: int, total: int) -> None:
+        commit(group)
+        source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+
+    with pytest.raises(HealFailed, match="its offer is another than the one it began with"):
+        heal(world.transport("j"), joiner, source, progress=progress)
+    assert not joiner.loaded
+
+
+def test_without_readers_a_fence_is_free(world: World):
+    source = world.source(large(1, chunks=2), readers=[])
+    assert source.fence() is Fenced.FREE and world.transport("b").fence() is Fenced.FREE
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+def test_a_fetch_can_be_stopped(world: World):
+    group, joiner, _, _, _ = half_way(world, HealConfig())
+    other = world.transport("k")
+    reached = world.event()
+    proxy = world.proxy(world.source(group, "b"), hold(10 * MIB, world.event(), reached))
+    healing = world.start(heal, other, joiner, proxy)
+    assert reached.wait(30)
+    other.stop("the quorum has failed")
+    with pytest.raises(HealFailed, match="the quorum has failed") as failed:
+        healing.result(10)
+    assert failed.value.touched and not failed.value.blame
+
+
+def test_a_fetch_that_waits_for_an_offer_can_be_stopped(world: World):
+    joiner, source = world.transport("j"), world.transport("a")
+    asked = world.event()
+    proxy = world.proxy(source, lambda _, data: asked.set() or data)
+    healing = world.start(heal, joiner, large(2, chunks=2), proxy)
+    assert asked.wait(30)
+    joiner.stop("enough")
+    with pytest.raises(HealFailed, match="enough"):
+        healing.result(10)
+
+
+def test_a_silent_source_is_given_up(world: World):
+    group, joiner = large(1), large(2)
+    proxy = world.proxy(world.source(group), hold(10 * MIB, world.event()))
+    with pytest.raises(HealFailed, match=r"silent for 0\.5 s"):
+        heal(world.transport("j", config=QUICK), joiner, proxy)
+
+
+def test_close_leaves_no_thread(world: World):
+    _, _, source, gate, healing = half_way(world, HealConfig())
+    ours = [thread for thread in threading.enumerate() if thread.name in ("heal-fetch", "heal-reader")]
+    assert {thread.name for thread in ours} == {"heal-fetch", "heal-reader"}
+    source.close()
+    source.close()
+    gate.set()
+    with pytest.raises(HealFailed):
+        healing.result(30)
+    for thread in ours:
+        thread.join(30)
+        assert not thread.is_alive(), thread.name
+
+
+def test_strangers_keep_nobody_out(world: World):
+    """Whoever holds all connections without a token makes room for those who have one."""
+    group, joiner = large(1, chunks=2), large(2, chunks=2)
+    source = world.source(group)
+    at = ("127.0.0.1", int(source.address.rpartition(":")[2]))
+    strangers = [socket.create_connection(at) for _ in range(http_server.MAX_CONNECTIONS + 5)]
+    try:
+        heal(world.transport("j"), joiner, source)
+        assert equal(joiner.loaded, group.values)
+        assert source._server.connections <= http_server.MAX_CONNECTIONS
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "HEAD_S", 0.05)
+    source = world.source(large(1, chunks=2))
+    with socket.create_connection(("127.0.0.1", int(source.address.rpartition(":")[2]))) as silent:
+        silent.settimeout(30)
+        silent.sendall(b"GET /heal")
+        assert silent.recv(1) == b""

@@ -1,0 +1,273 @@
+"""Healing over a process group: with gloo between processes, and with a group made of queues where something is to go wrong."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from ft.healing.format import CHUNK_BYTES
+from ft.healing.pg_transport import PgTransport
+from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
+from tests.healing.states import Group, equal, large
+from tests.multiproc.pool import Pool
+from tests.sockets import by_make_ft
+
+QUICK = HealConfig(heal_copy_bytes=0, heal_grace_s=0.3)
+
+pytestmark = by_make_ft
+
+
+class Wire:
+    """What the two members of a group have in common: a queue per direction, and whether one has left."""
+
+    def __init__(self) -> None:
+        self.queues: list[queue.Queue[tuple[int, torch.Tensor, threading.Event]]] = [queue.Queue(), queue.Queue()]
+        self.left = threading.Event()
+        self.here = threading.Barrier(2)
+
+
+class Work:
+    def __init__(self, ends: Callable[[], bool], left: threading.Event) -> None:
+        self._ends, self._left = ends, left
+
+    def wait(self) -> bool:
+        while True:
+            if self._left.is_set():
+                raise RuntimeError("a member has left")
+            if self._ends():
+                return True
+
+
+class QueueGroup:
+    """The face of a process group, in one process. spoil(tag, data): may change a message from the source, or wait."""
+
+    def __init__(self, wires: dict[str, Wire], spoil: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        self._wires, self._spoil = wires, spoil or (lambda tag, data: None)
+        self._wire: Wire | None = None
+        self._left = threading.Event()
+
+    def configure(self, store: str, rank: int, size: int) -> None:
+        assert size == 2
+        self._wire, self._rank = self._wires.setdefault(store, Wire()), rank
+        try:
+            self._wire.here.wait(0.5 if self._rank else 5)
+        except threading.BrokenBarrierError:
+            raise RuntimeError("nobody came") from None
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+        assert self._wire and dst == 1 - self._rank
+        arrived = threading.Event()
+        self._wire.queues[dst].put((tag, tensors[0], arrived))
+        return Work(lambda: arrived.wait(0.01), self._wire.left)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
+        wire, rank = self._wire, self._rank
+        assert wire and src == 1 - rank
+        arrived = False
+
+        def ends() -> bool:
+            nonlocal arrived
+            if arrived:
+                return True
+            try:
+                sent_tag, data, told = wire.queues[rank].get(timeout=0.01)
+            except queue.Empty:
+                return False
+            assert (
+                sent_tag == tag and data.numel() * data.element_size() == tensors[0].numel() * tensors[0].element_size()
+            )
+            tensors[0].copy_(data)
+            if rank == 1:
+                self._spoil(tag, tensors[0])
+            told.set()
+            arrived = True
+            return True
+
+        return Work(ends, wire.left)
+
+    def abandon(self, reason: str, then: Callable[[], None] | None = None) -> None:
+        if self._wire:
+            self._wire.left.set()
+            self._wire.here.abort()
+        if then:
+            then()
+
+
+def pair(group: Group, config: HealConfig | None = None, spoil: Any = None) -> tuple[PgTransport, PgTransport]:
+    """A source with its offer, and a joiner."""
+    wires: dict[str, Wire] = {}
+    source = PgTransport(lambda: QueueGroup(wires), "queues/x", "a", config)
+    joiner = PgTransport(lambda: QueueGroup(wires, spoil), "queues/y", "j", config)
+    source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    return source, joiner
+
+
+def heal(source: PgTransport, transport: PgTransport, joiner: Group, **asked: int) -> None:
+    given = {"quorum_id": 3, "step": 7} | asked
+    joiner.state.load(transport.fetch([Source("a", source.address)], joiner.snapshot(), **given))
+
+
+def test_a_whole_state():
+    group, joiner = large(1), large(2)
+    source, transport = pair(group)
+    heal(source, transport, joiner)
+    assert equal(joiner.loaded["model"], group.values["model"]) and equal(
+        joiner.loaded["ledger"], group.values["ledger"]
+    )
+    assert source.fence() is Fenced.FREE
+
+
+def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None]:
+    seen: set[int] = set()
+
+    def spoil(tag: int, data: torch.Tensor) -> None:
+        if data.numel() > CHUNK_BYTES // 2 and (always or tag in tags) and tag not in seen:
+            seen.add(tag)
+            data[100] ^= 1
+
+    return spoil
+
+
+def test_damaged_chunks_are_asked_for_again():
+    group, joiner = large(1), large(2)
+    source, transport = pair(group, spoil=flip(2, 4))
+    heal(source, transport, joiner)
+    assert equal(joiner.loaded, group.values)
+
+
+def test_a_wire_that_always_flips_is_given_up():
+    group, joiner = large(1), large(2)
+    source, transport = pair(group, spoil=flip(always=True))
+    with pytest.raises(HealFailed, match="damaged on the way, 3 times") as failed:
+        heal(source, transport, joiner)
+    assert failed.value.touched and failed.value.blame == ("a",) and not joiner.loaded
+
+
+def test_another_step_finds_nobody():
+    source, transport = pair(large(1, chunks=2))
+    with pytest.raises(HealFailed, match="nobody came") as failed:
+        heal(source, transport, large(2, chunks=2), step=8)
+    assert not failed.value.touched
+    source.close()
+
+
+def test_another_shape_is_refused():
+    source, transport = pair(large(1, chunks=2))
+    with pytest.raises(HealFailed, match="model/weights: they have") as failed:
+        heal(source, transport, large(2, chunks=3))
+    assert not failed.value.touched
+
+
+def half_way(config: HealConfig) -> tuple[Group, Group, PgTransport, PgTransport, threading.Event, Future[None]]:
+    """A joiner that waits for the gate with 16 chunks in hand."""
+    group, joiner = large(1, chunks=100), large(2, chunks=100)
+    gate, reached = threading.Event(), threading.Event()
+
+    def spoil(tag: int, data: torch.Tensor) -> None:
+        if data.numel() == 16 * CHUNK_BYTES:
+            reached.set()
+            assert gate.wait(30)
+
+    source, transport = pair(group, config, spoil)
+    threads = ThreadPoolExecutor(1)
+    healing = threads.submit(heal, source, transport, joiner)
+    threads.shutdown(wait=False)
+    assert reached.wait(30)
+    return group, joiner, source, transport, gate, healing
+
+
+def test_a_commit_copies_aside_what_is_unsent():
+    group, joiner, source, _, gate, healing = half_way(HealConfig(heal_copy_bytes=200 << 20))
+    before = group.values["model"]["weights"].clone()
+    with ThreadPoolExecutor(1) as threads:
+        fencing = threads.submit(lambda: (source.fence(), group.values["model"]["weights"].add_(1))[0])
+        gate.set()
+        assert fencing.result(30) in (Fenced.COPIED, Fenced.FREE)
+    healing.result(30)
+    assert equal(joiner.loaded["model"]["weights"], before)
+
+
+def test_a_reader_slower_than_the_grace_is_left_behind():
+    group, joiner, source, _, gate, healing = half_way(QUICK)
+    assert source.fence() is Fenced.WITHDRAWN
+    group.values["model"]["weights"].add_(1)
+    gate.set()
+    with pytest.raises(HealFailed, match="a member has left"):
+        healing.result(30)
+    assert not joiner.loaded
+
+
+def test_a_fetch_can_be_stopped():
+    _, joiner, source, transport, gate, healing = half_way(HealConfig())
+    transport.stop("the quorum has failed")
+    gate.set()
+    with pytest.raises(HealFailed, match="the quorum has failed") as failed:
+        healing.result(30)
+    assert failed.value.touched and not failed.value.blame and not joiner.loaded
+    source.close()
+
+
+# ------------------------------------------------------------------------------------------------ gloo
+
+
+def over_gloo(address: str, leaves: bool) -> Any:
+    """Rank 0 has the state, rank 1 heals. leaves: the source closes while the joiner has a part."""
+    import torch.distributed as dist
+
+    from ft.process_groups.inline import ProcessGroupGloo
+
+    def states() -> tuple[Group, Group]:
+        both = large(1, chunks=100), large(2, chunks=100)
+        for fill, group in enumerate(both):
+            group.values["model"]["crossed"] = torch.full((300, 400), float(fill)).t()
+        return both
+
+    def meet(done: int, total: int) -> None:
+        if leaves and not met:
+            met.append(done)
+            dist.barrier()  # it has a part
+            dist.barrier()  # its source is gone
+
+    source, joiner = states()
+    met: list[int] = []
+    transport = PgTransport(lambda: ProcessGroupGloo(30.0), address, "aj"[dist.get_rank()])
+    try:
+        if dist.get_rank() == 0:
+            transport.offer(source.snapshot(), quorum_id=3, step=7, readers=["j"])
+            if leaves:
+                dist.barrier()
+                transport.close()
+                dist.barrier()
+            dist.barrier()
+            return transport.fence().name
+        try:
+            values = transport.fetch([Source("a", address)], joiner.snapshot(), quorum_id=3, step=7, progress=meet)
+            return equal(values, source.values)
+        except HealFailed as failed:
+            return failed.touched, failed.blame
+        finally:
+            dist.barrier()
+    finally:
+        transport.close()
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_gloo(pool: Pool, store: Any):
+    assert pool.run(2, over_gloo, f"127.0.0.1:{store.port}/whole", False) == ["FREE", True]
+
+
+def test_gloo_whose_source_leaves(pool: Pool, store: Any):
+    _, joiner = pool.run(2, over_gloo, f"127.0.0.1:{store.port}/leaves", True)
+    assert joiner == (True, ("a",))

@@ -1,0 +1,88 @@
+"""A member of process groups, in a process that a test may kill or stop. Reads one JSON command a line, answers each with one JSON line.
+
+Commands run in threads of their own, so that one can end what another waits for: {"id": 1, "do": "form", ...} -> {"id": 1, ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+
+def main() -> None:
+    _die_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    member = Member()
+    for line in sys.stdin:
+        command = json.loads(line)
+        threading.Thread(target=_answer, args=(member, command), daemon=True).start()
+    os._exit(0)
+
+
+class Member:
+    def __init__(self) -> None:
+        self.groups: dict[str, Any] = {}
+        self.kind = ""
+
+    def form(self, kind: str, store: str, rank: int, size: int) -> dict[str, Any]:
+        from ft.process_groups.baby import ProcessGroupBabyGloo
+        from ft.process_groups.inline import ProcessGroupGloo
+
+        self.kind = kind
+        if kind not in self.groups:
+            classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
+            self.groups[kind] = classes[kind](timeout=600.0, rendezvous_s=30.0, interface="lo")
+        group = self.groups[kind]
+        group.configure(store, rank, size)
+        child = getattr(group, "child", None)
+        return {"child": child.pid if child else 0, "nursery": child._nursery.pid if child else 0}
+
+    def sums(self, count: int, elements: int) -> dict[str, Any]:
+        """Sums of this member's rank + 1, `count` of them or until one fails."""
+        import torch
+
+        group = self.groups[self.kind]
+        done, value = 0, torch.empty(elements)
+        while done < count:
+            value.fill_(group.rank() + 1.0)
+            try:
+                group.allreduce([value]).wait()
+            except RuntimeError as problem:
+                return {"done": done, "error": str(problem), "errored": str(group.errored())}
+            expected = sum(range(group.size() + 1))
+            assert value.eq(expected).all(), f"sum {done} is not {expected}"
+            done += 1
+            if done == 1 and count > 1:
+                print(json.dumps({"id": 0, "first": True}), flush=True)
+        return {"done": done}
+
+    def abandon(self, reason: str) -> dict[str, Any]:
+        self.groups[self.kind].abandon(reason)
+        return {}
+
+    def reaped(self) -> dict[str, Any]:
+        return {"ended": self.groups[self.kind].reaper.wait(20)}
+
+
+def _answer(member: Member, command: dict[str, Any]) -> None:
+    number, do = command.pop("id"), command.pop("do")
+    try:
+        answer = getattr(member, do)(**command)
+    except Exception as problem:  # noqa: BLE001 (the test wants to know)
+        answer = {"raised": f"{type(problem).__name__}: {problem}"}
+    print(json.dumps({"id": number, **answer}), flush=True)
+
+
+def _die_with_parent() -> None:
+    from ft.process_groups.baby_worker import die_with
+
+    die_with(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

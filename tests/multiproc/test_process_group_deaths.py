@@ -1,0 +1,199 @@
+"""Members that are killed or stopped in the middle of a collective: who is left goes on, and nothing outlives its parent.
+
+On a machine with several programs starting at once two of them have failed to form within their time, and why is not known for certain
+(a resolver that loses packets is suspected).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from tests.sockets import by_make_ft
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"),
+    by_make_ft,
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ["gloo", "baby_gloo"]
+LIMIT_S = 40.0  # for an answer, on a busy machine
+
+
+class Member:
+    """The test's end of one process."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Future[dict[str, Any]]] = {}
+        self.first = threading.Event()  # its first sum is there
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.multiproc.group_member", str(os.getpid())],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def tell(self, do: str, **arguments: Any) -> Future[dict[str, Any]]:
+        number = next(self._numbers)
+        self._answers[number] = answer = Future()
+        assert self.process.stdin is not None
+        print(json.dumps({"id": number, "do": do, **arguments}), file=self.process.stdin, flush=True)
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            if answer["id"] == 0:
+                self.first.set()
+            else:
+                self._answers.pop(answer.pop("id")).set_result(answer)
+
+
+class Crew:
+    """Members that live through the tests of this file; who was killed is replaced."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._generations = itertools.count()
+
+    def three(self) -> list[Member]:
+        alive = [member for member in self._members if member.process.poll() is None]
+        for member in self._members:
+            if member not in alive:
+                member.close()
+        self._members = alive + [Member() for _ in range(3 - len(alive))]
+        for member in self._members:
+            member.first.clear()
+        return self._members
+
+    def form(self, kind: str, members: list[Member]) -> list[dict[str, Any]]:
+        store = f"127.0.0.1:{self._store.port}/{next(self._generations)}"
+        return told(members, "form", kind=kind, store=store, size=len(members), ranked=True)
+
+    def close(self) -> None:
+        for member in self._members:
+            member.close()
+
+
+def told(members: list[Member], do: str, ranked: bool = False, **arguments: Any) -> list[dict[str, Any]]:
+    """The answers of all, none of which raised."""
+    answers = [
+        member.tell(do, **arguments, **({"rank": rank} if ranked else {})) for rank, member in enumerate(members)
+    ]
+    results = [answer.result(LIMIT_S) for answer in answers]
+    assert not [result for result in results if "raised" in result], results
+    return results
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+def survive(crew: Crew, kind: str, survivors: list[Member], sums: list[Future[dict[str, Any]]], reason: str) -> None:
+    """A notice says what happened: the sums end, and the survivors form anew and go on."""
+    for member in survivors:
+        member.tell("abandon", reason=reason)
+    for answer in sums:
+        result = answer.result(LIMIT_S)
+        assert result.get("done", 0) > 0 and "raised" not in result, result
+        # the closed connection of the dead, or of a survivor that was told first, or the notice
+        assert reason in result["error"] or "Connection" in result["error"] or "connection" in result["error"], result
+        assert result["errored"] != "None"
+    crew.form(kind, survivors)
+    assert told(survivors, "sums", count=3, elements=1000) == [{"done": 3}] * len(survivors)
+    assert all(answer["ended"] for answer in told(survivors, "reaped"))
+
+
+def start_sums(members: list[Member]) -> list[Future[dict[str, Any]]]:
+    """Sums of 8 MB without end; returns when all have had one."""
+    sums = [member.tell("sums", count=10**9, elements=2 << 20) for member in members]
+    assert all(member.first.wait(LIMIT_S) for member in members)
+    return sums
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_is_killed_inside_a_collective(crew: Crew, kind: str):
+    members = crew.three()
+    crew.form(kind, members)
+    sums = start_sums(members)
+    members[1].process.kill()
+    survive(crew, kind, [members[0], members[2]], [sums[0], sums[2]], "member b is lost")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_is_stopped_inside_a_collective(crew: Crew, kind: str):
+    members = crew.three()
+    crew.form(kind, members)
+    sums = start_sums(members)
+    members[0].process.send_signal(signal.SIGSTOP)
+    try:
+        survive(crew, kind, members[1:], sums[1:], "member a is silent")
+    finally:
+        members[0].process.send_signal(signal.SIGCONT)
+    result = sums[0].result(LIMIT_S)  # it wakes up among closed connections
+    assert "onnection" in result["error"], result
+    crew.form(kind, members)
+    assert told(members, "sums", count=2, elements=1000) == [{"done": 2}] * 3
+
+
+def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
+    members = crew.three()
+    child = crew.form("baby_gloo", members)[0]["child"]
+    sums = start_sums(members)
+    os.kill(child, signal.SIGKILL)
+    result = sums[0].result(LIMIT_S)
+    assert "the child process is gone" in result["error"], result
+    survive(crew, "baby_gloo", members, sums[1:], "member a failed")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_child_outlives_its_trainer(crew: Crew, stopped: bool):
+    members = crew.three()
+    processes = crew.form("baby_gloo", members)[2]
+    handles = [os.pidfd_open(processes[name]) for name in ("child", "nursery")]
+    start_sums(members)
+    if stopped:
+        os.kill(processes["child"], signal.SIGSTOP)
+    members[2].process.kill()
+    try:
+        for handle in handles:
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            assert poll.poll(LIMIT_S * 1000), "it lives"
+    finally:
+        for handle in handles:
+            os.close(handle)
+        for member in members[:2]:
+            member.tell("abandon", reason="the test is over").result(LIMIT_S)

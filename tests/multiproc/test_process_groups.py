@@ -1,0 +1,447 @@
+"""Process groups of several processes: every operation against what it must give, torch's own ways in, giving up, forming anew.
+
+Each test runs for every kind: what is tested on gloo is the code of NCCL, but for the few lines that name it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+from ft.process_groups.base import ProcessGroup
+from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
+from ft.process_groups.special import ErrorSwallowingProcessGroup
+from tests.multiproc.pool import Pool
+from tests.sockets import by_make_ft
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"), by_make_ft]
+
+GPUS = torch.cuda.device_count()
+KINDS = [
+    "gloo",
+    "baby_gloo",
+    pytest.param(
+        "nccl", marks=pytest.mark.skipif(GPUS < 3, reason=f"NCCL needs a GPU per rank; there are {GPUS} of 3")
+    ),
+    pytest.param(
+        "baby_nccl", marks=pytest.mark.skipif(GPUS < 3, reason=f"NCCL needs a GPU per rank; there are {GPUS} of 3")
+    ),
+]
+SIZE = 3
+_servers: list[TCPStore] = []  # of this worker; its groups may still be on their way out when a test is over
+
+
+def make(kind: str, limit_s: float = 600.0, rendezvous_s: float = 30.0) -> ProcessGroup:
+    if "nccl" in kind:
+        torch.cuda.set_device(dist.get_rank())
+        return {"nccl": ProcessGroupNCCL, "baby_nccl": ProcessGroupBabyNCCL}[kind](limit_s, rendezvous_s=rendezvous_s)
+    classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
+    return classes[kind](limit_s, rendezvous_s=rendezvous_s, interface="lo")
+
+
+def server() -> TCPStore:
+    """One store for all ranks of the run; the first serves it."""
+    port = torch.zeros((), dtype=torch.int64)
+    if dist.get_rank() == 0:
+        _servers.append(TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
+        port.fill_(_servers[-1].port)
+    dist.broadcast(port, 0)
+    return TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
+
+
+def formed(kind: str, limit_s: float = 600.0) -> tuple[ProcessGroup, str]:
+    group, store = make(kind, limit_s), server()
+    address = f"127.0.0.1:{store.port}/"
+    group.configure(address + "first", dist.get_rank(), dist.get_world_size())
+    dist.barrier()  # who gives up at once would fail the others while they still connect
+    return group, address
+
+
+def device(kind: str) -> str:
+    return "cuda" if "nccl" in kind else "cpu"
+
+
+def raised(error: type[Exception], action: object) -> str:
+    try:
+        action()  # type: ignore[operator]
+    except error as problem:
+        return str(problem)
+    raise AssertionError("nothing was raised")
+
+
+# ---------------------------------------------------------------------------------------------- truths
+
+
+def every_operation(kind: str) -> None:
+    group, _ = formed(kind)
+    rank, to = dist.get_rank(), device(kind)
+    ranks = range(SIZE)
+    gloo = "gloo" in kind
+
+    def given(by: int, *shape: int) -> torch.Tensor:
+        """What a rank gives: its own, exact in fp32."""
+        count = torch.Size(shape or (4,)).numel()
+        return ((torch.arange(count) + 1.0) * 10**by).view(shape or (4,)).to(to)
+
+    total = sum(given(r) for r in ranks)
+    # in a tensor of its own, in a part of another one, in shared memory
+    strided = torch.zeros(4, 3, device=to)[:, 1]
+    spots = [torch.empty(4, device=to), torch.empty(10, device=to)[3:7]]
+    if gloo:
+        spots += [strided.contiguous(), torch.empty(4).share_memory_(), ProcessGroupBabyGloo.empty(9)[2:6]]
+    for spot in spots:
+        work = group.allreduce([spot.copy_(given(rank))])
+        assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+        assert spot.equal(total) and work.get_future().value()[0] is spot and work.result()[0] is spot
+
+    for op, expected in {"MAX": given(2), "MIN": given(0), "PRODUCT": given(0) * given(1) * given(2)}.items():
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op)
+        group.allreduce([value := given(rank)], options).wait()
+        assert value.equal(expected), op
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8):
+        group.allreduce([value := torch.full((5,), rank + 1, dtype=dtype, device=to)]).wait()
+        assert value.dtype == dtype and value.eq(6).all(), dtype
+
+    several = [given(rank), given(rank, 2, 3)]
+    group.allreduce_coalesced(several).wait()
+    assert several[0].equal(total) and several[1].equal(sum(given(r, 2, 3) for r in ranks))
+
+    for root in ranks:
+        group.broadcast([value := given(rank)], root=root).wait()
+        assert value.equal(given(root))
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        group.reduce([value := given(rank)], options).wait()
+        assert rank != root or value.equal(total)
+
+        options = dist.GatherOptions()
+        options.rootRank = root
+        out = [torch.zeros(4, device=to) for _ in ranks]
+        group.gather([out] if rank == root else [], [given(rank)], options).wait()
+        assert rank != root or all(part.equal(given(r)) for r, part in enumerate(out))
+
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        parts = [given(r) + root for r in ranks]
+        group.scatter([value := torch.zeros(4, device=to)], [parts] if rank == root else [], options).wait()
+        assert value.equal(given(rank) + root)
+
+    out = [torch.zeros(4, device=to) for _ in ranks]
+    group.allgather([out], [given(rank)]).wait()
+    assert all(part.equal(given(r)) for r, part in enumerate(out))
+    whole = torch.zeros(12, device=to)
+    group._allgather_base(whole, given(rank)).wait()
+    assert whole.equal(torch.cat([given(r) for r in ranks]))
+    wholes = [torch.zeros(12, device=to), torch.zeros(6, device=to)]
+    group.allgather_into_tensor_coalesced(wholes, [given(rank), given(rank, 2)]).wait()
+    assert wholes[1].equal(torch.cat([given(r, 2) for r in ranks]))
+
+    mine = sum(given(r, 12) for r in ranks).view(3, 4)[rank]
+    group._reduce_scatter_base(value := torch.zeros(4, device=to), given(rank, 12)).wait()
+    assert value.equal(mine)
+    group.reduce_scatter([value := torch.zeros(4, device=to)], [list(given(rank, 3, 4))]).wait()
+    assert value.equal(mine)
+    outs = [torch.zeros(4, device=to), torch.zeros(1, device=to)]
+    group.reduce_scatter_tensor_coalesced(outs, [given(rank, 12), given(rank, 3)]).wait()
+    assert outs[0].equal(mine) and outs[1].equal(sum(given(r, 3) for r in ranks)[rank : rank + 1])
+
+    out = [torch.zeros(2, device=to) for _ in ranks]
+    group.alltoall(out, list(given(rank, 3, 2))).wait()
+    assert all(part.equal(given(r, 3, 2)[rank]) for r, part in enumerate(out))
+    group.alltoall_base(value := torch.zeros(3, device=to), given(rank, 3), [], []).wait()
+    assert value.equal(torch.stack([given(r, 3)[rank] for r in ranks]))
+    # rank r gives k + 1 rows to rank k
+    uneven = torch.zeros(3 * (rank + 1), device=to)
+    group.alltoall_base(uneven, given(rank, 6), [rank + 1] * 3, [1, 2, 3]).wait()
+    start = sum(range(1, rank + 1))
+    assert uneven.equal(torch.cat([given(r, 6)[start : start + rank + 1] for r in ranks]))
+
+    right, left = (rank + 1) % SIZE, (rank - 1) % SIZE
+    sent, received = given(rank), torch.zeros(4, device=to)
+    works = [group.send([sent], right, 7), group.recv([received], left, 7)]
+    assert all(work.wait() for work in works) and received.equal(given(left))
+    if gloo:
+        if rank == 0:
+            got = {}
+            for _ in range(2):
+                work = group.recv_anysource([received], 8)
+                work.wait()
+                got[work._source_rank()] = received.clone()
+            assert sorted(got) == [1, 2] and all(value.equal(given(r)) for r, value in got.items())
+        else:
+            group.send([given(rank)], 0, 8).wait()
+
+    group.barrier().wait()
+    # many under way at once, in the order in which they were started
+    values = [given(rank) + index for index in range(50)]
+    for work in [group.allreduce([value]) for value in values]:
+        work.wait()
+    assert all(value.equal(total + 3 * index) for index, value in enumerate(values))
+    chained = group.allreduce([given(rank)]).get_future().then(lambda future: future.value()[0] / SIZE)
+    assert chained.wait().equal(total / SIZE)
+    assert group.errored() is None and group.pending() == 0
+    group.barrier().wait()
+    group.shutdown(30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_operation_gives_what_it_must(pool: Pool, kind: str):
+    pool.run(SIZE, every_operation, kind)
+
+
+# ---------------------------------------------------------------------------------------------- torch's ways in
+
+
+def torchs_ways(kind: str) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    group, address = formed(kind)
+    group.register("groups")
+    rank, to = dist.get_rank(), device(kind)
+    value = torch.full((3,), rank + 1.0, device=to)
+    dist.all_reduce(value, group=group)
+    assert value.eq(6).all()
+    work = dist.all_reduce(value, group=group, async_op=True)
+    assert work is not None and work.wait() and value.eq(18).all()
+    whole = torch.zeros(3, device=to)
+    dist.all_gather_into_tensor(whole, torch.full((1,), float(rank), device=to), group=group)
+    assert whole.tolist() == [0, 1, 2]
+    part = torch.zeros(1, device=to)
+    dist.reduce_scatter_tensor(part, torch.arange(3.0, device=to), group=group)
+    assert part.item() == 3 * rank
+
+    ours = torch.full((2,), rank + 1.0, device=to)
+    assert funcol.wait_tensor(funcol.all_reduce(ours, "sum", group)).eq(6).all() and ours.eq(rank + 1).all()
+    assert funcol.wait_tensor(funcol.all_gather_tensor(ours, 0, group))[:2].eq(1 if group.size() > 1 else 0).all()
+
+    mesh = DeviceMesh.from_group(group, to)
+    assert (
+        mesh.size() == 1 and mesh.get_group() is group
+    )  # torch knows it as a group of one, whatever its size is today
+    dist.all_reduce(value, group=mesh.get_group())
+    assert value.eq(54).all()
+
+    group.abandon("on to the next")
+    group.configure(address + "second", rank, dist.get_world_size())
+    dist.all_reduce(value, group=group)  # registered still
+    assert value.eq(162).all()
+    dist.barrier()
+    group.unregister()
+    group.shutdown(30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_takes_it_for_a_group(pool: Pool, kind: str):
+    pool.run(SIZE, torchs_ways, kind)
+
+
+def store_objects(kind: str) -> None:
+    group, store = make(kind), server()
+    group.configure(dist.PrefixStore("of torch", store), dist.get_rank(), dist.get_world_size())
+    group.allreduce([value := torch.ones(2, device=device(kind))]).wait()
+    assert value.eq(SIZE).all()
+    dist.barrier()
+    group.shutdown(30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_of_torch_will_do(pool: Pool, kind: str):
+    pool.run(SIZE, store_objects, kind)
+
+
+def hook_of_ddp(kind: str) -> list[list[float]]:
+    """DDP around a swallowing group, its buckets by a hook: the gradients are sums over the ranks."""
+    inner, _ = formed(kind)
+    group = ErrorSwallowingProcessGroup(inner)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).to(device(kind))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+
+    def reduce(_, bucket):  # DDP compares annotations with types, and finds strings
+        return group.allreduce([bucket.buffer()]).get_future().then(lambda future: future.value()[0])
+
+    wrapped.register_comm_hook(None, reduce)
+    wrapped(torch.full((1, 3), dist.get_rank() + 1.0, device=device(kind))).sum().backward()
+    inner.abandon("the rest does nothing")
+    wrapped(torch.full((1, 3), 1.0, device=device(kind))).sum().backward()
+    assert "the rest does nothing" in str(group.errored())
+    dist.barrier()
+    group.shutdown()
+    return model.weight.grad.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_of_ddp_gets_its_sums_and_no_exception(pool: Pool, kind: str):
+    for gradient in pool.run(SIZE, hook_of_ddp, kind):
+        assert gradient == [[7.0] * 3] * 2  # 1 + 2 + 3, and 1 of its own: nothing was reduced any more
+
+
+# ---------------------------------------------------------------------------------------------- giving up
+
+
+def waiter_is_woken(kind: str) -> None:
+    """Rank 2 never joins. Rank 0 waits for the work, rank 1 for the future; both are given up from another thread."""
+    group, address = formed(kind)
+    rank = dist.get_rank()
+    freed = threading.Event()
+    if rank < 2:
+        work = group.allreduce([torch.ones(1 << 20, device=device(kind))])
+        abandons = threading.Timer(0.2, group.abandon, ("member c is lost", freed.set))
+        abandons.start()
+        waits = work.wait if rank == 0 else work.get_future().wait
+        assert "member c is lost" in raised(GroupError, waits) or "Connection" in str(work.exception())
+        assert freed.wait(1 if "nccl" not in kind else 30), "torch still holds the tensor"
+        abandons.join()
+        assert group.errored() is not None
+        assert raised(GroupError, group.barrier().wait)
+    dist.barrier()
+    group.configure(address + "second", rank, SIZE)
+    group.allreduce([value := torch.ones(2, device=device(kind))]).wait()
+    assert value.eq(SIZE).all() and group.errored() is None
+    dist.barrier()
+    group.shutdown(30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abandon_wakes_who_waits(pool: Pool, kind: str):
+    pool.run(SIZE, waiter_is_woken, kind)
+
+
+def one_never_comes(kind: str) -> None:
+    """The last rank is absent: one attempt runs out of time, the next is called off by a notice; then all come."""
+    group, store = make(kind), server()
+    rank, address = dist.get_rank(), f"127.0.0.1:{store.port}/"
+    if rank < 2:
+        group.rendezvous_s = 0.3
+        try:
+            group.configure(address + "a", rank, SIZE)
+        except RendezvousFailed as failure:
+            absent = failure.absent
+        assert absent in [(2,), (2, 1 - rank)], absent
+        group.rendezvous_s = 600.0
+        notice = threading.Timer(0.2, group.abandon, ("member c is lost",))
+        notice.start()
+        assert "member c is lost" in raised(RendezvousFailed, lambda: group.configure(address + "b", rank, SIZE))
+        assert "member c is lost" in str(group.errored())
+        notice.join()
+    dist.barrier()
+    group.rendezvous_s = 30.0
+    group.configure(address + "c", rank, SIZE)
+    group.allreduce([value := torch.ones(2, device=device(kind))]).wait()
+    assert value.eq(SIZE).all()
+    dist.barrier()
+    group.shutdown(30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_never_comes_holds_nobody(pool: Pool, kind: str):
+    pool.run(SIZE, one_never_comes, kind)
+
+
+def own_limit(kind: str) -> None:
+    group, _ = formed(kind, limit_s=0.3)
+    if dist.get_rank() < 2:
+        problem = raised(GroupError, group.allreduce([torch.ones(4, device=device(kind))]).wait)
+        assert "AllReduce has not ended after 0.3 s" in problem and problem == str(group.errored())
+    dist.barrier()
+    group.shutdown(30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operation_has_a_limit(pool: Pool, kind: str):
+    pool.run(SIZE, own_limit, kind)
+
+
+# ---------------------------------------------------------------------------------------------- forming anew
+
+
+def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int]]:
+    """What this process has before and after: descriptors, threads, children. The store is another's: it closes when it likes."""
+    group = make(kind)
+    rank = dist.get_rank()
+    before = []
+    value = torch.empty(1000, device=device(kind))
+    for index in range(times):
+        group.configure(f"{address}{index}", rank, SIZE)
+        group.allreduce([value.fill_(rank + index)]).wait()
+        assert value.eq(3 + 3 * index).all()
+        dist.barrier()
+        if index == times // 2:  # with an operation that is pending
+            if rank:
+                group.allreduce([torch.empty(10, device=device(kind))])
+            dist.barrier()
+        if index in (2, times - 1):
+            dist.barrier()
+            assert group.reaper.wait(30)
+            gc.collect()
+            before.append([count("fd"), count("task"), children()])
+            dist.barrier()  # who goes on closes connections here, too
+    dist.barrier()
+    group.shutdown(30)
+    return before[0], before[1]
+
+
+def count(what: str) -> int:
+    return len(list(Path("/proc/self", what).iterdir()))
+
+
+def children() -> int:
+    """Of this process, and of those."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if stat[0] != "Z":
+            parents[int(folder.name)] = int(stat[1])
+    mine = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    return len(mine) + sum(parent in mine for parent in parents.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forming_twenty_times_leaks_nothing(pool: Pool, kind: str):
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for early, late in pool.run(SIZE, forms_anew, kind, 20, f"127.0.0.1:{store.port}/"):
+        assert early == late
+
+
+def store_is_stopped(kind: str) -> None:
+    """The host of the store is silent: whoever asks it is stuck in torch, whoever waits for the group is not."""
+    import signal
+    import subprocess
+
+    if dist.get_rank():
+        return
+    serve = "import sys; from torch._C._distributed_c10d import TCPStore as T; s = T('127.0.0.1', 0, None, True, wait_for_workers=False); "
+    serve += "print(s.port, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", "import torch; " + serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as host:
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        group = make(kind)
+        threading.Timer(0.3, host.send_signal, (signal.SIGSTOP,)).start()
+        threading.Timer(0.6, group.abandon, ("the store is silent",)).start()
+        assert "the store is silent" in raised(
+            RendezvousFailed, lambda: group.configure(f"127.0.0.1:{port}/a", 0, SIZE)
+        )
+        assert group.reaper.wait(5), "the thread is stuck in the store"
+        host.kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_store_holds_nobody(pool: Pool, kind: str):
+    pool.run(1, store_is_stopped, kind)

@@ -1,0 +1,382 @@
+"""Process groups, as one process shows them: addresses, sockets, the reaper, formations, shared memory, special kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from ft.process_groups import operations as ops
+from ft.process_groups import shared, sockets
+from ft.process_groups.baby import ProcessGroupBabyNCCL
+from ft.process_groups.channel import Channel
+from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
+from ft.process_groups.forming import Formation
+from ft.process_groups.generation import Generation
+from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
+from ft.process_groups.meeting import Meeting, address_of, parse
+from ft.process_groups.reaper import Reaper
+from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("10.0.0.1:29500/job/7/0", ("10.0.0.1", 29500, "job/7/0")),
+        ("[fe80::1%eth0]:80/a", ("fe80::1%eth0", 80, "a")),
+        ("node-3.example.org:1", ("node-3.example.org", 1, "")),
+    ],
+)
+def test_a_store_address(address: str, parts: tuple[str, int, str]):
+    assert parse(address) == parts
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:0/a", "host:65536/a", "::1:80/a", "a b:1/x", ":80/x"])
+def test_what_is_no_store_address(address: str):
+    with pytest.raises(ValueError, match="host:port/prefix"):
+        parse(address)
+    with pytest.raises(ValueError, match="host:port/prefix"):
+        ProcessGroupDummy().configure(address, 0, 1)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_that_cannot_be(rank: int, size: int):
+    with pytest.raises(ValueError, match=f"rank {rank} of {size}"):
+        ProcessGroupDummy().configure("localhost:1/x", rank, size)
+
+
+@linux
+def test_only_the_sockets_of_the_group_are_shut():
+    def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as others:
+        near_side, far_side = connected(ours)
+        stranger, its_peer = connected(others)
+        with near_side, far_side, stranger, its_peer:
+            assert sockets.shut(near={ours.getsockname()}) == 1  # the accepted end; the one that listens is left
+            assert near_side.recv(1) == b""
+            stranger.sendall(b"x")
+            assert its_peer.recv(1) == b"x"
+            again, accepted = connected(ours)
+            with again, accepted:
+                assert (
+                    sockets.shut(far={ours.getsockname()}) == 2
+                )  # this connection and the one before, whose end is dead
+                assert accepted.recv(1) == b""
+
+
+@linux
+def test_new_sockets_are_told_by_what_they_are():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        made, near = sockets.near_ends(lambda: socket.create_server(("127.0.0.1", 0)), listening=True)
+        with made:
+            assert near == {made.getsockname()}
+        port = server.getsockname()[1]
+        client, near = sockets.near_ends(lambda: socket.create_connection(("127.0.0.1", port)), port=port)
+        with client:
+            assert near == {client.getsockname()}
+
+
+def test_the_reaper_counts_what_does_not_end():
+    reaper, hold, freed = Reaper(most=2), threading.Event(), threading.Semaphore(0)
+    for number in range(3):
+        reaper.take(hold.wait, f"generation {number}", freed.release)
+    with pytest.raises(MustExit, match=r"3 generations .* more than 2.*generation 0; generation 1; generation 2"):
+        reaper.check()
+    assert not reaper.wait(0.01) and not freed.acquire(blocking=False)
+    hold.set()
+    assert reaper.wait(10) and reaper.pending == 0
+    assert all(freed.acquire(timeout=10) for _ in range(3))
+    reaper.check()
+
+
+def test_an_end_that_fails_stays_pending_and_frees_nothing(caplog: pytest.LogCaptureFixture):
+    def end() -> None:
+        raise RuntimeError("the driver hangs")
+
+    reaper, freed = Reaper(most=0), threading.Event()
+    reaper.take(end, "generation 7", freed.set)
+    assert not reaper.wait(0.2) and not freed.is_set()
+    with pytest.raises(MustExit, match="generation 7"):
+        reaper.check()
+    assert "the driver hangs" in caplog.text
+
+
+class FakeEngine:
+    """Ends what it is told to, when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[ops.Operation, object]] = []
+        self.woken = self.ended = 0
+
+    def start(self, operation: ops.Operation, ended: object) -> None:
+        if isinstance(operation, ops.Send) and operation.to == 99:
+            raise RuntimeError("no such rank")
+        self.started.append((operation, ended))
+
+    def finish(self, index: int, error: Exception | None = None) -> None:
+        self.started[index][1](error, -1)  # type: ignore[operator]
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def generation(limit_s: float = 600.0) -> tuple[Generation, FakeEngine]:
+    engine = FakeEngine()
+    return Generation(engine, limit_s), engine
+
+
+def test_the_first_failure_is_the_generations_and_what_is_complete_counts():
+    it, engine = generation()
+    first, second, third = (it.start(ops.AllReduce([torch.zeros(1)])) for _ in range(3))
+    engine.finish(1, RuntimeError("connection reset"))
+    assert str(it.error) == "AllReduce: connection reset"
+    engine.finish(0)
+    assert first.wait() and first.is_success()
+    with pytest.raises(GroupError, match="AllReduce: connection reset"):
+        second.wait()
+    late = it.start(ops.Barrier())
+    with pytest.raises(GroupError, match="AllReduce: connection reset"):
+        late.wait()
+    assert not third.is_completed() and it.pending == 1 and len(engine.started) == 3
+    it.give_up("enough", reaper := Reaper(), None)
+    with pytest.raises(Abandoned, match="enough"):
+        third.wait()
+    assert reaper.wait(10) and (engine.woken, engine.ended) == (1, 1)
+    it.give_up("again", reaper, None)
+    assert (engine.woken, engine.ended) == (1, 1)
+
+
+def test_what_cannot_be_started_is_a_failed_work():
+    it, _ = generation()
+    work = it.start(ops.Send([torch.zeros(1)], to=99))
+    with pytest.raises(GroupError, match="Send: no such rank"):
+        work.get_future().wait()
+    it.give_up("done", Reaper(), None)
+
+
+def test_the_limit_wakes_who_waits():
+    it, _ = generation(limit_s=0.05)
+    with pytest.raises(GroupError, match=r"AllReduce has not ended after 0.05 s"):
+        it.start(ops.AllReduce([torch.zeros(1)])).wait(timedelta(seconds=20))
+    it.give_up("done", Reaper(), None)
+
+
+def test_a_wait_with_a_limit_of_its_own_leaves_the_group_alone():
+    it, engine = generation()
+    work = it.start(ops.Barrier())
+    with pytest.raises(TimeoutError, match="Barrier has not ended"):
+        work.wait(timedelta(milliseconds=1))
+    assert it.error is None
+    engine.finish(0)
+    assert work.wait()
+    it.give_up("done", Reaper(), None)
+
+
+def test_a_formation_that_hangs_is_given_up_from_another_thread():
+    hold, engine = threading.Event(), FakeEngine()
+
+    def build(formation: Formation) -> FakeEngine:
+        formation.absent = (2, 5)
+        hold.wait()
+        return engine
+
+    formation = Formation("test", build)
+    formation.at_giving_up(hold.set)
+    formation.start()
+    threading.Thread(target=formation.give_up, args=("member x is lost",)).start()
+    with pytest.raises(RendezvousFailed, match="member x is lost; absent: ranks 2, 5") as failure:
+        formation.wait(600)
+    assert failure.value.absent == (2, 5)
+    formation.end()  # an engine that came too late is ended, too
+    assert (engine.woken, engine.ended) == (1, 1)
+
+
+def test_a_prefix_serves_once():
+    store = HashStore()
+    for number in range(2):
+        formation = Formation("test", lambda it: FakeEngine())
+        meeting = Meeting(formation, PrefixStore("a", store), rank=0, size=1, limit_s=5)
+        if number == 0:
+            assert meeting.gather("first") == ["first"]
+        else:
+            with pytest.raises(RendezvousFailed, match="in this store already"):
+                meeting.gather("second")
+
+
+def test_who_is_absent_is_named():
+    meeting = Meeting(Formation("test", lambda it: FakeEngine()), HashStore(), rank=1, size=3, limit_s=0.05)
+    with pytest.raises(RendezvousFailed, match=r"within 0.05 s") as failure:
+        meeting.gather("here")
+    assert failure.value.absent == (0, 2)
+
+
+def test_the_address_behind_a_store():
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert address_of(PrefixStore("a", PrefixStore("b", server))) == ("127.0.0.1", server.port)
+    with pytest.raises(ValueError, match="HashStore"):
+        address_of(HashStore())
+
+
+def test_a_channel_carries_messages_and_descriptors():
+    channel, theirs = Channel.pair()
+    other = Channel(theirs)
+    reading, writing = os.pipe()
+    big = os.urandom(1 << 20)
+    sender = threading.Thread(target=lambda: (channel.send(b"fd", [writing]), channel.send(big)))
+    sender.start()
+    first = other.receive()
+    assert first is not None and first[0] == b"fd"
+    os.write(first[1][0], b"through it")
+    assert os.read(reading, 100) == b"through it"
+    assert other.receive() == (big, [])
+    sender.join()
+    channel.hang_up()
+    assert other.receive() is None
+    for descriptor in (reading, writing, *first[1]):
+        os.close(descriptor)
+    channel.close()
+    other.close()
+
+
+@linux
+def test_lent_tensors_are_the_same_memory():
+    borrower = shared.Borrower()
+    forgotten: list[int] = []
+    lender = shared.Lender(lambda number, size, fd: borrower.add(number, size, os.dup(fd)), forgotten.extend)
+    loan = shared.Loan()
+    whole = shared.empty((4, 6)).fill_(1.0)
+    view = whole[1:3, ::2]
+    theirs = borrower.tensor(lender.lend(view, True, True, loan))
+    theirs.fill_(7.0)
+    assert view.eq(7.0).all() and whole.eq(1.0).sum() == 24 - 6 and not loan.buffers
+    assert lender.lend(whole, True, False, loan).segment == 1  # type: ignore[union-attr]  # the same segment, announced once
+    of_torch = torch.zeros(5).share_memory_()
+    borrower.tensor(lender.lend(of_torch, True, True, loan)).add_(2)
+    assert of_torch.eq(2).all() and not loan.buffers
+
+    private = torch.arange(6.0).view(2, 3).t()
+    copy = borrower.tensor(lender.lend(private, True, True, loan))
+    assert copy.equal(private)
+    copy.mul_(10)
+    lender.give_back(loan, complete=True)
+    assert private.equal(torch.arange(6.0).view(2, 3).t() * 10)
+    empty = borrower.tensor(lender.lend(torch.empty(0, 3), True, True, again := shared.Loan()))
+    assert empty.shape == (0, 3)
+    assert again.buffers[0].data_ptr() == loan.buffers[0].data_ptr()  # the buffer is used again
+
+    del whole, view, theirs
+    lender.lend(of_torch, True, True, loan)
+    assert forgotten == [1]
+    borrower.drop(forgotten)
+
+
+@linux
+def test_buffers_of_a_failed_operation_are_not_used_again():
+    lender = shared.Lender(lambda *_: None, lambda _: None)
+    value, loan, again = torch.ones(3), shared.Loan(), shared.Loan()
+    lender.lend(value, True, True, loan)
+    loan.back[0][1].fill_(9)
+    lender.give_back(loan, complete=False)
+    lender.lend(value, True, True, again)
+    assert value.eq(1).all() and loan.buffers[0].data_ptr() != again.buffers[0].data_ptr()
+
+
+def test_a_dummy_ends_everything_at_once():
+    group = ProcessGroupDummy(rank=0, size=2)
+    value = torch.arange(4.0)
+    assert group.allreduce([value]).wait() and value.tolist() == [0, 1, 2, 3]
+    gathered = [torch.zeros(4), torch.zeros(4)]
+    group.allgather([gathered], [value]).wait()
+    assert all(part.equal(value) for part in gathered)
+    whole = torch.zeros(8)
+    group._allgather_base(whole, value).wait()
+    assert whole.tolist() == [0, 1, 2, 3] * 2
+    part = torch.zeros(2)
+    assert group._reduce_scatter_base(part, value).get_future().wait()[0].tolist() == [0, 1]
+    assert group.barrier().wait() and (group.rank(), group.size()) == (0, 2)
+    group.shutdown()
+
+
+def test_a_group_says_why_it_is_of_no_use():
+    group = ProcessGroupDummy()
+    assert group.errored() is None
+    group.abandon("member b is lost", then=(freed := threading.Event()).set)
+    assert freed.wait(10)
+    assert isinstance(group.errored(), Abandoned) and "member b is lost" in str(group.errored())
+    with pytest.raises(Abandoned, match="member b is lost"):
+        group.allreduce([torch.zeros(1)]).wait()
+    group.configure("localhost:1/x", 1, 3)
+    assert group.errored() is None and (group.rank(), group.size()) == (1, 3)
+    group.shutdown()
+
+
+def test_too_many_that_do_not_end_and_no_more_are_formed():
+    group, hold = ProcessGroupDummy(), threading.Event()
+    for number in range(5):
+        group.reaper.take(hold.wait, f"generation {number}")
+    with pytest.raises(MustExit, match="must exit"):
+        group.configure("localhost:1/x", 0, 1)
+    with pytest.raises(MustExit, match="have not ended after"):
+        group.shutdown(limit_s=0.01)
+    hold.set()
+    assert group.reaper.wait(10)
+
+
+def test_errors_are_swallowed_and_remembered():
+    inner = ProcessGroupDummy()
+    group = ErrorSwallowingProcessGroup(inner)
+    assert group.allreduce([torch.zeros(1)]).wait() and group.errored() is None
+    group.report(RuntimeError("seen elsewhere"))
+    assert group.allreduce([torch.zeros(1)]).wait() and "seen elsewhere" in str(group.errored())
+    group.configure("localhost:1/x", 0, 1)
+    assert group.errored() is None
+    inner.abandon("lost")
+    assert group.allreduce([value := torch.ones(1)]).get_future().wait()[0] is value
+    assert "lost" in str(group.errored())
+
+
+@pytest.mark.parametrize(
+    "op", [torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)]
+)
+def test_reduce_ops_cross_as_names(op: object):
+    assert ops.reduction(op) == "MAX"
+
+
+def test_a_reduce_op_that_cannot_cross():
+    with pytest.raises(ValueError, match="must be one of SUM"):
+        ops.reduction(torch.distributed._make_nccl_premul_sum(2.0))
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupNCCL, ProcessGroupBabyNCCL])
+def test_nccl_without_a_device_is_told(kind: type[ProcessGroupNCCL] | type[ProcessGroupBabyNCCL]):
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    group = kind(rendezvous_s=20.0)
+    with pytest.raises(RendezvousFailed, match=r"NCCL needs a CUDA device|CUDA"):
+        group.configure(f"127.0.0.1:{server.port}/{kind.__name__}", 0, 1)
+    assert "CUDA" in str(group.errored())
+    group.shutdown()
+
+
+@linux
+def test_a_group_of_one_and_a_store_of_torch():
+    group = ProcessGroupGloo(interface="lo")
+    group.configure(HashStore(), 0, 1)
+    group.allreduce([value := torch.full((3,), 2.0)]).wait()
+    assert value.tolist() == [2, 2, 2] and json.dumps(group.rank()) == "0"
+    group.shutdown()
