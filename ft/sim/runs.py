@@ -148,8 +148,9 @@ def never_seen(found: list[Run]) -> list[str]:
 def must_occur() -> list[str]:
     """Every fault, event and effect, the reasons to wait, and the ways in which a collective and a message end."""
     words = [f"fault: {kind}" for kind in (*faults.KINDS, faults.BROKEN)]
-    words += [f"event: {kind.__name__}" for kind in m.Event.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
-    words += [f"effect: {kind.__name__}" for kind in m.Effect.__subclasses__() if kind.__name__ not in NOT_SIMULATED]
+    for what, base in (("event", m.Event), ("effect", m.Effect)):
+        ours = [kind.__name__ for kind in base.__subclasses__() if kind.__module__.startswith("ft.protocol.")]
+        words += [f"{what}: {name}" for name in ours if name not in NOT_SIMULATED]
     words += [f"step: {before} to {after}" for before, ways in STEPS.items() for after in ways]
     words += [f"collective {end}" for end in ("completed", "failed", "hung")]
     return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]
