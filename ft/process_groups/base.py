@@ -4,7 +4,8 @@
     group.configure("10.0.0.1:29500/job/7/0", rank, size)     # forms, or raises RendezvousFailed; never blocks longer than asked
     work = group.allreduce([tensor])                          # never raises for what peers do, never waits
     work.wait()                                               # or work.get_future()
-    group.abandon("a member is lost", then=give_back_buffers) # from any thread: who waits is woken, at once
+    group.interrupt("a member is lost")                       # from any thread: who waits is woken, at once
+    group.abandon("it failed", then=give_back_buffers)        # the same, and the generation is over
     group.errored()                                           # why it is of no use, or None
     group.configure("10.0.0.1:29500/job/8/0", rank, size)     # the next generation waits for nothing of the last
 
@@ -130,12 +131,13 @@ class ProcessGroup(Collectives):
 
     # ------------------------------------------------------------------------------------------------ the Manager's face
 
-    def configure(self, store: Store | str, rank: int, size: int) -> None:
+    def configure(self, store: Store | str, rank: int, size: int, *, wanted: Callable[[], bool] = lambda: True) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
-        `store`: "host:port/prefix", or a store of torch; the prefix is of this generation alone, the same for all members. Returns when
-        the group stands. Raises RendezvousFailed (its `absent` names ranks) when it did not within rendezvous_s, or was abandoned from
-        another thread; MustExit when too many old generations have not ended; ValueError for what can never be.
+        `store`: "host:port/prefix", or a store of torch; the prefix is of this generation alone, the same for all members. `wanted` is
+        asked once whoever interrupts can be heard: a word that came before would be lost. Returns when the group stands. Raises
+        RendezvousFailed (its `absent` names ranks) when it did not within rendezvous_s, or was interrupted or abandoned from another
+        thread; MustExit when too many old generations have not ended; ValueError for what can never be.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
@@ -146,6 +148,8 @@ class ProcessGroup(Collectives):
         formation = Formation(f"{rank}", lambda it: self._build(it, store, rank, size))
         with self._state:
             self._forming, self._rank, self._size = formation, rank, size
+        if not wanted():
+            formation.give_up("no longer wanted")
         formation.start()
         try:
             generation = Generation(formation.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
@@ -174,6 +178,16 @@ class ProcessGroup(Collectives):
             generation.give_up(reason, self.reaper, then)
         elif then is not None:
             then()
+
+    def interrupt(self, reason: str) -> None:
+        """Wakes who waits, as `abandon` does, but leaves the generation to its owner, who knows what its buffers are good for and is to
+        abandon it. Sums that are complete stay so. Returns at once, from any thread."""
+        with self._state:
+            formation, generation = self._forming, self._generation
+        if formation is not None:
+            formation.give_up(reason)
+        if generation is not None:
+            generation.interrupt(reason)
 
     def errored(self) -> Exception | None:
         """Why operations would fail: the first failure, or that there is no generation. None: it is of use."""

@@ -69,6 +69,14 @@ class Generation:
         for work in works:
             work.end(error)
 
+    def interrupt(self, reason: str) -> None:
+        """Wakes everybody. What is under way ends, and nothing can be started; the engine stays until it is given up."""
+        with self._lock:
+            engine = self._engine
+        self.fail(Abandoned(reason))
+        if engine is not None:
+            engine.wake()
+
     def give_up(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
         """Wakes everybody, and hands the engine to the reaper. The second time changes nothing."""
         with self._lock:

@@ -160,6 +160,21 @@ def test_the_first_failure_is_the_generations_and_what_is_complete_counts():
     assert (engine.woken, engine.ended) == (1, 1)
 
 
+def test_an_interrupted_generation_still_owns_its_buffers():
+    it, engine = generation()
+    done, open_work = (it.start(ops.AllReduce([torch.zeros(1)])) for _ in range(2))
+    engine.finish(0)
+    it.interrupt("member x is lost")
+    assert done.is_success() and (engine.woken, engine.ended) == (1, 0)
+    with pytest.raises(Abandoned, match="member x is lost"):
+        open_work.wait()
+    with pytest.raises(Abandoned, match="member x is lost"):
+        it.start(ops.Barrier()).wait()
+    freed = threading.Event()
+    it.give_up("it failed", Reaper(), freed.set)
+    assert freed.wait(10) and engine.ended == 1
+
+
 def test_what_cannot_be_started_is_a_failed_work():
     it, _ = generation()
     work = it.start(ops.Send([torch.zeros(1)], to=99))
@@ -321,6 +336,16 @@ def test_a_group_says_why_it_is_of_no_use():
         group.allreduce([torch.zeros(1)]).wait()
     group.configure("localhost:1/x", 1, 3)
     assert group.errored() is None and (group.rank(), group.size()) == (1, 3)
+    group.shutdown()
+
+
+def test_a_word_that_came_before_the_formation_is_asked_for():
+    group = ProcessGroupDummy()
+    with pytest.raises(RendezvousFailed, match="no longer wanted"):
+        group.configure("localhost:1/x", 0, 2, wanted=lambda: False)
+    group.configure("localhost:1/x", 0, 2)
+    group.interrupt("member b is lost")
+    assert isinstance(group.errored(), Abandoned)
     group.shutdown()
 
 
