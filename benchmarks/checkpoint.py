@@ -30,10 +30,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.pairs import Ratio, ratio, table
+from ft.materialise import materialise
 from training import checkpoint_dcp
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_files import FileRecord
-from training.checkpoint_states import materialise
 
 Turn = Callable[[], float]  # does it once; seconds
 

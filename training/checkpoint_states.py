@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ft.materialise import materialise
+
 
 class Stateful(Protocol):
     """What can be saved: a dictionary that has the same keys at every time. What varies goes into one value."""
@@ -80,29 +82,6 @@ class OptimizerState:
                 for parameter in group["params"]:
                     # optimizer.state is a defaultdict: looking up would make an entry
                     yield names[parameter], group, optimizer.state.get(parameter, {})
-
-
-def materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer that has never stepped the state its first step would begin with; changes no bit of a weight.
-
-    It takes a step with zero gradients at rate 0 and sets the step counters back to 0: DCP's own way leaves them at
-    1, which would bend the bias correction of all that follows.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if optimizer.state or any(p.grad is not None for p in parameters):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
 
 
 def plain_name(name: str) -> str:

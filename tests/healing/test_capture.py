@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ft.healing.body import Body, Bounce
-from ft.healing.capture import State, materialise
+from ft.healing.capture import State
 from ft.healing.format import CHUNK_BYTES, DTYPES, Manifest, Refused
+from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
 
 

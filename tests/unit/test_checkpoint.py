@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from ft.materialise import materialise
 from tests.unit.checkpoint_job import Job, Lines, data_file, flip_a_bit, same, steps_in
 from training import checkpoint_files
 from training.checkpoint import (
@@ -28,7 +29,6 @@ from training.checkpoint import (
     OptimizerState,
 )
 from training.checkpoint_dcp import Snapshot
-from training.checkpoint_states import materialise
 
 # The round trip
 

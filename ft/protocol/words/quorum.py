@@ -86,17 +86,17 @@ class Times:
 
     def misfits(self, theirs: Times) -> list[str]:
         """Why a group with these times may not join a lighthouse with `theirs`. Empty: it may."""
-        rungs = [(n, getattr(self, n)) for n in _RUNGS if getattr(self, n) is not None]
-        bad = [
-            f"{a} = {x:g} must be below {b} = {y:g}"
-            for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False)
-            if not _fits(b, x, y)
-        ]
+        bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.bad_rungs()]
         return bad + [
             f"{n} = {getattr(self, n)}: the lighthouse has {getattr(theirs, n)}"
             for n in ("heartbeat_timeout_s", "takeover_s", "heal_grace_s")
             if getattr(self, n) != getattr(theirs, n)
         ]
+
+    def bad_rungs(self) -> list[tuple[str, float, str, float]]:
+        """Where the ladder goes down: (name, length, next name, its length)."""
+        rungs = [(n, getattr(self, n)) for n in _RUNGS if getattr(self, n) is not None]
+        return [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False) if not _fits(b, x, y)]
 
 
 _RUNGS = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "stall_s", "collective_s")

@@ -1,0 +1,142 @@
+"""Under which address other groups reach this machine. A number, never a name: nobody has to resolve it.
+
+Flow: the Manager asks once at its start; the group's server, its store, the heal server and the process groups all advertise the answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import ipaddress
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ft.rpc.access import Endpoint
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+SETTING = "fault_tolerance.interface"
+
+
+def advertised(interface: str, lighthouse: str) -> str:
+    """`interface`: the name of one ("eth0"), a network ("10.0.0.0/8"), one address, or "" for the address with which this machine would
+    speak to `lighthouse` ("http://host:port"; no packet is sent). Of several, one that is not loopback, and of the family of the
+    lighthouse's address, wins; IPv4 where it is a name. Raises ValueError, which names what there is and the nearest."""
+    place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
+    if not interface:
+        return _towards(place)
+    there = interfaces()
+    try:
+        network = ipaddress.ip_network(interface, strict=False)
+    except ValueError:
+        if "/" in interface:
+            raise ValueError(
+                f'{SETTING} = "{interface}": must be an interface, or a network such as 10.0.0.0/8 or fd00::/8; {_words(there)}'
+            ) from None
+        found = _of_interface(interface, there)
+    else:
+        found = _of_network(interface, network, there)
+    version = 6 if ":" in place.host else 4
+    return str(min(found, key=lambda address: (address.is_loopback, address.version != version)))
+
+
+def interfaces() -> dict[str, list[Address]]:
+    """The addresses of this machine by interface, those that are up; not link-local ones, which mean nothing without a scope."""
+    there: dict[str, list[Address]] = {}
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(head)) != 0:
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    try:
+        entry = head
+        while entry:
+            one = entry.contents
+            address = _address(one.addr) if one.addr and one.flags & _IFF_UP else None
+            if address is not None and not (address.version == 6 and address.is_link_local):
+                there.setdefault(one.name.decode(), []).append(address)
+            entry = one.next
+    finally:
+        libc.freeifaddrs(head)
+    return there
+
+
+def _towards(place: Endpoint) -> str:
+    try:
+        routes = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
+    except (socket.gaierror, UnicodeError):
+        raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
+    for family, *_, address in routes:
+        if found := _source(family, address):
+            return found
+    raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {_words(interfaces())}")
+
+
+def _source(family: int, address: Any) -> str:
+    """Of a packet to that address; "" where there is no route."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return ""
+
+
+def _of_interface(name: str, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
+    if name in there:
+        return there[name]
+    known = [known for _, known in socket.if_nameindex()]
+    why = "it has no address, or is down" if name in known else "there is no such interface"
+    close = difflib.get_close_matches(name, there, n=1, cutoff=0.4)
+    nearest = f'; nearest: "{close[0]}"' if close else ""
+    raise ValueError(f'{SETTING} = "{name}": {why}; {_words(there)}{nearest}')
+
+
+def _of_network(text: str, network: Network, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
+    addresses = [address for some in there.values() for address in some]
+    found = [address for address in addresses if address in network]
+    if found:
+        return found
+    closest = max(addresses, key=lambda a: (not a.is_loopback, _common_bits(a, network)), default=None)
+    nearest = f'; nearest: "{closest}"' if closest else ""
+    raise ValueError(f'{SETTING} = "{text}": no address of this machine is in it; {_words(there)}{nearest}')
+
+
+def _common_bits(address: Address, network: Network) -> int:
+    """How many leading bits they share; -1 for those of the other family."""
+    if address.version != network.version:
+        return -1
+    return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
+
+
+def _words(there: Mapping[str, Sequence[Address]]) -> str:
+    return "there are " + ", ".join(f"{name} ({', '.join(map(str, some))})" for name, some in there.items())
+
+
+# ------------------------------------------------------------------------------------------------ getifaddrs(3), which Python does not have
+
+
+class _IfAddrs(ctypes.Structure):
+    """struct ifaddrs, the same on Linux and macOS as far as it is read."""
+
+
+_IfAddrs._fields_ = [
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("addr", ctypes.c_void_p),  # struct sockaddr *
+]
+_IFF_UP = 1
+
+
+def _address(sockaddr: int) -> Address | None:
+    """None: of another kind than IPv4 and IPv6."""
+    head = ctypes.string_at(sockaddr, 2)
+    # BSD has the struct's length in the first byte
+    family = int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]
+    if family == socket.AF_INET:
+        return ipaddress.IPv4Address(ctypes.string_at(sockaddr + 4, 4))
+    if family == socket.AF_INET6:
+        return ipaddress.IPv6Address(ctypes.string_at(sockaddr + 8, 16))
+    return None

@@ -1,0 +1,233 @@
+"""What fault tolerance is told: the section [fault_tolerance], and what the launcher says in the environment.
+
+Flow: ft/manager.py is built from both. This is the only file of ft, beside its command lines, that reads the environment. Importing it
+needs neither torch nor grpc, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from ft.protocol.messages import Times
+from ft.rpc.access import Endpoint, check_token, read_token
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    """[fault_tolerance]: several replica groups that train together, and go on when some of them die.
+
+    Which group this is, and where the lighthouse listens, the environment says: REPLICA_GROUP_ID, NUM_REPLICA_GROUPS, TORCHFT_LIGHTHOUSE.
+    """
+
+    enable: Annotated[bool, "train together with other replica groups, as the lighthouse brings them together"] = False
+    process_group: Annotated[
+        Literal["gloo", "nccl", "baby_gloo", "baby_nccl"],
+        "what gradients travel over between groups; baby: in a child process, which can be killed when it hangs",
+    ] = "gloo"
+    min_replica_size: Annotated[int, "groups without which no step is committed", ">= 1"] = 1
+    quorum: Annotated[
+        Literal["on_change", "every_step"],
+        "when the lighthouse is asked who takes part: when something has changed, or before each step as torchft does",
+    ] = "on_change"
+    keep_gradients: Annotated[
+        bool,
+        "keep this group's gradients until the step holds, so that a death costs the others no step; false: less memory",
+    ] = True
+    keep_global_batch: Annotated[
+        bool, "who is alive takes over the batches of who is not, so that every step has slots_per_step of them"
+    ] = False
+    deterministic_reduce: Annotated[
+        bool, "sum gradients in the order of their batches, so that the bits do not depend on who computed which"
+    ] = False
+    slots_per_step: Annotated[
+        int, "batches that a step deals to the groups; 0: one for each group that takes part", ">= 0"
+    ] = 0
+    interface: Annotated[
+        str,
+        'the network that other groups reach this machine by: an interface ("eth0") or addresses ("10.0.0.0/8"); '
+        '"": the one that leads to the lighthouse',
+    ] = ""
+    max_retries: Annotated[int, "failed attempts in a row after which a group ends; -1: never", ">= -1"] = -1
+    # The ladder: each length is below the next (heal_grace_s may equal takeover_s, stall_s collective_s).
+    beat_s: Annotated[float, "a group says that it is alive, every so many seconds", "> 0"] = 1.0
+    heartbeat_timeout_s: Annotated[
+        float, "seconds of silence after which a group is lost; the lighthouse's --heartbeat_timeout_ms", "> 0"
+    ] = 5.0
+    rendezvous_s: Annotated[float, "seconds that groups have to connect to each other", "> 0"] = 10.0
+    heal_grace_s: Annotated[float, "seconds that others wait for a group whose state is still arriving", "> 0"] = 30.0
+    takeover_s: Annotated[
+        float,
+        "seconds after which groups that hold nothing may go on without those that do; the lighthouse's --takeover_s; "
+        "0: never, unless its operator says so",
+        ">= 0",
+    ] = 30.0
+    stall_s: Annotated[
+        float, "seconds that others wait in a reduction before the one that is missing is lost", "> 0"
+    ] = 60.0
+    collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
+    heal_copy_bytes: Annotated[
+        int,
+        "memory for what a joining group has not yet read when the step commits; beyond it the commit waits",
+        ">= 0",
+    ] = 256 << 20
+    heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
+    digest_interval: Annotated[
+        int, "steps between two comparisons of all groups' weights, bit by bit; 0: never", ">= 0"
+    ] = 100
+
+    def check(self) -> None:
+        for lower, x, upper, y in self.times.bad_rungs():
+            raise ValueError(
+                f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: who waits for the longer one acts "
+                "on what the shorter one tells"
+            )
+        if self.keep_global_batch and not self.slots_per_step:
+            raise ValueError(
+                "fault_tolerance.keep_global_batch = true: needs fault_tolerance.slots_per_step, the batches of every step"
+            )
+        if self.keep_global_batch and not self.keep_gradients:
+            raise ValueError(
+                "fault_tolerance.keep_gradients = false: fault_tolerance.keep_global_batch = true needs what was "
+                "computed when a step is tried again; nearest: true"
+            )
+        if 0 < self.slots_per_step < self.min_replica_size:
+            raise ValueError(
+                f"fault_tolerance.slots_per_step = {self.slots_per_step}: must be at least "
+                f"fault_tolerance.min_replica_size = {self.min_replica_size}, or a group would have nothing to do; "
+                f"nearest: {self.min_replica_size}"
+            )
+
+    @property
+    def times(self) -> Times:
+        """The lengths that all processes of the job must agree on."""
+        lengths = {length.name: getattr(self, length.name) for length in fields(Times)}
+        return Times(**{**lengths, "takeover_s": self.takeover_s or None})
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is not the same for all groups and ranks, and what is secret. Empty or None: the variable is not set."""
+
+    lighthouse: str = ""  # http://host:port
+    replica_group_id: str = ""  # this group's name
+    num_replica_groups: int | None = None
+    token: str = field(default="", repr=False)
+
+    group_rank: int = 0
+    world_size: int = 1  # ranks of this group
+    local_rank: int = 0
+    master_addr: str = ""  # of the group's own store
+    master_port: int | None = None
+    restart_count: int = 0  # how often torchelastic has started this group's ranks again; its store lives through that
+    run_id: str = ""
+    use_agent_store: bool = False  # the store at master_addr is the launcher's already
+
+    # torchft's: they stand above the arguments of ft.Manager. Seconds.
+    timeout_s: int | None = None
+    quorum_timeout_s: int | None = None
+    connect_timeout_s: int | None = None
+    quorum_retries: int | None = None
+    manager_port: int | None = None
+
+    @staticmethod
+    def read(environ: Mapping[str, str]) -> Environment:
+        """Raises ValueError, which names the variable, its value and what is legal."""
+        read = _Reader(environ)
+        made = Environment(
+            lighthouse=read("TORCHFT_LIGHTHOUSE", _address, ""),
+            replica_group_id=read("REPLICA_GROUP_ID", _name, ""),
+            num_replica_groups=read("NUM_REPLICA_GROUPS", _whole(1), None),
+            token=_token(environ),
+            group_rank=read("RANK", _whole(0), 0),
+            world_size=read("WORLD_SIZE", _whole(1), 1),
+            local_rank=read("LOCAL_RANK", _whole(0), 0),
+            master_addr=read("MASTER_ADDR", str, ""),
+            master_port=read("MASTER_PORT", _whole(0, 65535), None),
+            restart_count=read("TORCHELASTIC_RESTART_COUNT", _whole(0), 0),
+            run_id=read("TORCHELASTIC_RUN_ID", str, ""),
+            use_agent_store=read("TORCHELASTIC_USE_AGENT_STORE", str, "").lower() == "true",
+            timeout_s=read("TORCHFT_TIMEOUT_SEC", _whole(1), None),
+            quorum_timeout_s=read("TORCHFT_QUORUM_TIMEOUT_SEC", _whole(1), None),
+            connect_timeout_s=read("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1), None),
+            quorum_retries=read("TORCHFT_QUORUM_RETRIES", _whole(0), None),
+            manager_port=read("TORCHFT_MANAGER_PORT", _whole(0, 65535), None),
+        )
+        if made.group_rank >= made.world_size:
+            raise ValueError(f"RANK = {made.group_rank}: must be below WORLD_SIZE = {made.world_size}")
+        return made
+
+    def check(self, settings: FaultTolerance) -> None:
+        """What can be known to be wrong before anything is connected. Raises ValueError."""
+        if not self.lighthouse:
+            raise ValueError(
+                "TORCHFT_LIGHTHOUSE is not set: fault_tolerance.enable = true needs the lighthouse's address, such as "
+                "http://localhost:29510; scripts/run_lighthouse.sh starts one"
+            )
+        groups = self.num_replica_groups
+        if groups is not None and settings.min_replica_size > groups:
+            raise ValueError(
+                f"fault_tolerance.min_replica_size = {settings.min_replica_size}: there are NUM_REPLICA_GROUPS = {groups}; "
+                f"nearest: {groups}"
+            )
+
+
+class _Reader:
+    """One variable after the other, each by its own rule."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def __call__(self, variable: str, rule: Callable[[str], T], default: T) -> T:
+        text = self._environ.get(variable, "").strip()
+        if not text:
+            return default
+        try:
+            return rule(text)
+        except ValueError as error:
+            raise ValueError(f"{variable} = {text}: {error}") from None
+
+
+def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not text.isascii() or not text.lstrip("-").isdigit():
+            raise ValueError("must be a whole number")
+        number = int(text)
+        if not least <= number <= most:
+            raise ValueError(f"must be from {least} to {most}; nearest: {min(max(number, least), most)}")
+        return number
+
+    return whole
+
+
+def _name(text: str) -> str:
+    """The part of a replica id before the colon; it names files and store keys, too."""
+    if not re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII):
+        nearest = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)[:64]
+        raise ValueError(f"must be 1 to 64 letters, digits, '_', '.' or '-'; nearest: {nearest}")
+    return text
+
+
+def _address(text: str) -> str:
+    try:
+        Endpoint.parse(text, "")
+    except ValueError:
+        raise ValueError("must be http://HOST:PORT, such as http://localhost:29510 or http://[::1]:29510") from None
+    return text if "://" in text else f"http://{text}"
+
+
+def _token(environ: Mapping[str, str]) -> str:
+    token, file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
+    if token and file:
+        raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
+    if file:
+        return read_token(Path(file))
+    return check_token(token, "PHAROS_TOKEN") if token else ""

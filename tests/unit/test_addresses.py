@@ -1,0 +1,138 @@
+"""Which address a machine advertises: with this machine's own interfaces, and with others' told to it."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+
+import pytest
+
+from ft import addresses
+from ft.addresses import advertised, interfaces
+from ft.rpc.access import has_ipv6
+
+ELSEWHERE = "http://192.0.2.77:29510"  # a number: never resolved, and nothing is sent to it
+OTHER_MACHINE = {
+    "lo": ["127.0.0.1", "::1"],
+    "eth0": ["10.1.2.3", "fd00::7"],
+    "ib0": ["192.168.7.9"],
+    "usb0": [],
+}
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+
+
+@pytest.fixture
+def other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {name: [ip_address(text) for text in some] for name, some in OTHER_MACHINE.items() if some}
+    monkeypatch.setattr(addresses, "interfaces", lambda: there)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(OTHER_MACHINE)))
+
+
+# ------------------------------------------------------------------------------------------------ this machine
+
+
+def test_every_address_that_is_found_can_be_listened_on():
+    found = [address for some in interfaces().values() for address in some]
+    assert ip_address("127.0.0.1") in found
+    for address in found:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as listener:
+            listener.bind((str(address), 0))
+
+
+def test_the_names_are_those_of_the_kernel():
+    assert set(interfaces()) <= {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.parametrize("lighthouse", ["http://127.0.0.1:29510", "http://localhost:29510", "127.0.0.1:1"])
+def test_a_lighthouse_on_this_machine_is_reached_by_loopback(lighthouse: str):
+    assert ip_address(advertised("", lighthouse)).is_loopback
+
+
+def test_the_address_is_the_one_that_a_packet_to_the_lighthouse_would_carry():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        host = advertised("", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"hello", listener.getsockname())
+            data, (source, _) = listener.recvfrom(16)
+        assert (data, source) == (b"hello", host)  # the first packet is the test's own: asking sent none
+
+
+@needs_ipv6
+def test_ipv6_without_brackets():
+    assert advertised("", "http://[::1]:29510") == "::1"
+    assert advertised("::1/128", ELSEWHERE) == "::1"
+
+
+def test_a_name_and_a_network_mean_the_same_address():
+    name = next(name for name, some in interfaces().items() if ip_address("127.0.0.1") in some)
+    assert advertised(name, "http://127.0.0.1:1") == advertised("127.0.0.0/8", ELSEWHERE) == "127.0.0.1"
+
+
+def test_nothing_is_resolved_where_the_interface_is_named():
+    assert advertised("127.0.0.1", "http://no.such.host.invalid:29510") == "127.0.0.1"
+
+
+# ------------------------------------------------------------------------------------------------ others
+
+
+@pytest.mark.usefixtures("other_machine")
+@pytest.mark.parametrize(
+    ("interface", "lighthouse", "expected"),
+    [
+        ("eth0", ELSEWHERE, "10.1.2.3"),
+        ("eth0", "http://[fd00::1]:29510", "fd00::7"),  # of the lighthouse's own family
+        ("eth0", "http://head.cluster:29510", "10.1.2.3"),
+        ("ib0", "http://[fd00::1]:29510", "192.168.7.9"),  # it has no other
+        ("192.168.0.0/16", ELSEWHERE, "192.168.7.9"),
+        ("10.1.2.200/24", ELSEWHERE, "10.1.2.3"),  # an address of the network stands for it
+        ("fd00::/8", ELSEWHERE, "fd00::7"),
+        ("0.0.0.0/0", ELSEWHERE, "10.1.2.3"),  # loopback last
+    ],
+)
+def test_names_and_networks(interface: str, lighthouse: str, expected: str):
+    assert advertised(interface, lighthouse) == expected
+
+
+THERE = r"there are lo \(127\.0\.0\.1, ::1\), eth0 \(10\.1\.2\.3, fd00::7\), ib0 \(192\.168\.7\.9\)"
+
+
+@pytest.mark.usefixtures("other_machine")
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ("eht0", rf'^fault_tolerance\.interface = "eht0": there is no such interface; {THERE}; nearest: "eth0"$'),
+        ("usb0", rf'"usb0": it has no address, or is down; {THERE}'),
+        ("192.168.8.0/24", rf'"192\.168\.8\.0/24": no address of this machine is in it; {THERE}; nearest: "192\.168\.7\.9"$'),
+        ("fe00::/16", r'nearest: "fd00::7"$'),
+        ("172.16.0.0/12", r'nearest: "192\.168\.7\.9"$'),  # whatever it is, not loopback
+        ("10.0.0.0/33", rf'"10\.0\.0\.0/33": must be an interface, or a network such as 10\.0\.0\.0/8 or fd00::/8; {THERE}$'),
+    ],
+)  # fmt: skip
+def test_errors_name_the_setting_what_there_is_and_the_nearest(interface: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        advertised(interface, ELSEWHERE)
+
+
+def test_a_lighthouse_that_no_route_leads_to(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket.socket, "connect", _unreachable)
+    with pytest.raises(
+        ValueError, match=r"^TORCHFT_LIGHTHOUSE 192\.0\.2\.77:29510: no interface .* leads there; there are "
+    ):
+        advertised("", ELSEWHERE)
+
+
+def test_a_lighthouse_without_an_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "getaddrinfo", _unresolved)
+    with pytest.raises(ValueError, match=r"^TORCHFT_LIGHTHOUSE head\.cluster:29510: there is no host head\.cluster$"):
+        advertised("", "http://head.cluster:29510")
+    with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE nonsense: must be HOST:PORT"):
+        advertised("", "nonsense")
+
+
+def _unreachable(*_: object) -> None:
+    raise OSError(101, "Network is unreachable")
+
+
+def _unresolved(*_: object, **__: object) -> None:
+    raise socket.gaierror

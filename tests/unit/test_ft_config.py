@@ -1,0 +1,163 @@
+"""[fault_tolerance] and the environment: what is legal, and what is said where something is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from configs.keys import walk
+from configs.values import convert
+from ft.config import Environment, FaultTolerance
+from ft.protocol.messages import Times
+
+KEYS = dict(walk(FaultTolerance, "fault_tolerance"))
+SECRET = "0123456789abcdef"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_every_default_is_legal_and_explained(path: str):
+    key = KEYS[path]
+    assert key.help
+    assert convert(key, key.default) == key.default
+
+
+def test_the_defaults_are_those_of_the_protocol():
+    settings = FaultTolerance()
+    settings.check()
+    assert settings.times == Times()
+
+
+def test_every_length_of_the_protocol_can_be_set():
+    lengths = {field.name: 1000.0 + number for number, field in enumerate(fields(Times))}
+    assert FaultTolerance(**lengths).times == Times(**lengths)
+    assert FaultTolerance(takeover_s=0).times.takeover_s is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(beat_s=5.0), "fault_tolerance.beat_s = 5: must be below fault_tolerance.heartbeat_timeout_s = 5"),
+        (dict(rendezvous_s=4.0), "fault_tolerance.heartbeat_timeout_s = 5: must be below fault_tolerance.rendezvous_s = 4"),
+        (dict(rendezvous_s=31.0), "fault_tolerance.rendezvous_s = 31: must be below fault_tolerance.heal_grace_s = 30"),
+        (dict(heal_grace_s=31.0), "fault_tolerance.heal_grace_s = 31: must be below fault_tolerance.takeover_s = 30"),
+        (dict(stall_s=30.0), "fault_tolerance.takeover_s = 30: must be below fault_tolerance.stall_s = 30"),
+        (dict(stall_s=601.0), "fault_tolerance.stall_s = 601: must be below fault_tolerance.collective_s = 600"),
+        (dict(takeover_s=0, heal_grace_s=60.0), "fault_tolerance.heal_grace_s = 60: must be below fault_tolerance.stall_s = 60"),
+        (dict(keep_global_batch=True), "fault_tolerance.keep_global_batch = true: needs fault_tolerance.slots_per_step"),
+        (
+            dict(keep_global_batch=True, slots_per_step=4, keep_gradients=False),
+            "fault_tolerance.keep_gradients = false: fault_tolerance.keep_global_batch = true needs",
+        ),
+        (
+            dict(slots_per_step=2, min_replica_size=3),
+            "fault_tolerance.slots_per_step = 2: must be at least fault_tolerance.min_replica_size = 3",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_each_other(settings: dict[str, object], message: str):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        FaultTolerance(**settings).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(heal_grace_s=20.0),
+        dict(stall_s=600.0),
+        dict(takeover_s=0.0, heal_grace_s=59.0),
+        dict(keep_global_batch=True, slots_per_step=4),
+        dict(slots_per_step=3, min_replica_size=3),
+    ],
+)
+def test_settings_that_do(settings: dict[str, object]):
+    FaultTolerance(**settings).check()  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+
+def test_nothing_is_set():
+    assert Environment.read({}) == Environment()
+    assert Environment.read({"RANK": "", "TORCHFT_LIGHTHOUSE": " "}) == Environment()
+
+
+def test_what_a_launcher_sets():
+    read = Environment.read(
+        {
+            "TORCHFT_LIGHTHOUSE": "head:29510",
+            "REPLICA_GROUP_ID": "left-2",
+            "NUM_REPLICA_GROUPS": "3",
+            "PHAROS_TOKEN": SECRET,
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHFT_TIMEOUT_SEC": "5",
+            "TORCHFT_QUORUM_TIMEOUT_SEC": "6",
+            "TORCHFT_CONNECT_TIMEOUT_SEC": "7",
+            "TORCHFT_QUORUM_RETRIES": "8",
+            "TORCHFT_MANAGER_PORT": "9",
+        }
+    )
+    assert read == Environment(
+        "http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, "job", True, 5, 6, 7, 8, 9
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("TORCHFT_LIGHTHOUSE", "head", "TORCHFT_LIGHTHOUSE = head: must be http://HOST:PORT"),
+        ("REPLICA_GROUP_ID", "left:2/x", "REPLICA_GROUP_ID = left:2/x: must be 1 to 64 .*; nearest: left_2_x$"),
+        ("NUM_REPLICA_GROUPS", "0", "NUM_REPLICA_GROUPS = 0: must be from 1 to .*; nearest: 1$"),
+        ("RANK", "one", "RANK = one: must be a whole number$"),
+        ("RANK", "1", "RANK = 1: must be below WORLD_SIZE = 1$"),
+        ("MASTER_PORT", "65536", "MASTER_PORT = 65536: must be from 0 to 65535; nearest: 65535$"),
+        ("TORCHFT_TIMEOUT_SEC", "0.5", "TORCHFT_TIMEOUT_SEC = 0.5: must be a whole number$"),
+        ("PHAROS_TOKEN", "short", "the token of PHAROS_TOKEN must have at least 16"),
+    ],
+)
+def test_what_is_refused(variable: str, value: str, message: str):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Environment.read({variable: value})
+
+
+def test_a_token_in_a_file(tmp_path: Path):
+    file = tmp_path / "token"
+    file.write_text(SECRET + "\n")
+    assert Environment.read({"PHAROS_TOKEN_FILE": str(file)}).token == SECRET
+    with pytest.raises(ValueError, match="both set"):
+        Environment.read({"PHAROS_TOKEN_FILE": str(file), "PHAROS_TOKEN": SECRET})
+    with pytest.raises(ValueError, match="no token in"):
+        Environment.read({"PHAROS_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_a_token_does_not_show():
+    assert SECRET not in repr(Environment.read({"PHAROS_TOKEN": SECRET}))
+
+
+def test_settings_that_do_not_fit_the_environment():
+    environment = Environment(lighthouse="http://head:29510", num_replica_groups=2)
+    environment.check(FaultTolerance(min_replica_size=2))
+    with pytest.raises(
+        ValueError, match=r"^fault_tolerance.min_replica_size = 3: there are NUM_REPLICA_GROUPS = 2; nearest: 2$"
+    ):
+        environment.check(FaultTolerance(min_replica_size=3))
+    with pytest.raises(ValueError, match=r"^TORCHFT_LIGHTHOUSE is not set: "):
+        Environment().check(FaultTolerance())
+
+
+def test_reading_settings_loads_neither_torch_nor_grpc():
+    script = "import sys, ft.config, ft.addresses; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
