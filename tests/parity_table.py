@@ -1,0 +1,34 @@
+"""The table of tests/README.md: torchft's tests, and which of ours show the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+README = Path(__file__).with_name("README.md")
+OURS = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+
+
+@dataclass(frozen=True)
+class Row:
+    file: str  # of torchft
+    names: tuple[str, ...]  # of its tests, without test_; files where a file is left out as a whole
+    text: str  # what stands beside them
+
+    @property
+    def ours(self) -> list[tuple[str, str]]:
+        """(file below tests/, name)."""
+        return OURS.findall(self.text)
+
+
+def rows() -> list[Row]:
+    """Of all tables below the headings `### FILE`."""
+    found, file = [], ""
+    for line in README.read_text(encoding="utf-8").splitlines():
+        if line.startswith("### "):
+            file = line.removeprefix("### ").strip("`")
+        elif file and line.startswith("| `"):
+            _, theirs, text, _ = line.split("|")
+            found.append(Row(file, tuple(re.findall(r"`([\w.]+)`", theirs)), text.strip()))
+    return found
