@@ -66,13 +66,13 @@ class ProcessGroupBaby(ProcessGroup):
 class ProcessGroupBabyGloo(ProcessGroupBaby):
     """gloo in a child process. `interface`: its network interface, such as eth0; by default that of the host's name."""
 
-    KIND, NATIVE = "ft_baby_gloo", "gloo"
+    KIND, NATIVE, IN_CHILD = "ft_baby_gloo", "gloo", True
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """NCCL in a child process, on the current device of this one."""
 
-    KIND, NATIVE = "ft_baby_nccl", "nccl"
+    KIND, NATIVE, IN_CHILD = "ft_baby_nccl", "nccl", True
 
 
 class ChildEngine:

@@ -116,6 +116,7 @@ class ProcessGroup(Collectives):
     take."""
 
     KIND = "ft"
+    IN_CHILD = False  # operations are another process's: tensors in its memory (shared.empty) are spared a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -137,6 +138,19 @@ class GroupClient:
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
         call = self._channel.unary_unary(f"/pharos.Group/{method}")
         return codec.parse(reply_type, _answer(call, request, timeout_s, self._metadata))
+
+
+def is_torchfts(lighthouse: str, access: Access, timeout_s: float = 5.0) -> bool:
+    """Whether it knows torchft's calls alone. A lighthouse that cannot be reached is taken for ours: groups wait for it."""
+    with closing(channel(lighthouse, access, aio=False)) as connection:
+        try:
+            call = connection.unary_unary("/pharos.Lighthouse/Quorum")
+            call(
+                b"", timeout=timeout_s, metadata=access.metadata()
+            )  # a call without a caller is refused, and changes nothing
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNIMPLEMENTED)
+    return False
 
 
 # ------------------------------------------------------------------------------------------------ torchft's face of a lighthouse

@@ -35,6 +35,7 @@ from ft.rpc.lighthouse_link import Link, TorchftLink
 from ft.rpc.processes import Process, this_host
 from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
 from ft.rpc.torchft_group import BEAT_S, TorchftGroup
+from ft.rpc.torchft_lighthouse import LinkOverTorchft
 
 TICK_S = 0.5
 CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
@@ -50,6 +51,9 @@ _STATUS = {
 }
 
 
+Wire = Literal["pharos", "torchft"]
+
+
 @dataclass(frozen=True)
 class Settings:
     """All that a group server must know; JSON on its stdin."""
@@ -60,7 +64,7 @@ class Settings:
     store_address: str = ""
     host: str = ""  # that others reach this machine by; "": the machine's name
     port: int = 0
-    wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
+    wire: Wire = "pharos"  # that the lighthouse is spoken to in
     token: str = ""
     insecure: bool = False
     tls: tuple[str, str, str] | None = None  # cert, key, ca; "" for none
@@ -100,6 +104,7 @@ class GroupService:
         access: Access,
         end: Callable[[str], None],
         *,
+        wire: Wire = "pharos",
         seen: Seen | None = None,
     ) -> None:
         self.config, self._end = config, end
@@ -127,7 +132,11 @@ class GroupService:
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link = Link(lighthouse, access, self.driver.feed, self.spawn)
+        self.link: Link | LinkOverTorchft = (
+            Link(lighthouse, access, self.driver.feed, self.spawn)
+            if wire == "pharos"
+            else LinkOverTorchft(lighthouse, access, self.driver.feed, self.spawn, BEAT_S)
+        )
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -378,13 +387,13 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
         retries=settings.retries,
         spares_above=settings.spares_above,
     )
-    service = GroupService(config, settings.lighthouse, access, end)
+    service = GroupService(config, settings.lighthouse, access, end, wire=settings.wire)
     link = TorchftLink(settings.lighthouse, access)
     torchft = TorchftGroup(config, link, kill=service.end, metadata=service.metadata_of)
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))
-    service.spawn(_beats(settings, service, link))
+    service.start()
     ticks = asyncio.ensure_future(service.driver.run())
     try:
         watched: list[asyncio.Future[Any]] = [over, parent, ticks]
@@ -402,13 +411,6 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
         await service.close()
         await link.close()
         await server.stop()
-
-
-async def _beats(settings: Settings, service: GroupService, link: TorchftLink) -> None:
-    if settings.wire == "pharos":
-        service.start()
-    else:
-        await link.beat_for_ever(settings.replica_id, BEAT_S)
 
 
 def _kill(processes: dict[int, Process], parent: int) -> None:

@@ -18,6 +18,7 @@ import grpc.aio
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access, Endpoint
+from ft.rpc.driver import now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import MAX_MESSAGE
 
@@ -200,14 +201,19 @@ class TorchftLink:
         )
         return codec.quorum_from_torchft(reply.quorum)
 
-    async def beat_for_ever(self, replica_id: str, every_s: float) -> None:
+    async def beat_for_ever(
+        self, replica_id: str, every_s: float, answered: Callable[[float], None] = lambda sent_s: None
+    ) -> None:
+        """`answered` gets the time at which a beat was sent that was answered."""
         request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
         said = ""
         while True:
+            sent_s = now_s()
             try:
                 await call(request, timeout=5.0, metadata=self._metadata)
                 said = ""
+                answered(sent_s)
             except grpc.RpcError as error:
                 if _words(error) != said:
                     said = _words(error)

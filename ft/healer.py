@@ -1,0 +1,134 @@
+"""A rank's part in healing: offers its state to groups that need it, fetches another's when its own is not the one to go on from.
+
+Flow: the Manager (manager.py) carries out Configure, Fence, LoadState and DropHeld with this; the bytes are a transport's (ft/healing).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from ft.healing.capture import Snapshot, State
+from ft.healing.format import Refused
+from ft.healing.transport import HealFailed, Source, Transport
+from ft.protocol import messages as m
+from ft.rpc.access import Access
+from ft.rpc.clients import GroupClient
+
+ASK_S = 5.0  # for a source's address
+AGAIN_S = 0.1  # between two tries
+MACHINE = "ft"  # the name that the step machine's own state travels under
+log = logging.getLogger("pharos.healing")
+
+
+class Healer:
+    """`hear` gets HealEnded, from the fetch's thread. Everything else belongs to the trainer's thread."""
+
+    def __init__(
+        self,
+        state: State,
+        transport: Transport,
+        *,
+        group_rank: int,
+        access: Access,
+        grace_s: float,
+        hear: Callable[[m.Event], None],
+    ) -> None:
+        self._state, self._transport = state, transport
+        self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
+        self._fetching: threading.Thread | None = None
+        self._over = threading.Event()  # the fetch is of no use any more
+        self._arrived: dict[str, Any] | None = None
+        self.received_bytes = 0  # of all heals
+
+    @property
+    def address(self) -> str:
+        """What a rank that heals from this one is told."""
+        return self._transport.address
+
+    def offer(self, part: m.Part) -> None:
+        """Serves the state as it stands, at a step's boundary, to those who are to fetch it here; or nothing, if nobody is."""
+        if part.heals:
+            readers = [part.members[rank] for rank in part.heals]
+            snapshot = self._state.snapshot()
+            self._transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
+        else:
+            self._transport.withdraw("nobody was to need it any more")
+
+    def fence(self) -> None:
+        """The state is about to change."""
+        outcome = self._transport.fence()
+        log.debug("fence: %s", outcome.value)
+
+    def fetch(self, part: m.Part) -> None:
+        """In a thread of its own, into the tensors that are there. HealEnded says how it went."""
+        self.drop()
+        self._over, into = threading.Event(), self._state.snapshot()
+        self._fetching = threading.Thread(
+            target=self._fetch, args=(part, into, self._over), name="ft-heal", daemon=True
+        )
+        self._fetching.start()
+
+    def load(self) -> None:
+        """Takes what has arrived into use."""
+        assert self._arrived is not None, "a state that has not arrived"
+        self._state.load(self._arrived)
+        self._arrived = None
+
+    def drop(self) -> None:
+        """Whatever is on its way, or has arrived, is not wanted. Returns when nothing writes into the state."""
+        if self._fetching is not None:
+            self._over.set()
+            while self._fetching.is_alive():  # it may be between two tries, where `stop` finds nothing
+                self._transport.stop("the heal is over")
+                self._fetching.join(AGAIN_S)
+            self._fetching = None
+        self._arrived = None
+
+    def close(self) -> None:
+        self.drop()
+        self._transport.close()
+
+    # ---- the fetch's thread
+
+    def _fetch(self, part: m.Part, into: Snapshot, over: threading.Event) -> None:
+        until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
+        while True:
+            try:
+                values = self._try(part, into)
+                break
+            except (HealFailed, Refused) as error:
+                log.warning("the state of step %d has not come: %s", part.reference[0], error)
+                if over.is_set() or time.monotonic() > until_s:
+                    blame = tuple(part.members[source.replica_rank] for source in part.sources)
+                    return self._hear(m.HealEnded(part.quorum_id, ok=False, reason=str(error), blame=blame))
+            if over.wait(AGAIN_S):
+                return self._hear(m.HealEnded(part.quorum_id, ok=False, reason="the heal is over"))
+        log.info("healed from %s in %.2f s", " and ".join(self._names(part)), time.monotonic() - began_s)
+        self.received_bytes += into.manifest.total_bytes
+        self._arrived = values
+        self._hear(m.HealEnded(part.quorum_id, ok=True, state=values[MACHINE]))
+
+    def _try(self, part: m.Part, into: Snapshot) -> dict[str, Any]:
+        """Raises HealFailed, Refused."""
+        found = [self._ask(source.address) for source in part.sources]
+        sources = [Source(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
+        if not sources:
+            raise HealFailed("no source says where its state is", touched=False)
+        return self._transport.fetch(sources, into, quorum_id=part.quorum_id, step=part.reference[0])
+
+    def _ask(self, address: str) -> str:
+        """Where that group's rank of our number serves its state. Empty: it does not say."""
+        with closing(GroupClient(address, self._group_rank, self._access)) as client:
+            try:
+                return client.checkpoint_metadata(self._group_rank, ASK_S)
+            except (TimeoutError, RuntimeError) as error:
+                log.warning("%s does not say where its state is: %s", address, error)
+                return ""
+
+    def _names(self, part: m.Part) -> list[str]:
+        return [part.members[source.replica_rank] for source in part.sources]

@@ -1,0 +1,469 @@
+"""A rank's manager: carries out what the protocol's machine (protocol/step.py) wants, and holds no rule of its own.
+
+    trainer ---begin_step, reduce, commit---> Manager ---feeds---> Step ---effects---> Manager ---> Gradients     buckets, kept and summed
+                                                 ^                                              ---> ProcessGroup  other groups' ranks
+    group's server --notices, in a thread--------+                                              ---> Healer        offers and fetches state
+                                                                                                ---> GroupClient   quorum calls and votes
+
+The trainer's thread carries out everything, in order, inside the three calls; a notice from another thread only wakes it where it waits
+for peers. So forward, backward and optimizer never race with a rebuild or a heal.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from ft.gradients import Gradients
+from ft.healer import MACHINE, Healer
+from ft.healing.capture import State
+from ft.healing.http_transport import HttpTransport
+from ft.healing.transport import HealConfig, Transport
+from ft.inbox import Inbox
+from ft.membership import Wish, join
+from ft.process_groups.base import ProcessGroup
+from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
+from ft.protocol import messages as m
+from ft.protocol.ledger import Ledger
+from ft.protocol.messages import VOID
+from ft.protocol.step import Phase, Step, StepConfig
+from ft.rpc.clients import GroupClient, Stale
+from ft.rpc.driver import Seen
+from ft.seam import Commit, Deal, Sums
+
+ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
+VOTE_S, VOTE_TRIES = 30.0, 10
+STEPS_KEPT = 21  # of whose lengths the median is told
+log = logging.getLogger("pharos.manager")
+
+
+class Stopped(RuntimeError):
+    """The job cannot go on. `slots`: the batches that are to blame, if any are."""
+
+    def __init__(self, reason: str, slots: Sequence[int] = ()) -> None:
+        super().__init__(reason)
+        self.slots = tuple(slots)
+
+
+class GroupEnded(RuntimeError):
+    """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a manager does, beside what all ranks of its group agree on (membership.Wish)."""
+
+    slot_size: int = 1  # sequences of one group's batch
+    keep_gradients: bool = True
+    heal_backlog: int = 2
+    heal_copy_bytes: int = 256 << 20
+    max_failures: int | None = None  # failed attempts in a row; None: any number
+    skip_unable: bool = False
+    init_sync: bool = True  # initial states differ: at step 0 all heal from one
+    writes_checkpoint: bool = False
+    quorum_s: float | None = None  # a call for a quorum fails after; None: it waits for as long as it takes
+    dies_with_group: bool = (
+        True  # the group's server may kill this process; False where several groups live in one, as in tests
+    )
+
+
+class Manager:
+    """`group`: the process group to other groups' ranks; configured and closed here. `store`: this group's own, where it has several ranks.
+    `restore`: loads the newest valid checkpoint, and with it this manager's state (load_state_dict), or does nothing if there is none.
+    `seen`: gets every event of the machine with what came of it.
+
+    Raises RuntimeError where the group's server does not start.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        wish: Wish,
+        options: Options,
+        *,
+        store: Store | None = None,
+        transport: Transport | None = None,
+        gradients: Gradients | None = None,
+        shape: Sequence[tuple[str, str]] = (),
+        restore: Callable[[], None] | None = None,
+        seen: Seen | None = None,
+    ) -> None:
+        self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
+        self._seen = seen
+        self.gradients = gradients or Gradients(keep=options.keep_gradients, shared=group.IN_CHILD)
+        self._state = State()
+        self._membership = join(wish, store)
+        self.replica_id = self._membership.replica_id
+        heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=wish.times.heal_grace_s)
+        self._healer = Healer(
+            self._state,
+            transport or HttpTransport(wish.host, self.replica_id, wish.access, heal),
+            group_rank=wish.group_rank,
+            access=wish.access,
+            grace_s=wish.times.heal_grace_s,
+            hear=lambda event: self._inbox.hear(event),
+        )
+        self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
+        self._machine: Step
+        self._inbox: Inbox
+        self._step = 0  # committed, as the trainer has seen it
+        self._part: m.Part | None = None
+        self._stopped_quorum = 0  # the newest whose waits were ended
+        self._open = False  # the attempt has its buffers, and buckets may be under way
+        self._tail: tuple[float, ...] = ()
+        self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
+        self._deal: Deal | None = None
+        self._restored: dict[str, Any] | None = None
+        self.settled = 0  # checkpoints up to this step may be published
+        self.left = False  # the others know that this group goes, and the step is committed: close
+        self._waits_since_s: float | None = None  # for other groups, in a reduction
+        self._step_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._began_s = self._committed_s = time.monotonic()
+        self._mean_loss = 0.0
+        self._closed = threading.Event()
+        self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
+            m.AskQuorum: self._ask_quorum,
+            m.Configure: self._configure,
+            m.Compute: self._take_compute,
+            m.LaunchTail: self._launch,
+            m.CastVote: self._cast_vote,
+            m.AbandonGeneration: self._abandon,
+            m.DropGradients: lambda effect: self.gradients.drop(),
+            m.Fence: lambda effect: self._healer.fence(),
+            m.CommitStep: self._take_commit,
+            m.HoldSums: self._hold,
+            m.DropHeld: self._drop_held,
+            m.LoadState: self._load_state,
+            m.LoadCheckpoint: self._load_checkpoint,
+            m.Settled: self._settle,
+            m.GiveUp: self._give_up,
+            m.Stop: self._stop,
+        }
+        self._new_machine()
+        self._client.watch(self._inbox.hear, self._ended, pid=None if options.dies_with_group else 0)
+        self._reporter = threading.Thread(target=self._report_for_ever, name="ft-report", daemon=True)
+        self._reporter.start()
+
+    def _new_machine(self) -> None:
+        options, wish = self._options, self._wish
+        config = StepConfig(
+            group_rank=wish.group_rank,
+            keep_gradients=options.keep_gradients,
+            every_step=wish.every_step,
+            heal_backlog=options.heal_backlog,
+            heal_grace_s=wish.times.heal_grace_s,
+            max_failures=options.max_failures,
+            skip_unable=options.skip_unable,
+            init_sync=options.init_sync,
+            writes_checkpoint=options.writes_checkpoint,
+        )
+        self._machine = Step(config, Ledger(options.slot_size))
+        self._inbox = Inbox(self._machine, self._stop_waiting, self._seen)
+        self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine takes it by itself
+
+    # ------------------------------------------------------------------------------------------------ the seam
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def part(self) -> m.Part | None:
+        """This group's place in the newest quorum."""
+        return self._part
+
+    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+        self._state.register(name, get, set)
+
+    def attach(self, model_parts: Sequence[Any]) -> None:
+        for part in model_parts:
+            self.gradients.attach(part.parameters())
+
+    def last_pass(self) -> AbstractContextManager[None]:
+        """Around the last backward of a step: gradients go out as they get ready. Without it, all of them in `reduce`."""
+        return self.gradients.last_pass()
+
+    def begin_step(self) -> Deal:
+        """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
+        if self._deal is None:
+            if self._machine.phase is Phase.BOUNDARY and self._inbox.next() is None:
+                self._inbox.feed(m.Begin())
+            turn = self._pump()
+            assert turn is not None
+            self._deal = Deal(turn.step, turn.slots) if isinstance(turn, m.Compute) else Deal(turn.step - 1, ())
+        return self._deal
+
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
+        """Returns when all sums are there, in whatever generation: a death on the way costs time, and no step."""
+        turn = self._turn
+        if isinstance(turn, m.Compute):
+            self._turn = None
+            self._inbox.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite))
+            turn = self._pump(before_vote=True)
+        if turn is None:
+            *tokens, loss, _, _ = self._tail
+            return Sums(tuple(max(0.0, count) for count in tokens), loss, True)
+        if isinstance(turn, m.Compute):  # the deal was made anew
+            return Sums((0.0,) * len(turn.slots), 0.0, False)
+        return Sums((turn.divisor,), turn.mean_loss * turn.divisor, True)
+
+    def commit(self, sums: Sums) -> Commit | None:
+        turn, self._deal = self._pump(), None
+        if not isinstance(turn, m.CommitStep):
+            return None
+        self._turn, now_s = None, time.monotonic()
+        self._step, self._mean_loss = turn.step, turn.mean_loss
+        self._step_s.append(now_s - self._committed_s)
+        self._committed_s = now_s
+        self.left = self.left or turn.leave
+        return Commit(turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._machine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of this manager, or of a job without fault tolerance (SoloManager)."""
+        if "ledger" not in state:
+            ledger = {"slot_size": self._options.slot_size, "position": int(state["position"])}
+            state = {"step": int(state["step"]), "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
+        self._restored = state
+        self._step = int(state["step"])
+        if self._machine.phase is Phase.BOUNDARY:
+            self._inbox.feed(m.Restored(state))
+
+    def leave(self) -> None:
+        """The next step tells the others; `left` says when it has. To be called by all ranks of the group at the same step's boundary."""
+        self._inbox.feed(m.Leaving())
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with suppress(TimeoutError, RuntimeError):  # its server may be gone
+            self._client.leave(clean=self.left, reason="done" if self.left else "closed")
+        self._client.close()
+        self._healer.close()
+        with suppress(MustExit):
+            self._group.shutdown()
+        self._membership.close()
+
+    # ------------------------------------------------------------------------------------------------ carrying out
+
+    def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
+        """Does what the machine wants until it is the trainer's turn, and says what for. before_vote: or until all that is left is this
+        rank's own word that the step holds; then None. Raises Stopped, GroupEnded, MustExit."""
+        while self._turn is None and not (before_vote and _says_that_it_holds(self._inbox.next())):
+            effect = self._inbox.take()
+            self._carry[type(effect)](effect)
+        return self._turn
+
+    def _take_compute(self, effect: m.Compute) -> None:
+        self._open_attempt()
+        self._turn = effect
+
+    def _take_commit(self, effect: m.CommitStep) -> None:
+        if effect.held:
+            self.gradients.deliver_held(effect.step)
+        else:
+            self.gradients.deliver()
+            self._open = False
+        self._turn = effect
+
+    # ---- quorum
+
+    def _ask_quorum(self, effect: m.AskQuorum) -> None:
+        member = replace(effect.call.member, commit_failures=int(effect.call.failed))
+        call = replace(
+            effect.call,
+            member=member,
+            checkpoint_metadata=self._healer.address,
+            shape=(*self._shape, *self.gradients.shape),
+        )
+        asked_s = time.monotonic()
+        while True:
+            left_s = self._options.quorum_s and asked_s + self._options.quorum_s - time.monotonic()
+            try:
+                self._inbox.feed(self._client.quorum(call, ASK_S if left_s is None else max(0.01, min(left_s, ASK_S))))
+                return
+            except TimeoutError as error:
+                waited_s = time.monotonic() - asked_s
+                if left_s is not None and left_s <= ASK_S:
+                    self._inbox.feed(m.QuorumFailed(f"none within {waited_s:g} s: {error}"))
+                    return
+                log.info("no quorum for %.0f s; /status.json of the lighthouse says what it waits for", waited_s)
+            except RuntimeError as error:
+                self._inbox.feed(m.QuorumFailed(str(error)))
+                return
+
+    def _configure(self, effect: m.Configure) -> None:
+        part = self._part = effect.part
+        self._open = False
+        self.replica_id = part.replica_id
+        self._say(part)
+        self._healer.offer(part)
+        if part.heal:
+            self._healer.fetch(part)
+        if part.known:
+            self._inbox.feed(m.Configured(part.quorum_id, ok=True))
+            return
+        store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._wish.group_rank}"
+        try:
+            self._group.configure(
+                store,
+                part.replica_rank,
+                len(part.members),
+                wanted=lambda: self._stopped_quorum != part.quorum_id,
+            )
+        except RendezvousFailed as error:
+            absent = tuple(part.members[rank] for rank in error.absent if rank < len(part.members))
+            self._inbox.feed(m.Configured(part.quorum_id, ok=False, reason=str(error), blame=absent))
+            return
+        self._inbox.feed(m.Configured(part.quorum_id, ok=True))
+
+    def _stop_waiting(self, effect: m.StopWaiting) -> None:
+        """From any thread: whoever waits on that generation is woken. What is complete stays so."""
+        self._stopped_quorum = effect.quorum_id
+        self._group.interrupt(effect.reason)
+
+    def _abandon(self, effect: m.AbandonGeneration) -> None:
+        free = self.gradients.give_up() if self._open else None
+        self._open = False
+        self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
+
+    # ---- the step's collectives and votes
+
+    def _open_attempt(self) -> None:
+        assert self._part is not None
+        if not self._open:
+            self.gradients.open(self._group, len(self._part.participants))
+            self._open = True
+
+    def _launch(self, effect: m.LaunchTail) -> None:
+        if effect.again:
+            self._open = False  # what the attempt before launched is complete, and was of no use
+        self._open_attempt()
+        self.gradients.launch(effect.tail, zeros=effect.zeros)
+        self._waits_since_s = time.monotonic()
+        try:
+            self._tail = self.gradients.wait()
+        except GroupError as error:
+            self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
+        else:
+            self._inbox.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, self._tail))
+        finally:
+            self._waits_since_s = None
+
+    def _cast_vote(self, effect: m.CastVote) -> None:
+        """Waits for the group's word; not on a heal, whose end finds the ranks at different places."""
+        if effect.vote.kind == "healed":
+            threading.Thread(target=self._vote_aside, args=(effect.vote,), name="ft-vote", daemon=True).start()
+        else:
+            self._inbox.feed(self._outcome(effect.vote))
+
+    def _vote_aside(self, vote: m.Vote) -> None:
+        try:
+            self._inbox.hear(self._outcome(vote))
+        except RuntimeError as error:
+            self._inbox.fail(error)
+
+    def _outcome(self, vote: m.Vote) -> m.Outcome:
+        """Never infers a no: without an answer this rank ends."""
+        for _ in range(VOTE_TRIES):
+            with suppress(TimeoutError):
+                return self._vote(vote)
+            log.info("no outcome yet of the vote on %s of step %d", vote.kind, vote.step)
+        raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
+
+    def _vote(self, vote: m.Vote) -> m.Outcome:
+        try:
+            return self._client.vote(vote, VOTE_S)
+        except Stale as error:
+            raise GroupEnded(f"the group has gone on without this rank: {error}") from None
+
+    # ---- state
+
+    def _hold(self, effect: m.HoldSums) -> None:
+        self.gradients.hold(effect.step)
+        self._open = False
+
+    def _drop_held(self, effect: m.DropHeld) -> None:
+        self.gradients.drop_held()
+        self._healer.drop()
+
+    def _load_state(self, effect: m.LoadState) -> None:
+        self._healer.load()
+        self._step = effect.step
+        log.info("step %d is healed", effect.step)
+
+    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
+        self._healer.drop()
+        self._restored = None
+        if self._restore:
+            self._restore()
+        self._inbox.feed(m.Restored(self._restored))
+
+    def _settle(self, effect: m.Settled) -> None:
+        self.settled = effect.step
+
+    def _give_up(self, effect: m.GiveUp) -> None:
+        assert self._part is not None
+        self._client.give_up(self._part.quorum_id, effect.reason)
+
+    def _stop(self, effect: m.Stop) -> None:
+        raise Stopped(effect.reason, effect.slots)
+
+    # ------------------------------------------------------------------------------------------------ beside the step
+
+    def _ended(self, why: str) -> None:
+        """The server is gone, or has ended the group: nobody may wait for anything any more. In the stream's thread."""
+        if not self._closed.is_set():
+            log.error("this rank ends: %s", why)
+            self._group.interrupt(why)
+            self._inbox.fail(GroupEnded(why))
+
+    def _report_for_ever(self) -> None:
+        """Once a beat, to the group's server: where this rank is. The lighthouse tells by it who keeps the others waiting."""
+        while not self._closed.wait(self._wish.times.beat_s):
+            machine, since_s = self._machine, self._waits_since_s
+            waiting = since_s is not None and time.monotonic() - since_s > self._wish.times.beat_s / 2
+            report = m.Report(
+                replica_id=self.replica_id,
+                step=VOID if machine.void else machine.step,
+                commit_quorum_id=machine.commit_quorum_id,
+                waiting=waiting,
+                median_step_s=statistics.median(self._step_s) if self._step_s else 0.0,
+                settled=self.settled,
+            )
+            self._client.report(
+                report,
+                phase=machine.phase.value,
+                healed_bytes=self._healer.received_bytes,
+                wall_s=time.monotonic() - self._began_s,
+                mean_loss=self._mean_loss,
+            )
+
+    def _say(self, part: m.Part) -> None:
+        names = ", ".join(m.name_of(member) for member in part.members)
+        heals = (
+            f"; this group heals from {' and '.join(part.members[s.replica_rank] for s in part.sources)}"
+            if part.heal
+            else ""
+        )
+        if part.heals:
+            heals += f"; {', '.join(part.members[rank] for rank in part.heals)} heal from this group"
+        log.info(
+            "quorum %d at step %d: %d groups (%s)%s", part.quorum_id, part.reference[0], len(part.members), names, heals
+        )
+
+
+def _says_that_it_holds(effect: m.Effect | None) -> bool:
+    return isinstance(effect, m.CastVote) and effect.vote.kind == "commit" and effect.vote.verdict == "yes"

@@ -1,0 +1,114 @@
+"""How the ranks of one group come to have one server, one id, and a place to meet other groups' ranks.
+
+Rank 0 starts the group's server, a child process, and a store for rendezvous, and writes where they are into the group's own store (the
+launcher's, or torch.distributed's). That store outlives an attempt of torchelastic, so the keys stand under the number of the attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ft.protocol.messages import Times
+from ft.rpc.access import Access, Endpoint
+from ft.rpc.clients import is_torchfts
+from ft.rpc.group_process import GroupProcess
+from ft.rpc.group_server import Settings
+
+START_S = 60.0  # that ranks give rank 0 to start the server
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a group is to be; the same in all its ranks, but for group_rank."""
+
+    name: str  # REPLICA_GROUP_ID
+    group_rank: int
+    world_size: int
+    lighthouse: str  # http://host:port
+    host: str  # of this machine, as other groups reach it
+    access: Access
+    times: Times
+    attempt: int = 0  # TORCHELASTIC_RESTART_COUNT
+    spares_above: int | None = None
+    retries: int | None = None
+    every_step: bool = False  # a quorum before each step; then torchft's lighthouse will do, too
+    port: int = 0  # of the group's server
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Of one rank. `server` and `meeting` are rank 0's to close."""
+
+    replica_id: str
+    address: str  # of the group's server
+    server: GroupProcess | None = None
+    meeting: TCPStore | None = None
+
+    def close(self) -> None:
+        if self.server:
+            self.server.close()
+
+
+def join(wish: Wish, store: Store | None) -> Membership:
+    """`store`: the group's own; needed by groups of several ranks. Raises RuntimeError where the server does not start, or rank 0 says
+    nothing of it; ValueError for a lighthouse that cannot do what is wished."""
+    key = f"ft/{wish.attempt}"
+    if wish.group_rank == 0:
+        made = _start(wish)
+        if store is not None and wish.world_size > 1:
+            said = {"replica_id": made.replica_id, "address": made.address}
+            PrefixStore(key, store).set("group", json.dumps(said))
+        return made
+    if store is None:
+        raise RuntimeError(f"rank {wish.group_rank} of {wish.world_size} has no store to find its group's server by")
+    try:
+        own = PrefixStore(key, store)
+        own.wait(["group"], timedelta(seconds=START_S))
+        return Membership(**json.loads(own.get("group")))
+    except RuntimeError as error:
+        raise RuntimeError(f"rank 0 did not start the group's server within {START_S:g} s: {error}") from None
+
+
+def _start(wish: Wish) -> Membership:
+    torchfts = is_torchfts(wish.lighthouse, wish.access)
+    if torchfts and not wish.every_step:
+        raise ValueError(
+            'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
+        )
+    meeting = _listen(wish.host)
+    tls = wish.access.tls
+    settings = Settings(
+        replica_id=f"{wish.name}:{secrets.token_hex(4)}",
+        world_size=wish.world_size,
+        lighthouse=wish.lighthouse,
+        store_address=str(Endpoint(wish.host, meeting.port)),
+        wire="torchft" if torchfts else "pharos",
+        host=wish.host,
+        port=wish.port,
+        token=wish.access.token,
+        insecure=wish.access.insecure,
+        tls=(str(tls.cert or ""), str(tls.key or ""), str(tls.ca or "")) if tls else None,
+        times=wish.times,
+        retries=wish.retries,
+        spares_above=wish.spares_above,
+    )
+    server = GroupProcess(settings)
+    return Membership(settings.replica_id, server.address, server, meeting)
+
+
+def _listen(host: str) -> TCPStore:
+    """A store on that address alone: torch's stores ask nobody for a token, so they are not shown to more networks than need be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.bind((host.partition("%")[0], 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        more: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
+        return TCPStore(host, port, None, True, timedelta(seconds=START_S), **more)

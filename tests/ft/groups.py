@@ -1,0 +1,174 @@
+"""Replica groups in the threads of one process: real lighthouse, real group servers, real gloo; a toy model whose weights tell which
+samples went into them.
+
+The gradient of a slot is its position + 1, and the optimizer takes the sums as they are: after any history, each weight is minus the sum
+over all slots that were committed, to the last bit. Two groups that hold the same step hold the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ft.manager import GroupEnded, Manager, Options
+from ft.membership import Wish
+from ft.process_groups.base import ProcessGroup
+from ft.process_groups.inline import ProcessGroupGloo
+from ft.protocol import messages as m
+from ft.rpc.access import Access
+from ft.rpc.lighthouse_server import LighthouseServer
+
+LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
+SLOT = 4  # sequences
+
+
+@dataclass
+class Rank:
+    """One rank of a group, trained by a thread. `at`: called in it at the boundary before a step, with (rank, step)."""
+
+    name: str
+    group_rank: int
+    world_size: int
+    lighthouse: str
+    store: HashStore
+    steps: int
+    at: Callable[[Rank, int], None] = lambda rank, step: None
+    options: dict[str, Any] = field(default_factory=dict)
+    group: Callable[[], ProcessGroup] = ProcessGroupGloo
+    every_step: bool = False
+    times: m.Times = field(default_factory=m.Times)
+
+    manager: Manager = field(init=False)
+    model: torch.nn.Module = field(init=False)
+    commits: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, quorum size, contributors
+    computed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # step, slots: forward and backward were run
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)  # after that step
+    seen: list[tuple[float, m.Event, m.Out]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def start(self) -> Rank:
+        self.thread = threading.Thread(target=self._run, name=f"{self.name}/{self.group_rank}", daemon=True)
+        self.thread.start()
+        return self
+
+    def join(self) -> Rank:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive(), f"{self.name}/{self.group_rank} hangs at {self.manager._machine.phase}"
+        return self
+
+    def kill(self) -> None:
+        """The group's server dies, and the rank with it."""
+        server = self.manager._membership.server
+        assert server
+        os.kill(server.pid, signal.SIGKILL)
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except GroupEnded as error:
+            self.error = error
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            if hasattr(self, "manager"):
+                self.manager.close()
+
+    def _train(self) -> None:
+        torch.manual_seed(hash(self.name) % 1000)  # initial states differ, as long as nobody heals
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+        wish = Wish(
+            name=self.name,
+            group_rank=self.group_rank,
+            world_size=self.world_size,
+            lighthouse=self.lighthouse,
+            host="127.0.0.1",
+            access=Access(),
+            times=self.times,
+            every_step=self.every_step,
+        )
+        options = Options(slot_size=SLOT, dies_with_group=False, **self.options)
+        self.manager = Manager(
+            self.group(), wish, options, store=self.store, seen=lambda *what: self.seen.append(what)
+        )
+        self.manager.register("model", self.model.state_dict, self.model.load_state_dict)
+        self.manager.attach([self.model])
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        while self.manager.step < self.steps:
+            self.at(self, self.manager.step)
+            self.train_step()
+
+    def train_step(self) -> None:
+        deal = self.manager.begin_step()
+        if deal.slots:
+            self.computed.append((deal.step, deal.slots))
+        with self.manager.last_pass():
+            for slot in deal.slots:
+                self.backward(float(slot + 1))
+        commit = self.manager.commit(self.manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
+        if commit is None:
+            self.model.zero_grad()
+            return
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= parameter.grad
+        self.model.zero_grad()
+        step = self.manager.step
+        self.commits.append((step, commit.quorum_size, commit.contributors))
+        self.weights[step] = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).clone()
+
+    def backward(self, value: float) -> None:
+        sum((parameter * value).sum() for parameter in self.model.parameters()).backward()
+
+
+class Job:
+    def __init__(self, lighthouse: LighthouseServer) -> None:
+        self.lighthouse = lighthouse
+        self.ranks: list[Rank] = []
+
+    def group(self, name: str, *, size: int = 1, **more: Any) -> list[Rank]:
+        """A group that is about to train: its ranks, started."""
+        store = HashStore()
+        ranks = [Rank(name, rank, size, self.lighthouse.address(), store, **more) for rank in range(size)]
+        self.ranks += ranks
+        for rank in ranks:
+            rank.start()
+        return ranks
+
+    def check(self) -> None:
+        """Equal steps, equal bits; and the weights are what the ledger says, each slot in them once."""
+        for rank in self.ranks:
+            for other in self.ranks:
+                for step in rank.weights.keys() & other.weights.keys():
+                    assert torch.equal(rank.weights[step], other.weights[step]), (rank.name, other.name, step)
+        for rank in self.ranks:
+            if rank.error is None:
+                ledger = rank.manager.state_dict()["ledger"]
+                slots = set(range(0, ledger["position"], SLOT)) - set(ledger["holes"])
+                total = sum(slot + 1 for slot in slots)
+                last = rank.weights[max(rank.weights)]
+                assert torch.equal(last, torch.full_like(last, -float(total))), (rank.name, last[0], total)
+
+
+@contextmanager
+def job(min_replicas: int = 2, **more: Any) -> Iterator[Job]:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, **more)
+    made = Job(lighthouse)
+    try:
+        yield made
+        made.check()
+    finally:
+        for rank in made.ranks:
+            if hasattr(rank, "manager"):
+                rank.manager.close()
+        lighthouse.shutdown()
