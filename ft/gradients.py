@@ -1,0 +1,408 @@
+"""Gradients, summed over replica groups out of place, and kept until the step holds.
+
+    gradients = Gradients()
+    gradients.attach(model.parameters())
+    gradients.open(group, participants=3)               # a generation stands: an attempt begins
+    with gradients.last_pass():
+        loss.backward()                                 # hooks send what is complete while the backward goes on
+    gradients.launch(tail)                              # the rest, and the tail, known only now
+    try:
+        tail = gradients.wait()
+        gradients.deliver()                             # .grad of every parameter is the sum
+    except GroupError as error:                         # the originals are still there
+        group.abandon(str(error), then=gradients.give_up())
+        ...                                             # form again, open, launch, wait
+
+Flow: manager.py calls this; buckets.py says what lies where; scratch.py has the memory; process_groups sum. A gradient is copied into
+scratch as soon as it is complete, while it is still in the cache; a bucket goes when it and all before it are. The sum becomes `.grad` by
+pointing there: nothing is copied back, and whoever divides reads it once. A retry copies the same gradients into other scratch, so it
+sends the same bits.
+
+Memory, with G = bytes of this rank's gradients, on top of those that autograd makes, which live until `deliver`: 2 G (the set that is
+filled and the one before, which is `.grad` until zeroed); one G more while an abandoned group has not ended, and per step that is held.
+With keep=False: 2 S, where S counts gradients below 1 MiB alone, since the others are reduced where they are; a failure then loses them.
+With keep=False and shared=True: 2 G, but no gradient of autograd's outlives its copy. 2 U for tensors that a user hands over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ft.buckets import TAIL_ELEMENTS, Layout, lay_out
+from ft.process_groups.work import GroupWork
+from ft.scratch import Buffers, Scratch, Sets, like, local_of
+from ft.user_sums import UserSum
+
+
+@dataclass
+class _Attempt:
+    """One try to sum a step's gradients, on one generation."""
+
+    group: dist.ProcessGroup
+    participants: int
+    contributes: bool
+    scratch: Scratch
+    layout: Layout
+    ready: set[int] = field(default_factory=set)  # parameters whose hooks have been called
+    copied: set[int] = field(default_factory=set)  # parameters whose gradients are in their buckets
+    in_place: dict[int, Tensor] = field(default_factory=dict)  # what is reduced where it is
+    streams: set[Any] = field(default_factory=set)  # of the GPU, that gradients came on
+    sent: int = 0  # buckets; they go in order
+    works: list[dist.Work] = field(default_factory=list)
+    tail: Tensor | None = None  # since it was launched
+    complete: bool = False
+    users: list[UserSum] = field(default_factory=list)  # only of an attempt that is held
+
+
+class Gradients:
+    """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `bucket_bytes`: what travels
+    together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
+
+    Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: bool = True,
+        shared: bool = False,
+        bucket_bytes: int = 25 << 20,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._keep, self._shared, self._bucket_bytes = keep, shared, bucket_bytes
+        self._device = torch.device(device)
+        self._parameters: list[nn.Parameter] = []
+        self._hooks: list[Any] = []
+        self._lock = threading.RLock()
+        self._buffers = Buffers(shared=shared)
+        self._attempt: _Attempt | None = None
+        self._kept: dict[int, Tensor] = {}  # gradients of the step that is tried, by parameter
+        self._is_kept = False  # they are all there: a launch had them
+        self._is_lost = False  # an attempt has used them up
+        self._in_last_pass = self._after_last_pass = False
+        self._problem = ""  # that a hook saw
+        self._users: list[UserSum] = []  # in the order they were handed over
+        self._delivered: Scratch | None = None  # may be in .grad
+        self._held: dict[int, _Attempt] = {}
+
+    # ------------------------------------------------------------------------------------------------ before the first step
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those that are trained. Their order is part of the layout and must be the same in each group. Once per part of the model, before
+        `shape` is asked for."""
+        assert "_layout" not in self.__dict__, "parameters are attached before the first step"
+        known = {id(parameter) for parameter in self._parameters}
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in known:
+                known.add(id(parameter))
+                hook = partial(self._completed, len(self._parameters))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._parameters.append(parameter)
+
+    @property
+    def shape(self) -> tuple[tuple[str, str], ...]:
+        """What all groups must have alike, each with its digest: (("gradient shapes", "5f0c..."), ...)."""
+        return self._layout.shape
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return lay_out(
+            [local_of(parameter.detach()) for parameter in self._parameters],
+            bucket_bytes=self._bucket_bytes,
+            in_place=not self._keep and not self._shared,
+            device=self._device,
+        )
+
+    @cached_property
+    def _sets(self) -> Sets:
+        return Sets(self._layout, self._parameters, shared=self._shared)
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    # ------------------------------------------------------------------------------------------------ an attempt
+
+    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True) -> None:
+        """A new attempt on a group that stands. `participants`: by which means are divided. contributes=False: all that this group sends
+        is zeros. An attempt before it was complete, or was given up."""
+        with self._lock:
+            if self._attempt is not None:
+                assert self._attempt.complete, "an attempt that has not ended is given up first"
+                self.give_up()()
+            if self._delivered is not None and not self._is_in_use(self._delivered):
+                self._sets.give(self._delivered)
+                self._delivered = None
+            self._attempt = _Attempt(group, participants, contributes, self._sets.take(), self._layout)
+
+    @contextmanager
+    def last_pass(self) -> Iterator[None]:
+        """Around the backward that completes the gradients: inside, they are sent as they come. Without it all goes at `launch`."""
+        self._in_last_pass = True
+        try:
+            yield
+        finally:
+            self._in_last_pass = False
+        self._after_last_pass = True
+
+    def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
+        """What has not gone goes now, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.
+        zeros: so do all; what has gone is gone, and the tail is to say that it does not count. Returns at once. Raises RuntimeError for
+        gradients that cannot be summed, or that are lost (keep=False)."""
+        with self._lock:
+            attempt = self._open_attempt()
+            if self._problem:
+                raise RuntimeError(self._problem)
+            zeros = zeros or not attempt.contributes
+            if self._is_lost and not zeros:
+                raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
+            for user in self._users:
+                self._send_user(attempt, user, after_buckets=False)
+            self._send_all_but_last(attempt, zeros=zeros)
+            for user in self._users:
+                self._send_user(attempt, user, after_buckets=True)
+            self._send_last(attempt, tail, zeros=zeros)
+            self._is_kept, self._is_lost = not zeros and self._keep, not zeros and not self._keep
+
+    def wait(self) -> tuple[float, ...]:
+        """The summed tail, once all sums are there. Raises GroupError if one failed."""
+        attempt = self._open_attempt()
+        assert attempt.tail is not None, "launch comes first"
+        for work in attempt.works:
+            work.wait()
+        for user in self._users:
+            user.work.wait()
+        attempt.complete = True
+        return tuple(attempt.tail.tolist())  # the host decides by it what comes next
+
+    def give_up(self) -> Callable[[], None]:
+        """The attempt is none. Returns what gives its memory back, to be called when nothing writes to it any more. The originals stay, if
+        they are kept."""
+        with self._lock:
+            attempt, self._attempt = self._attempt, None
+            if attempt is None:
+                return lambda: None
+            buffers = [buffer for user in self._users if (buffer := user.give_up()) is not None]
+            if not self._keep:
+                self._drop_gradients()
+        return partial(self._give_back, attempt.scratch, buffers)
+
+    # ------------------------------------------------------------------------------------------------ what becomes of it
+
+    def deliver(self) -> None:
+        """.grad of every parameter is the sum, until it is zeroed; a tensor that a user handed over has its result. The originals go."""
+        with self._lock:
+            self._hand_out(self._take_complete(), self._users)
+            self._forget_step()
+
+    def hold(self, step: int) -> None:
+        """The sums are put aside: the state that they belong to is still arriving."""
+        with self._lock:
+            attempt = self._held[step] = self._take_complete()
+            attempt.users, self._users = self._users, []
+            for user in attempt.users:
+                user.set_aside()
+            self._forget_step()
+
+    def deliver_held(self, step: int) -> None:
+        """As deliver, of the sums that were held under this step."""
+        with self._lock:
+            attempt = self._held.pop(step)
+            self._hand_out(attempt, attempt.users)
+
+    def drop_held(self) -> None:
+        with self._lock:
+            for attempt in self._held.values():
+                self._sets.give(attempt.scratch)
+                for user in attempt.users:
+                    user.forget()
+            self._held.clear()
+
+    def drop(self) -> None:
+        """The gradients belong to a state that is no more: they go, and .grad is None."""
+        with self._lock:
+            self._drop_gradients()
+            self._forget_step()
+
+    def all_reduce(self, tensor: Tensor, *, mean: bool = True) -> GroupWork:
+        """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values if that
+        failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
+
+        Each group hands over the same ones in the same order, before the last backward or after it. Raises ValueError for the mean of
+        integers, RuntimeError where no attempt is open for it."""
+        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
+        with self._lock:
+            attempt, after = self._attempt, self._after_last_pass
+            if attempt is None or attempt.tail is not None or self._in_last_pass:
+                raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
+            user = UserSum(tensor, self._buffers, mean=mean, keep=self._keep, after_buckets=after)
+            self._users.append(user)
+            if after:  # the same order in each group, whatever gradients it lacks
+                self._send_all_but_last(attempt, zeros=not attempt.contributes)
+            self._send_user(attempt, user, after_buckets=after)
+            return user.work
+
+    # ------------------------------------------------------------------------------------------------ sending
+
+    def _completed(self, index: int, parameter: Tensor) -> None:
+        """The hook of one parameter: its gradient is complete. Never raises, never waits."""
+        with self._lock:
+            attempt = self._attempt
+            if not self._in_last_pass or attempt is None or not attempt.contributes or self._problem:
+                return
+            if index in attempt.ready:
+                self._problem = f"{self._name(index)} got a gradient twice: last_pass is for one backward, the last"
+                return
+            attempt.ready.add(index)
+            if parameter.is_cuda:  # one kernel for the whole bucket, later
+                attempt.streams.add(torch.cuda.current_stream(parameter.device))
+            else:  # while it is in the cache
+                self._copy(attempt, [index])
+            buckets = attempt.layout.buckets
+            while attempt.sent < len(buckets) - 1 and attempt.ready.issuperset(buckets[attempt.sent].members):
+                self._send(attempt)
+
+    def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
+        """Gradients into their buckets, unless they are there; zeros where there is none."""
+        into, given = [], []
+        for index in members:
+            if index in attempt.copied:
+                continue
+            attempt.copied.add(index)
+            gradient = self._gradient(index)
+            if index not in attempt.scratch.sums:
+                local = local_of(self._parameters[index].detach())
+                attempt.in_place[index] = torch.zeros_like(local) if gradient is None else gradient.contiguous()
+            elif gradient is None:
+                attempt.scratch.sums[index].zero_()
+            else:
+                into.append(attempt.scratch.sums[index])
+                given.append(gradient)
+                if not self._keep:
+                    self._parameters[index].grad = None
+        for stream in attempt.streams:  # that they came on
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if into:
+            torch._foreach_copy_(into, given)
+
+    def _gradient(self, index: int) -> Tensor | None:
+        """What this rank holds of it: the one that is kept, else .grad, which is kept from now on."""
+        if self._is_kept:
+            return self._kept.get(index)
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            self._problem = f"{self._name(index)}: a gradient of layout {gradient.layout} cannot be summed"
+            return None
+        if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+            self._problem = (
+                f"{self._name(index)}: a gradient that is a partial sum over ranks cannot be summed over groups"
+            )
+            return None
+        local = local_of(gradient)
+        if self._keep:
+            self._kept[index] = local
+        return local
+
+    def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
+        """The next bucket, which is not the last."""
+        bucket = attempt.layout.buckets[attempt.sent]
+        if not zeros:
+            self._copy(attempt, bucket.members)
+        elif bucket.in_place:
+            [index] = bucket.members
+            attempt.in_place[index] = torch.zeros_like(local_of(self._parameters[index].detach()))
+        else:
+            attempt.scratch.of(bucket).zero_()
+        self._reduce(attempt, attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket))
+
+    def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
+        while attempt.sent < len(attempt.layout.buckets) - 1:
+            self._send(attempt, zeros=zeros)
+        if self._problem:
+            raise RuntimeError(self._problem)
+
+    def _send_last(self, attempt: _Attempt, tail: Sequence[float], *, zeros: bool) -> None:
+        assert attempt.tail is None, "an attempt is launched once"
+        if len(tail) > TAIL_ELEMENTS:
+            raise RuntimeError(f"a tail of {len(tail)} numbers: at most {TAIL_ELEMENTS}")
+        bucket = attempt.layout.last
+        whole = attempt.scratch.of(bucket, more=len(tail))
+        if zeros:
+            whole.zero_()
+        else:
+            self._copy(attempt, bucket.members)
+        attempt.tail = whole[bucket.stop - bucket.start :]
+        attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32))
+        self._reduce(attempt, whole)
+
+    def _reduce(self, attempt: _Attempt, whole: Tensor) -> None:
+        attempt.works.append(attempt.group.allreduce([whole]))
+        attempt.sent += 1
+
+    def _send_user(self, attempt: _Attempt, user: UserSum, *, after_buckets: bool) -> None:
+        if user.after_buckets == after_buckets and not user.sent:
+            work = user.send(attempt.group, attempt.participants, contributes=attempt.contributes)
+            attempt.works.append(work)
+
+    # ------------------------------------------------------------------------------------------------ small things
+
+    def _open_attempt(self) -> _Attempt:
+        assert self._attempt is not None, "open comes first"
+        return self._attempt
+
+    def _take_complete(self) -> _Attempt:
+        attempt, self._attempt = self._open_attempt(), None
+        assert attempt.complete, "sums are taken when wait has returned"
+        return attempt
+
+    def _hand_out(self, attempt: _Attempt, users: Sequence[UserSum]) -> None:
+        for index, parameter in enumerate(self._parameters):
+            if index in attempt.in_place:
+                parameter.grad = like(parameter, attempt.in_place[index])
+            else:
+                parameter.grad = attempt.scratch.gradients[index]
+        for user in users:
+            user.finish()
+            user.forget()
+        if self._delivered is not None:
+            self._sets.give(self._delivered)
+        self._delivered = attempt.scratch
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _forget_step(self) -> None:
+        for user in self._users:
+            user.forget()
+        self._users = []
+        self._buffers.step_done()
+        self._kept = {}
+        self._is_kept = self._is_lost = self._after_last_pass = False
+        self._problem = ""
+
+    def _is_in_use(self, scratch: Scratch) -> bool:
+        return any(scratch.has(parameter.grad) for parameter in self._parameters) or any(
+            scratch.has(gradient) for gradient in self._kept.values()
+        )
+
+    def _give_back(self, scratch: Scratch, buffers: Sequence[Tensor]) -> None:
+        self._sets.give(scratch)
+        for buffer in buffers:
+            self._buffers.give(buffer)
+
+    def _name(self, index: int) -> str:
+        return f"parameter {index} of shape {tuple(self._parameters[index].shape)}"

@@ -1,0 +1,139 @@
+"""Memory for sums: a set holds all sums of one attempt and is taken whole; single buffers serve tensors that a user hands over.
+
+Sets are touched when they are made, so no step waits for the kernel to find pages, and taken in turns: what a step delivered lies in
+`.grad` while the next one is summed into the other set. Whoever gives memory back may be a thread that ends a process group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft.buckets import Bucket, Kind, Layout
+from ft.process_groups import shared as shared_memory
+
+READY = (
+    2  # sets that are kept; more are made while one is still with an abandoned group, or holds sums of a step to come
+)
+
+
+class Scratch:
+    """One set. `sums` and `gradients`, by parameter: where its sum goes, and the same memory as its `.grad` (a DTensor around it if the
+    parameter is one); none for those that are reduced in place."""
+
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+        self._flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
+        self.sums: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        for index, start in layout.starts.items():
+            local = local_of(parameters[index].detach())
+            flat = self._flat[local.dtype, local.device]
+            self.sums[index] = flat[start : start + local.numel()].view(local.shape)
+            self.gradients[index] = like(parameters[index], self.sums[index])
+
+    def of(self, bucket: Bucket, more: int = 0) -> Tensor:
+        """Its piece of the memory; `more` elements of tail."""
+        return self._flat[bucket.kind][bucket.start : bucket.stop + more]
+
+    def has(self, gradient: Tensor | None) -> bool:
+        """Whether it lies here."""
+        if gradient is None:
+            return False
+        address = local_of(gradient).untyped_storage().data_ptr()
+        return address != 0 and any(address == flat.untyped_storage().data_ptr() for flat in self._flat.values())
+
+
+class Sets:
+    """The sets of one layout. Thread-safe."""
+
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+        self._make = lambda: Scratch(layout, parameters, shared=shared)
+        self._lock = threading.Lock()
+        self._free = deque(self._make() for _ in range(READY))
+        self._made = READY
+
+    def take(self) -> Scratch:
+        """The one that was given back first; a new one if all are out."""
+        with self._lock:
+            if self._free:
+                return self._free.popleft()
+            self._made += 1
+        return self._make()
+
+    def give(self, scratch: Scratch) -> None:
+        with self._lock:
+            if self._made > READY:
+                self._made -= 1
+            else:
+                self._free.append(scratch)
+
+
+class Buffers:
+    """Single buffers by size. What a whole step does not ask for is freed. Thread-safe."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._given: dict[tuple[int, Kind], list[Tensor]] = {}
+        self._before: dict[tuple[int, Kind], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A contiguous tensor of its shape, dtype and device; its values are anybody's."""
+        key = (like.numel(), (like.dtype, like.device))
+        with self._lock:
+            for free in (self._before, self._given):
+                if buffers := free.get(key):
+                    return buffers.pop().view(like.shape)
+        return zeros(like.numel(), like.dtype, like.device, shared=self._shared).view(like.shape)
+
+    def give(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._given.setdefault((buffer.numel(), (buffer.dtype, buffer.device)), []).append(buffer.view(-1))
+
+    def step_done(self) -> None:
+        with self._lock:
+            self._before, self._given = self._given, {}
+
+
+def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:
+    """Memory that has been touched. `shared`: a child process may map it; on a GPU any may."""
+    if shared and device.type == "cpu":
+        return shared_memory.empty(count, dtype).zero_()
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor
+
+
+def like(parameter: Any, local: Tensor) -> Tensor:
+    """`local` as what the parameter is: itself, or a DTensor around it."""
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=_strides(parameter.shape),
+        )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))

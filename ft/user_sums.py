@@ -1,0 +1,98 @@
+"""A tensor that a user hands over to be summed or averaged with the other groups' (torchft's `allreduce`).
+
+The user waits for it long before anybody knows whether the step holds. So its values are kept when the result takes their place, and a
+retry of the step reduces them again. A failure leaves the tensor as it is: the step will say that it does not hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ft.process_groups.operations import AllReduce
+from ft.process_groups.work import GroupWork
+from ft.scratch import Buffers, local_of
+
+
+class UserSum:
+    """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: when it was
+    handed over, the backward was over."""
+
+    def __init__(self, tensor: Tensor, buffers: Buffers, *, mean: bool, keep: bool, after_buckets: bool) -> None:
+        self.after_buckets = after_buckets
+        self._tensor = local_of(tensor.detach())
+        self._buffers, self._mean, self._keep = buffers, mean, keep
+        self._lock = threading.Lock()  # the result is written by whatever thread ends the operation
+        self._original: Tensor | None = None  # since the result has taken its place
+        self._sum: Tensor | None = None  # of the attempt under way
+        self._written = False
+        self._participants = 1
+        self.work = GroupWork(AllReduce([tensor]))
+        self._on_stream: AbstractContextManager[Any] = nullcontext()
+        if tensor.is_cuda:
+            self._on_stream = torch.cuda.stream(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def sent(self) -> bool:
+        """In this attempt."""
+        return self._sum is not None
+
+    def send(self, group: dist.ProcessGroup, participants: int, *, contributes: bool) -> dist.Work:
+        """Reduces the values that it had when it was handed over, or zeros. The first time the user is told; a retry's result is written
+        by `finish`."""
+        self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
+        if contributes:
+            self._sum.copy_(self._tensor if self._original is None else self._original)
+        else:
+            self._sum.zero_()
+        theirs = group.allreduce([self._sum])
+        if not self.work.is_completed():
+            theirs.get_future().add_done_callback(lambda _: self._ended(theirs.exception() is None))
+        return theirs
+
+    def finish(self) -> None:
+        """The attempt is complete: the tensor has its result."""
+        with self._lock:
+            self._write()
+
+    def give_up(self) -> Tensor | None:
+        """The attempt is none: what it wrote into, which may still be written to. The user waits no longer."""
+        with self._lock:
+            buffer, self._sum = self._sum, None
+        self.work.end(None)
+        return buffer
+
+    def set_aside(self) -> None:
+        """The result is to be written by a later `finish`, over whatever the tensor holds by then."""
+        self._written, self._keep = False, False
+
+    def forget(self) -> None:
+        """The step is over: its memory goes back."""
+        for buffer in (self.give_up(), self._original):
+            if buffer is not None:
+                self._buffers.give(buffer)
+        self._original = None
+
+    def _ended(self, complete: bool) -> None:
+        with self._on_stream:
+            with self._lock:
+                if complete and not self.work.is_completed():
+                    self._write()
+            self.work.end(None)
+
+    def _write(self) -> None:
+        if self._sum is None or self._written:
+            return
+        if self._keep and self._original is None:
+            self._original = self._buffers.take(self._tensor)
+            self._original.copy_(self._tensor)
+        if self._mean:
+            torch.div(self._sum, self._participants, out=self._tensor)
+        else:
+            self._tensor.copy_(self._sum)
+        self._written = True
