@@ -60,11 +60,19 @@ class Inbox:
 
     def take(self) -> m.Effect:
         """The next thing to do. Waits for it, and tells the machine that time goes by. Raises what `fail` was given."""
+        effect = self.take_unless(lambda: False)
+        assert effect is not None
+        return effect
+
+    def take_unless(self, enough: Callable[[], bool]) -> m.Effect | None:
+        """`take`, or None where there is nothing to do and, after some event, `enough` holds."""
         while True:
             with self._news:
-                self._news.wait_for(lambda: bool(self._effects or self._error), TICK_S)
+                self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
                 if self._error is not None:
                     raise self._error
                 if self._effects:
                     return self._effects.popleft()
+                if enough():
+                    return None
             self.feed(m.Tick())

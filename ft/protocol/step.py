@@ -114,6 +114,16 @@ class Step:
         state = {"step": self.step, "commit_id": self.commit_id, "commit_quorum_id": self.commit_quorum_id}
         return {**state, "ledger": self.ledger.state_dict()}
 
+    @property
+    def computed(self) -> bool:
+        """Forward and backward of this step are done."""
+        return self._mine is not None
+
+    @property
+    def healing(self) -> bool:
+        """The state is arriving, or has arrived and is not yet agreed on."""
+        return self._heal is not None
+
     # ---- a step begins
 
     def _on_begin(self, event: m.Begin, now_s: float) -> None:
@@ -372,7 +382,7 @@ class Step:
         self._failures += 1
         if self.part:
             self._emit(m.AbandonGeneration(self.part.quorum_id))
-        if not self.config.keep_gradients:
+        if not self.config.keep_gradients or (self._mine is not None and not self._mine.kept):
             self._return_deal()
         if self.config.max_failures is not None and self._failures > self.config.max_failures:
             self._stop(

@@ -217,10 +217,11 @@ def test_a_notice_between_two_steps_does_not_part_the_ranks_of_a_group():
     assert only(m.CastVote, rank.see(Computed((10.0,), 25.0))).vote.verdict == "failed"
 
 
-def test_without_kept_gradients_a_failed_attempt_returns_its_slots():
-    rank = Rank(keep_gradients=False)
+@pytest.mark.parametrize(("configured", "this_time"), [(False, True), (True, False)])
+def test_without_kept_gradients_a_failed_attempt_returns_its_slots(configured: bool, this_time: bool):
+    rank = Rank(keep_gradients=configured)
     rank.enter()
-    rank.see(Computed((10.0,), 25.0))
+    rank.see(Computed((10.0,), 25.0, kept=this_time))
     rank.see(ReduceFailed(1, 0, 0, "socket closed"))
     effects = rank.outcome("commit", "failed")
     assert names(effects) == ["AbandonGeneration", "DropGradients", "AskQuorum"]

@@ -33,6 +33,9 @@ class Computed(Event):
     tokens: tuple[float, ...] = ()  # valid tokens per slot of Compute.slots
     loss_sum: float = 0.0
     able: bool = True  # False: not a number, out of memory; zeros go out in place of the gradients
+    kept: bool = (
+        True  # False: these gradients can be sent once; a failed attempt returns its slots, as without keep_gradients
+    )
 
 
 @dataclass(frozen=True)
