@@ -43,7 +43,10 @@ from ft.seam import Commit, Deal, Sums
 ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
 VOTE_S, VOTE_TRIES = 30.0, 10
 STEPS_KEPT = 21  # of whose lengths the median is told
+GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
 log = logging.getLogger("pharos.manager")
+
+Attempt = tuple[int, int, int]  # quorum_id, attempt, step
 
 
 class Stopped(RuntimeError):
@@ -118,7 +121,7 @@ class Manager:
         self._step = 0  # committed, as the trainer has seen it
         self._part: m.Part | None = None
         self._stopped_quorum = 0  # the newest whose waits were ended
-        self._open = False  # the attempt has its buffers, and buckets may be under way
+        self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
         self._tail: tuple[float, ...] = ()
         self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
         self._deal: Deal | None = None
@@ -129,7 +132,7 @@ class Manager:
         self._step_s: deque[float] = deque(maxlen=STEPS_KEPT)
         self._began_s = self._committed_s = time.monotonic()
         self._mean_loss = 0.0
-        self._closed = threading.Event()
+        self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
         self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
@@ -267,7 +270,8 @@ class Manager:
         return self._turn
 
     def _take_compute(self, effect: m.Compute) -> None:
-        self._open_attempt()
+        assert self._part is not None
+        self._open((self._part.quorum_id, effect.attempt, effect.step))
         self._turn = effect
 
     def _take_commit(self, effect: m.CommitStep) -> None:
@@ -275,7 +279,7 @@ class Manager:
             self.gradients.deliver_held(effect.step)
         else:
             self.gradients.deliver()
-            self._open = False
+            self._attempt = None
         self._turn = effect
 
     # ---- quorum
@@ -301,12 +305,13 @@ class Manager:
                     return
                 log.info("no quorum for %.0f s; /status.json of the lighthouse says what it waits for", waited_s)
             except RuntimeError as error:
+                if self._gone.wait(GONE_S):
+                    return  # the stream has said why
                 self._inbox.feed(m.QuorumFailed(str(error)))
                 return
 
     def _configure(self, effect: m.Configure) -> None:
         part = self._part = effect.part
-        self._open = False
         self.replica_id = part.replica_id
         self._say(part)
         self._healer.offer(part)
@@ -335,22 +340,20 @@ class Manager:
         self._group.interrupt(effect.reason)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
-        free = self.gradients.give_up() if self._open else None
-        self._open = False
+        free = self.gradients.give_up() if self._attempt else None
+        self._attempt = None
         self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
 
     # ---- the step's collectives and votes
 
-    def _open_attempt(self) -> None:
+    def _open(self, attempt: Attempt) -> None:
         assert self._part is not None
-        if not self._open:
+        if self._attempt != attempt:  # one before it on this generation was complete, and of no use
             self.gradients.open(self._group, len(self._part.participants))
-            self._open = True
+            self._attempt = attempt
 
     def _launch(self, effect: m.LaunchTail) -> None:
-        if effect.again:
-            self._open = False  # what the attempt before launched is complete, and was of no use
-        self._open_attempt()
+        self._open((effect.quorum_id, effect.attempt, effect.step))
         self.gradients.launch(effect.tail, zeros=effect.zeros)
         self._waits_since_s = time.monotonic()
         try:
@@ -386,14 +389,18 @@ class Manager:
     def _vote(self, vote: m.Vote) -> m.Outcome:
         try:
             return self._client.vote(vote, VOTE_S)
+        except TimeoutError:
+            raise
         except Stale as error:
             raise GroupEnded(f"the group has gone on without this rank: {error}") from None
+        except RuntimeError as error:
+            raise GroupEnded(f"the group's server does not count votes any more: {error}") from None
 
     # ---- state
 
     def _hold(self, effect: m.HoldSums) -> None:
         self.gradients.hold(effect.step)
-        self._open = False
+        self._attempt = None
 
     def _drop_held(self, effect: m.DropHeld) -> None:
         self.gradients.drop_held()
@@ -429,6 +436,7 @@ class Manager:
             log.error("this rank ends: %s", why)
             self._group.interrupt(why)
             self._inbox.fail(GroupEnded(why))
+            self._gone.set()
 
     def _report_for_ever(self) -> None:
         """Once a beat, to the group's server: where this rank is. The lighthouse tells by it who keeps the others waiting."""

@@ -39,8 +39,10 @@ class Rank:
     world_size: int
     lighthouse: str
     store: HashStore
-    steps: int
+    steps: int  # to commit, from the first one on to which so many groups contributed:
+    together: int = 1
     at: Callable[[Rank, int], None] = lambda rank, step: None
+    able: Callable[[Rank, tuple[int, ...]], bool] = lambda rank, slots: True  # False: the loss is not a number
     options: dict[str, Any] = field(default_factory=dict)
     group: Callable[[], ProcessGroup] = ProcessGroupGloo
     every_step: bool = False
@@ -49,7 +51,9 @@ class Rank:
     manager: Manager = field(init=False)
     model: torch.nn.Module = field(init=False)
     commits: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, quorum size, contributors
-    computed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # step, slots: forward and backward were run
+    computed: list[tuple[int, tuple[int, ...]]] = field(
+        default_factory=list
+    )  # step, slots: forward and backward were run
     weights: dict[int, torch.Tensor] = field(default_factory=dict)  # after that step
     seen: list[tuple[float, m.Event, m.Out]] = field(default_factory=list)
     error: BaseException | None = None
@@ -61,8 +65,19 @@ class Rank:
 
     def join(self) -> Rank:
         self.thread.join(LIMIT_S)
-        assert not self.thread.is_alive(), f"{self.name}/{self.group_rank} hangs at {self.manager._machine.phase}"
+        assert not self.thread.is_alive(), (
+            f"{self.name}/{self.group_rank} hangs at {self.manager._machine.phase}: "
+            + "\n".join(str((e, o.effects)) for _, e, o in self.seen[-12:] if not isinstance(e, m.Tick))
+        )
         return self
+
+    @property
+    def members(self) -> int:
+        """Groups in its quorum."""
+        return len(self.manager.part.members) if self.manager.part else 0
+
+    def seen_of(self, kind: type[m.Effect]) -> list[m.Effect]:
+        return [effect for _, _, out in self.seen for effect in out.effects if isinstance(effect, kind)]
 
     def kill(self) -> None:
         """The group's server dies, and the rank with it."""
@@ -83,7 +98,6 @@ class Rank:
                 self.manager.close()
 
     def _train(self) -> None:
-        torch.manual_seed(hash(self.name) % 1000)  # initial states differ, as long as nobody heals
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
         wish = Wish(
             name=self.name,
@@ -95,18 +109,25 @@ class Rank:
             times=self.times,
             every_step=self.every_step,
         )
-        options = Options(slot_size=SLOT, dies_with_group=False, **self.options)
-        self.manager = Manager(
-            self.group(), wish, options, store=self.store, seen=lambda *what: self.seen.append(what)
-        )
+        options = Options(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
+        self.manager = Manager(self.group(), wish, options, store=self.store, seen=lambda *what: self.seen.append(what))
         self.manager.register("model", self.model.state_dict, self.model.load_state_dict)
         self.manager.attach([self.model])
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.zero_()
-        while self.manager.step < self.steps:
+        while not self.manager.left and not self.is_done():
             self.at(self, self.manager.step)
             self.train_step()
+
+    @property
+    def together_commits(self) -> list[int]:
+        """Steps to which as many groups contributed as the test waits for."""
+        return [step for step, _, who in self.commits if len(who) >= self.together]
+
+    def is_done(self) -> bool:
+        steps = self.together_commits
+        return bool(steps) and self.manager.step >= steps[0] + self.steps - 1
 
     def train_step(self) -> None:
         deal = self.manager.begin_step()
@@ -115,7 +136,9 @@ class Rank:
         with self.manager.last_pass():
             for slot in deal.slots:
                 self.backward(float(slot + 1))
-        commit = self.manager.commit(self.manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
+        able = self.able(self, deal.slots)
+        tokens = [1.0 if able else 0.0] * len(deal.slots)
+        commit = self.manager.commit(self.manager.reduce(tokens, float(len(deal.slots)), able))
         if commit is None:
             self.model.zero_grad()
             return

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
-import pytest
-
 from ft.manager import GroupEnded
 from ft.process_groups.baby import ProcessGroupBabyGloo
+from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from tests.ft.groups import SLOT, Rank, job
@@ -25,48 +22,49 @@ def test_three_groups_train_as_one():
         assert dealt == list(range(0, 15 * SLOT, SLOT))
 
 
+def test_initial_states_that_differ_become_one():
+    with job(min_replicas=3) as made:
+        ranks = [made.group(name, steps=5, options={"init_sync": True})[0] for name in "abc"]
+        for rank in ranks:
+            assert rank.join().error is None
+        assert sum(bool(rank.seen_of(m.LoadState)) for rank in ranks) == 2
+        assert ranks[0].commits[0][2] == (0,), "who heals gives nothing"
+
+
 def test_a_death_costs_the_others_no_step():
     """The victim dies in the middle of a step: what the others computed is kept, and reduced again without it."""
-    dead = threading.Event()
+    died_at: list[int] = []
 
     def dies(rank: Rank, step: int) -> None:
-        if step == 3:
+        if len(rank.together_commits) == 4 and not died_at:
+            died_at.append(step)
             rank.kill()
-            dead.wait(30)
 
     with job(min_replicas=2) as made:
-        a, b = (made.group(name, steps=8)[0] for name in "ab")
-        victim = made.group("c", steps=8, at=dies)[0]
+        a, b = (made.group(name, steps=20, together=3)[0] for name in "ab")
+        victim = made.group("c", steps=20, together=3, at=dies)[0]
         for rank in (a, b):
-            rank.join()
-        dead.set()
-        victim.join()
-        assert isinstance(victim.error, GroupEnded)
+            assert rank.join().error is None
+        assert isinstance(victim.join().error, GroupEnded)
+        assert died_at
         for rank in (a, b):
-            assert rank.error is None
-            assert [step for step, _, _ in rank.commits] == list(range(1, 9))
-            assert [step for step, _ in rank.computed] == list(range(8)), "each step was computed once"
-            assert [size for _, size, _ in rank.commits] == [3] * 3 + [2] * 5
+            steps, computed = [step for step, _, _ in rank.commits], [step for step, _ in rank.computed]
+            assert steps == list(range(steps[0], steps[-1] + 1))
+            assert len(computed) == len(set(computed)), "no step was computed twice"
+            sizes = {step: size for step, size, _ in rank.commits}
+            assert sizes[died_at[0]] == 3 and sizes[steps[-1]] == 2
 
 
 def test_a_newcomer_heals_and_takes_part():
+    def waits(rank: Rank, step: int) -> None:
+        if step == 4:
+            newcomer.extend(made.group("b", steps=10, together=2))
+
+    newcomer: list[Rank] = []
     with job(min_replicas=1) as made:
-        come, go_on = threading.Event(), threading.Event()
-
-        def waits(rank: Rank, step: int) -> None:
-            if step == 4:
-                come.set()
-                assert go_on.wait(30)
-
-        a = made.group("a", steps=30, at=waits)[0]
-        assert come.wait(30)
-        b = made.group("b", steps=30)[0]
-        go_on.set()
-        for rank in (a, b):
-            rank.join()
-            assert rank.error is None
-        assert a.commits[-1][1:] == (2, (0, 1))
-        assert max(b.weights) == 30 and min(b.weights) > 4
+        a = made.group("a", steps=10, together=2, at=waits)[0]
+        assert a.join().error is None and newcomer[0].join().error is None
+        assert newcomer[0].seen_of(m.LoadState) and min(newcomer[0].weights) > 4
 
 
 def test_baby_groups_do_the_same():
@@ -81,39 +79,40 @@ def test_ranks_of_a_group_take_the_same_way():
     """Two groups of two ranks; one rank of one group loses its server's process, so the whole group is gone."""
 
     def dies(rank: Rank, step: int) -> None:
-        if step == 2 and rank.group_rank == 0:
+        if len(rank.together_commits) == 3 and rank.group_rank == 0:
             rank.kill()
 
     with job(min_replicas=1) as made:
-        a = made.group("a", size=2, steps=6)
-        b = made.group("b", size=2, steps=6, at=dies)
+        a = made.group("a", size=2, steps=20, together=2)
+        b = made.group("b", size=2, steps=20, together=2, at=dies)
         for rank in a:
             assert rank.join().error is None
-            assert [step for step, _, _ in rank.commits] == list(range(1, 7))
+            steps = [step for step, _, _ in rank.commits]
+            assert steps == list(range(1, steps[-1] + 1)) and rank.commits[-1][1] == 1
         for rank in b:
             assert isinstance(rank.join().error, GroupEnded)
 
 
 def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again():
-    with job(min_replicas=2) as made:
-        a, b = (made.group(name, steps=4)[0] for name in "ab")
-        step = b.train_step
+    """Nothing is rebuilt for it, and the step holds without it."""
+    unable: list[int] = []
 
-        def without_tokens() -> None:
-            """One step of it sees nothing to learn from."""
-            manager = b.manager
-            if manager.step == 1 and not b.unable:
-                b.unable = True
-                deal = manager.begin_step()
-                manager.commit(manager.reduce([0.0] * len(deal.slots), 0.0, False))
-                b.model.zero_grad()
-            else:
-                step()
+    def able(rank: Rank, slots: tuple[int, ...]) -> bool:
+        if len(rank.together_commits) == 3 and not unable:
+            unable.extend(slots)
+        return not unable or slots != tuple(unable)
 
-        b.unable, b.train_step = False, without_tokens  # type: ignore[attr-defined,method-assign]
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=20, together=2)[0]
+        b = made.group("b", steps=20, together=2, able=able)[0]
         for rank in (a, b):
-            rank.join()
-            assert rank.error is None
+            assert rank.join().error is None
+        [slot] = unable
+        step = next(step for step, slots in b.computed if slots == (slot,))
+        [who] = [who for committed, _, who in a.commits if committed == step + 1]
+        assert who == (0,), "the step held without it"
+        again = [step for rank in (a, b) for step, slots in rank.computed if slot in slots]
+        assert len(again) == 2, "and somebody computed that slot later"
 
 
 def test_a_recorded_run_is_the_machines_own():
@@ -122,24 +121,26 @@ def test_a_recorded_run_is_the_machines_own():
         a, b = (made.group(name, steps=6)[0] for name in "ab")
         for rank in (a, b):
             rank.join()
-            config = StepConfig(init_sync=True)
+            config = StepConfig()
             replayed = Step(config, Ledger(SLOT))
             for now_s, event, out in rank.seen:
                 assert replayed.handle(event, now_s) == out
 
 
-@pytest.mark.parametrize("wish", ["leave"])
-def test_who_leaves_says_so_in_the_step_before(wish: str):
+def test_who_leaves_says_so_in_the_step_before():
+    asked_at: list[int] = []
+
     def leaves(rank: Rank, step: int) -> None:
-        if step == 3:
+        if len(rank.together_commits) == 3 and not asked_at:
+            asked_at.append(step)
             rank.manager.leave()
-        if rank.manager.left:
-            rank.steps = 0
 
     with job(min_replicas=1) as made:
-        a = made.group("a", steps=10)[0]
-        b = made.group("b", steps=10, at=leaves)[0]
+        a = made.group("a", steps=20, together=2)[0]
+        b = made.group("b", steps=20, together=2, at=leaves)[0]
         assert a.join().error is None and b.join().error is None
-        assert [step for step, _, _ in a.commits] == list(range(1, 11))
-        assert [step for step, _ in a.computed] == list(range(10))
-        assert b.manager.step == 4 and a.commits[-1][1] == 1
+        assert asked_at and b.manager.left and b.manager.step == asked_at[0] + 1
+        computed = [step for step, _ in a.computed]
+        assert len(computed) == len(set(computed)), "nothing failed, so nothing was computed twice"
+        assert a.commits[-1][1] == 1
+        assert not any(isinstance(event, m.ReduceFailed) for _, event, _ in a.seen)
