@@ -234,6 +234,12 @@ class Gradients:
             self._drop_gradients()
             self._forget_step()
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether another attempt would give what this one would have: gradients are kept, and no user's tensor was written to since."""
+        with self._lock:
+            return self._keep and not any(user.changed for user in self._users)
+
     def all_reduce(self, tensor: Tensor, *, mean: bool = True) -> GroupWork:
         """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values if that
         failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.

@@ -29,6 +29,7 @@ class UserSum:
         self._buffers, self._mean, self._keep = buffers, mean, keep
         self._lock = threading.Lock()  # the result is written by whatever thread ends the operation
         self._original: Tensor | None = None  # since the result has taken its place
+        self._version = _version(self._tensor)  # as it came, or as the result was written
         self._sum: Tensor | None = None  # of the attempt under way
         self._written = False
         self._participants = 1
@@ -36,6 +37,12 @@ class UserSum:
         self._on_stream: AbstractContextManager[Any] = nullcontext()
         if tensor.is_cuda:
             self._on_stream = torch.cuda.stream(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the user has written into the tensor: then what a retry writes there is not what the user made of it."""
+        with self._lock:
+            return _version(self._tensor) != self._version
 
     @property
     def sent(self) -> bool:
@@ -95,4 +102,8 @@ class UserSum:
             torch.div(self._sum, self._participants, out=self._tensor)
         else:
             self._tensor.copy_(self._sum)
-        self._written = True
+        self._written, self._version = True, _version(self._tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # an inference tensor counts no changes

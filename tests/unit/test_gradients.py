@@ -525,6 +525,22 @@ def test_a_retry_sums_the_values_that_were_handed_over(last: int):
     assert [[tensor.item() for tensor in pair] for pair in tensors] == [[0.75, 5.0]] * 2
 
 
+@pytest.mark.parametrize("last", [0, 2])
+def test_what_a_user_made_of_a_result_is_not_repeated(last: int):
+    """Neither what it made of its own value, where the result did not come."""
+    team = members(2, nn.Identity)
+    open_all(team, last)
+    tensors = [torch.ones(2, requires_grad=member.number == 1) for member in team]
+    for member, tensor in zip(team, tensors, strict=True):
+        member.gradients.all_reduce(tensor)
+    assert all(member.gradients.can_repeat for member in team)
+    tensors[0].mul_(0.5)
+    assert [member.gradients.can_repeat for member in team] == [False, True]
+    team[0].gradients.drop()
+    assert team[0].gradients.can_repeat
+    assert not Gradients(keep=False).can_repeat
+
+
 def test_tensors_and_buckets_go_in_one_order():
     """Before the backward, buckets, after it, the tail: also where a gradient is missing, and in a retry."""
     team = members(2, lambda: nn.Linear(256, 256), bucket_bytes=1)
