@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume parity quorum ft
+.PHONY: help check test compat size lock docs sim proto resume parity quorum recovery ft
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -7,6 +7,7 @@ help:
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
+	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make ft      process groups and healing, over sockets  make sim     10,000 runs of the protocol"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
@@ -49,3 +50,6 @@ quorum:
 	@.venv/bin/python benchmarks/quorum.py --heartbeats
 	@.venv/bin/python benchmarks/quorum.py --idle
 	@.venv/bin/python benchmarks/quorum.py --churn
+
+recovery:
+	@for what in kill stop storm lighthouse staggered killstorm; do .venv/bin/python benchmarks/recovery.py $$what $(if $(PEER),--peer $(PEER)); done
