@@ -192,6 +192,8 @@ class GroupService:
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
         leave = codec.from_bytes(m.Leave, data)
+        if self.left:  # another rank has said so
+            return b""
         self.left = True
         await self.link.leave(self.machine.replica_id, clean=leave.clean, reason=leave.reason)
         await self.link.close()

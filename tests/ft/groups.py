@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ft.manager import GroupEnded, Manager, Options
+from ft.manager import Manager, Options
 from ft.membership import Wish
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.inline import ProcessGroupGloo
@@ -88,11 +88,8 @@ class Rank:
     def _run(self) -> None:
         try:
             self._train()
-        except GroupEnded as error:
+        except BaseException as error:  # noqa: BLE001 (the test looks at it)
             self.error = error
-        except BaseException as error:
-            self.error = error
-            raise
         finally:
             if hasattr(self, "manager"):
                 self.manager.close()
@@ -155,14 +152,16 @@ class Rank:
 
 
 class Job:
-    def __init__(self, lighthouse: LighthouseServer) -> None:
+    """Groups under the lighthouse at this address."""
+
+    def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
         self.ranks: list[Rank] = []
 
     def group(self, name: str, *, size: int = 1, **more: Any) -> list[Rank]:
         """A group that is about to train: its ranks, started."""
         store = HashStore()
-        ranks = [Rank(name, rank, size, self.lighthouse.address(), store, **more) for rank in range(size)]
+        ranks = [Rank(name, rank, size, self.lighthouse, store, **more) for rank in range(size)]
         self.ranks += ranks
         for rank in ranks:
             rank.start()
@@ -182,16 +181,19 @@ class Job:
                 last = rank.weights[max(rank.weights)]
                 assert torch.equal(last, torch.full_like(last, -float(total))), (rank.name, last[0], total)
 
+    def close(self) -> None:
+        for rank in self.ranks:
+            if hasattr(rank, "manager"):
+                rank.manager.close()
+
 
 @contextmanager
 def job(min_replicas: int = 2, **more: Any) -> Iterator[Job]:
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, **more)
-    made = Job(lighthouse)
+    made = Job(lighthouse.address())
     try:
         yield made
         made.check()
     finally:
-        for rank in made.ranks:
-            if hasattr(rank, "manager"):
-                rank.manager.close()
+        made.close()
         lighthouse.shutdown()

@@ -1,0 +1,60 @@
+"""Our Manager under torchft's lighthouse: its wire carries neither streams nor states, so a quorum is asked for before each step."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft.manager import GroupEnded
+from ft.protocol import messages as m
+from ft.rpc.access import Access
+from ft.rpc.clients import is_torchfts
+from ft.rpc.lighthouse_server import LighthouseServer
+from ft.rpc.torchft_lighthouse import read, write
+from tests.ft.groups import Job, Rank
+from tests.rpc.peer import Peer
+
+
+def test_two_groups_train_one_dies_and_comes_again(peer: Peer):
+    def dies(rank: Rank, step: int) -> None:
+        if len(rank.together_commits) == 3:
+            rank.kill()
+
+    with peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000) as address:
+        job = Job(address)
+        try:
+            options = {"init_sync": True}
+            a = job.group("a", steps=12, together=2, every_step=True, options=options)[0]
+            b = job.group("b", steps=12, together=2, every_step=True, options=options, at=dies)[0]
+            assert isinstance(b.join().error, GroupEnded)
+            assert a.join().error is None
+            assert a.commits[-1][1] == 1
+            a = job.group("a", steps=4, together=2, every_step=True, options=options)[0]
+            b = job.group("b", steps=4, together=2, every_step=True, options=options)[0]
+            assert a.join().error is None and b.join().error is None
+            assert a.seen_of(m.LoadState) or b.seen_of(m.LoadState)
+        finally:
+            job.close()
+
+
+def test_a_lighthouse_is_known_by_what_it_answers(peer: Peer):
+    with peer.lighthouse(1) as address:
+        assert is_torchfts(address, Access())
+        rank = Job(address).group("a", steps=1)[0].join()
+        assert isinstance(rank.error, ValueError) and 'fault_tolerance.quorum = "on_change"' in str(rank.error)
+    ours = LighthouseServer("127.0.0.1:0", 1)
+    assert not is_torchfts(ours.address(), Access())
+    ours.shutdown()
+    assert not is_torchfts(ours.address(), Access(), timeout_s=0.2), "it may come back, and then it is ours"
+
+
+def test_what_torchft_has_no_field_for_travels_as_data():
+    far = m.Member("b:1", "http://b", "b:1", 7, commit_id="x", commit_quorum_id=3, dealt=2, deal_id="d", init_sync=True)
+    near = m.Member("a:1", "http://a", "a:1", 6)
+    quorum = read(m.Quorum(4, (write(far), write(near))))
+    assert quorum == m.Quorum(4, (near, far), (7, 3, "x"), "torchft")
+
+
+@pytest.mark.parametrize("data", ["", "{}", '{"pharos": 3}', '{"pharos": {"commit_id": 1}}', "[1]"])
+def test_a_quorum_with_torchfts_groups_is_refused(data: str):
+    with pytest.raises(ValueError, match="b:1 is not one of Pharos's groups"):
+        read(m.Quorum(4, (m.Member("b:1", data=data),)))
