@@ -38,7 +38,7 @@ from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
 from ft.rpc.clients import GroupClient, Stale
 from ft.rpc.driver import Seen
-from ft.seam import Commit, Deal, Sums
+from ft.seam import Commit, Deal, Sums, from_checkpoint, to_checkpoint
 
 ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
 VOTE_S, VOTE_TRIES = 30.0, 10
@@ -231,17 +231,13 @@ class Manager:
         return Commit(turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._machine.state_dict()
+        return to_checkpoint(self._machine.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of this manager, or of a job without fault tolerance (SoloManager)."""
-        if "ledger" not in state:
-            ledger = {"slot_size": self._options.slot_size, "position": int(state["position"])}
-            state = {"step": int(state["step"]), "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
-        self._restored = state
-        self._step = int(state["step"])
+        self._restored = from_checkpoint(state)
+        self._step = self._restored["step"]
         if self._machine.phase is Phase.BOUNDARY:
-            self._inbox.feed(m.Restored(state))
+            self._inbox.feed(m.Restored(self._restored))
 
     def leave(self) -> None:
         """The next step tells the others; `left` says when it has. To be called by all ranks of the group at the same step's boundary."""

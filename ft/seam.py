@@ -8,7 +8,9 @@ A *slot* is the batch of one replica group in one step. It is named by the posit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +42,16 @@ class Commit:
     quorum_size: int
 
 
+def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint has the same keys at every time; what varies in form is one value."""
+    return {**state, "ledger": json.dumps(state["ledger"])}
+
+
+def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    """step, commit_id, commit_quorum_id, ledger: as the step machine has them."""
+    return {**state, "ledger": json.loads(state["ledger"])}
+
+
 class Seam(Protocol):
     """The face of ft.SoloManager and of every other manager; all pass one test suite (tests/unit/test_seam.py)."""
 
@@ -52,12 +64,22 @@ class Seam(Protocol):
         """State that a group must receive to equal the others: read and written at step boundaries only. A name may be used once."""
         ...
 
+    @property
+    def left(self) -> bool:
+        """After `leave`: the others know, and the loop may end."""
+        ...
+
     def attach(self, model_parts: Sequence[Any]) -> None:
         """The modules whose gradients are to be summed with other groups'. Called once, before the first step."""
         ...
 
+    def last_pass(self) -> AbstractContextManager[None]:
+        """Around the step's last backward: what it completes may go out while it still runs."""
+        ...
+
     def begin_step(self) -> Deal:
-        """Settles who takes part, then what this group trains on. The same answer until a commit."""
+        """Settles who takes part, then what this group trains on. The same answer until `commit`. No slots: nothing is to be computed,
+        what others have summed is to be applied."""
         ...
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
@@ -65,17 +87,18 @@ class Seam(Protocol):
         ...
 
     def commit(self, sums: Sums) -> Commit | None:
-        """Whether the step holds. None: nothing became visible, begin the same step again."""
+        """Whether the step holds: then gradients are the sums over all groups. None: nothing became visible, begin again."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and data cursor, for the checkpoint."""
+        """Step and ledger, for the checkpoint; of the same form whoever made it. The open deal is in it, and not taken over."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def leave(self) -> None:
-        """Tells the others that this group goes on purpose (SIGTERM, scale-down)."""
+        """This group is to go on purpose (SIGTERM, scale-down). At a step's boundary, by all its ranks at the same one. The loop goes on
+        until `left`: others may have to be told in a step."""
         ...
 
     def close(self) -> None:

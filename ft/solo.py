@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ft.seam import Commit, Deal, Sums
+from ft.protocol.ledger import Ledger
+from ft.seam import Commit, Deal, Sums, from_checkpoint, to_checkpoint
+
+ALONE = "solo"
 
 
 class SoloManager:
     """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every step that is finite.
 
-    The cursor counts sequences, not slots, so a run may be resumed with another batch size or number of ranks.
+    The ledger counts sequences, not slots, so a run may be resumed with another batch size or number of ranks; and it is the one that
+    replica groups keep, so a run may be resumed with fault tolerance, or without.
     """
 
     def __init__(self, slot_size: int) -> None:
-        self._slot_size = slot_size
         self._step = 0
-        self._position = 0  # the first sequence that no committed step has used
-        self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._ledger = Ledger(slot_size)
+        self._registered: set[str] = set()
+        self.left = False
 
     @property
     def step(self) -> int:
@@ -26,14 +31,17 @@ class SoloManager:
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         if name in self._registered:
-            raise ValueError(f'state "{name}" is registered already')
-        self._registered[name] = (get, set)
+            raise ValueError(f"state {name} is registered already")
+        self._registered.add(name)
 
     def attach(self, model_parts: Sequence[Any]) -> None:
         """Nothing to sum with: the gradients of one group are the gradients."""
 
+    def last_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def begin_step(self) -> Deal:
-        return Deal(self._step, (self._position,))
+        return Deal(self._step, tuple(self._ledger.deal([ALONE])))
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
         return Sums(tuple(tokens_per_slot), loss_sum, finite)
@@ -43,21 +51,23 @@ class SoloManager:
         if not sums.finite:
             return None
         if divisor == 0:
-            raise RuntimeError(
-                f"step {self._step + 1}: none of the sequences from {self._position} on has a target to learn"
-            )
+            slots = ", ".join(map(str, self._ledger.pending))
+            raise RuntimeError(f"step {self._step + 1}: none of the sequences from {slots} on has a target to learn")
         self._step += 1
-        self._position += self._slot_size
+        self._ledger.commit(sums.tokens_per_slot)
         return Commit(divisor, contributors=(0,), mean_loss=sums.loss_sum / divisor, quorum_size=1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "position": self._position}
+        state = {"step": self._step, "commit_id": "", "commit_quorum_id": 0}
+        return to_checkpoint({**state, "ledger": self._ledger.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step, self._position = int(state["step"]), int(state["position"])
+        state = from_checkpoint(state)
+        self._step = state["step"]
+        self._ledger.load_state_dict(state["ledger"], keep_deal=False)
 
     def leave(self) -> None:
-        pass
+        self.left = True
 
     def close(self) -> None:
         pass

@@ -25,6 +25,7 @@ from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.lighthouse_server import LighthouseServer
+from ft.seam import from_checkpoint
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
 SLOT = 4  # sequences
@@ -175,7 +176,7 @@ class Job:
                     assert torch.equal(rank.weights[step], other.weights[step]), (rank.name, other.name, step)
         for rank in self.ranks:
             if rank.error is None:
-                ledger = rank.manager.state_dict()["ledger"]
+                ledger = from_checkpoint(rank.manager.state_dict())["ledger"]
                 slots = set(range(0, ledger["position"], SLOT)) - set(ledger["holes"])
                 total = sum(slot + 1 for slot in slots)
                 last = rank.weights[max(rank.weights)]

@@ -31,7 +31,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     compared, differing = compare(runs, "bfloat16", "bfloat16-1")
     assert (
         compared.endswith("12 steps")
-        and differing.startswith("ledger.position, ledger.step, m")
+        and differing.startswith("ledger.ledger, ledger.step, m")
         and "more" in differing
     )
 
