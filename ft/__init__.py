@@ -11,11 +11,22 @@ from typing import Any
 _HOMES = {
     "Commit": "ft.seam",
     "Deal": "ft.seam",
+    "DistributedDataParallel": "ft.ddp",
+    "DistributedSampler": "ft.sampler",
+    "ErrorSwallowingProcessGroup": "ft.process_groups.special",
     "LighthouseClient": "ft.rpc.clients",
     "LighthouseServer": "ft.rpc.lighthouse_server",
+    "Manager": "ft.torchft_manager",
+    "Optimizer": "ft.optim",
+    "ProcessGroupBabyGloo": "ft.process_groups.baby",
+    "ProcessGroupBabyNCCL": "ft.process_groups.baby",
+    "ProcessGroupDummy": "ft.process_groups.special",
+    "ProcessGroupGloo": "ft.process_groups.inline",
+    "ProcessGroupNCCL": "ft.process_groups.inline",
     "Seam": "ft.seam",
     "SoloManager": "ft.solo",
     "Sums": "ft.seam",
+    "WorldSizeMode": "ft.torchft_manager",
 }
 
 __all__ = sorted(_HOMES)

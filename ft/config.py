@@ -144,7 +144,7 @@ class Environment:
         read = _Reader(environ)
         made = Environment(
             lighthouse=read("TORCHFT_LIGHTHOUSE", _address, ""),
-            replica_group_id=read("REPLICA_GROUP_ID", _name, ""),
+            replica_group_id=read("REPLICA_GROUP_ID", group_name, ""),
             num_replica_groups=read("NUM_REPLICA_GROUPS", _whole(1), None),
             token=_token(environ),
             group_rank=read("RANK", _whole(0), 0),
@@ -167,6 +167,8 @@ class Environment:
 
     def check(self, settings: FaultTolerance) -> None:
         """What can be known to be wrong before anything is connected. Raises ValueError."""
+        if not settings.enable:
+            return
         if not self.lighthouse:
             raise ValueError(
                 "TORCHFT_LIGHTHOUSE is not set: fault_tolerance.enable = true needs the lighthouse's address, such as "
@@ -208,7 +210,7 @@ def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
     return whole
 
 
-def _name(text: str) -> str:
+def group_name(text: str) -> str:
     """The part of a replica id before the colon; it names files and store keys, too."""
     if not re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII):
         nearest = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)[:64]

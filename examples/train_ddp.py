@@ -1,0 +1,125 @@
+"""Image classification in replica groups that may die and come back, with torchft's names: what to change in a training loop of your own.
+
+    ./scripts/run_lighthouse.sh --min_replicas 1 &
+    export TORCHFT_LIGHTHOUSE=http://localhost:29510 NUM_REPLICA_GROUPS=2
+    REPLICA_GROUP_ID=0 python examples/train_ddp.py &
+    REPLICA_GROUP_ID=1 python examples/train_ddp.py
+
+Kill one of the two: the other goes on with the same step. Start it again: it takes the other's weights, and both are equal from then on.
+The images are made up: each class has a colour and a stripe, under noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where ft is not installed
+
+from ft import (
+    DistributedDataParallel,
+    DistributedSampler,
+    Manager,
+    Optimizer,
+    ProcessGroupBabyNCCL,
+    ProcessGroupGloo,
+)
+
+CLASSES = 10
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """50,000 of them, 3 x 32 x 32; each is a function of its number."""
+
+    def __len__(self) -> int:
+        return 50_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        label = index % CLASSES
+        image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
+        image[label % 3] += 0.5
+        image[:, 3 * label : 3 * label + 3] += 1.0
+        return image, label
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 5)
+        self.conv2 = nn.Conv2d(8, 16, 5)
+        self.hidden = nn.Linear(16 * 5 * 5, 64)
+        self.out = nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:  # B 3 32 32
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)  # B 8 14 14
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # B 16 5 5
+        return self.out(F.relu(self.hidden(x.flatten(1))))  # B 10
+
+
+@record
+def main(steps: int) -> None:
+    group, groups = int(os.environ.get("REPLICA_GROUP_ID", "0")), int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    # Each group has its share of the images. While a group is away, so is its share.
+    images = Images()
+    sampler = DistributedSampler(images, replica_group=group, num_replica_groups=groups, rank=0, num_replicas=1)
+    loader = StatefulDataLoader(images, batch_size=64, num_workers=2, sampler=sampler)
+
+    model = Net().to(device)
+    adam = optim.AdamW(model.parameters())
+
+    # What a group that joins receives from one that is there.
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optim": adam.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        adam.load_state_dict(state["optim"])
+
+    manager = Manager(
+        # NCCL lives in a child process: whatever happens in there, the child can be replaced
+        pg=ProcessGroupBabyNCCL() if device == "cuda" else ProcessGroupGloo(),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=1,
+        replica_id=f"train_ddp_{group}",
+        timeout=timedelta(seconds=60),
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, adam)
+
+    while manager.current_step() < steps:
+        for inputs, labels in loader:
+            optimizer.zero_grad()  # the step begins: who takes part is settled, and a group that is behind has healed
+            loss = F.cross_entropy(ddp(inputs.to(device)), labels.to(device))
+            loss.backward()  # gradients are averaged on the way, and again with those who are left if somebody dies
+            optimizer.step()  # if the step holds
+
+            step = manager.current_step()
+            if step % 100 == 0 or step == steps:
+                print(f"[{step}] {manager.num_participants()} groups, loss = {loss.item():.4f}", flush=True)
+            # A program that is to outlive the death of all groups at once saves here, every now and then: state_dict(),
+            # manager.state_dict(), and the loader's, which is this group's own.
+            if step >= steps:
+                break
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=10_000)
+    main(parser.parse_args().steps)

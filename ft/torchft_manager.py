@@ -1,0 +1,521 @@
+"""torchft's Manager: its names and arguments over the driver of manager.py.
+
+    manager.start_quorum()            # Optimizer.zero_grad does it
+    loss = model(batch); loss.backward()            # DistributedDataParallel: afterwards .grad is the mean over those who contribute
+    manager.allreduce(tensor).wait()                # or whatever else is to be averaged
+    if manager.should_commit():                     # Optimizer.step does it
+        optimizer.step()
+
+What is between start_quorum and should_commit is the *body* of a step. Every group runs it for every step, one that has nothing to give (a
+spare, one that has just healed) too: it sends zeros, takes the others' mean, clips and steps as they do, so all stay equal whatever
+stands in a body, and the same sums go out in the same order everywhere. A group whose state is arriving waits for it in start_quorum:
+no body sees a state that is half there.
+
+The step is decided when the sums are there: with DistributedDataParallel at the end of the backward, else in should_commit. Sums that fail
+are done again in the next generation, with the same gradients. Only where that would not be right is the step dropped, in all groups, as
+torchft does: should_commit is False when tensors were changed after they had been averaged, and in groups of several ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.futures import Future
+
+from ft.addresses import advertised
+from ft.config import Environment, group_name
+from ft.gradients import Gradients
+from ft.healing.transport import Transport
+from ft.manager import Attempt, Options
+from ft.manager import Manager as Driver
+from ft.membership import Wish
+from ft.process_groups.base import ProcessGroup
+from ft.process_groups.operations import reduction
+from ft.process_groups.work import GroupWork
+from ft.protocol import messages as m
+from ft.protocol.step import Phase
+from ft.rpc.access import Access
+from ft.rpc.driver import Seen
+from ft.scratch import Buffers, local_of
+from ft.seam import Commit, Sums
+from ft.user_sums import UserSum
+
+T = TypeVar("T")
+log = logging.getLogger("pharos.torchft")
+
+
+class WorldSizeMode(Enum):
+    """DYNAMIC: all groups that are there train. FIXED_WITH_SPARES: min_replica_size of them; the others follow, and step in."""
+
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
+
+
+class Manager(Driver):
+    """`pg`: the process group to other groups; configured and closed here. `load_state_dict`, `state_dict`: what a group must receive to
+    equal the others. `min_replica_size`: groups without which no step holds. `replica_id`: this group's name, by default REPLICA_GROUP_ID.
+    `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`: by default
+    TORCHFT_LIGHTHOUSE. `max_retries`: steps in a row that may fail. `init_sync`: at step 0 all take the state of one.
+    `checkpoint_transport`: of ft.healing.transport's face; HTTP by default.
+
+    `quorum_timeout`: what start_quorum waits at most; by default for as long as it takes. `timeout`: what a sum may take at most. It is a
+    backstop, as `pg`'s own is: a death is noticed at once, and a group that heals is waited for, so less than a minute means a minute.
+
+    Not of torchft: `interface` (addresses.advertised), `insecure` (serve others without a token), `dies_with_group` and `seen` (as
+    manager.py). Raises ValueError for arguments and variables, RuntimeError where the group's server does not start. start_quorum,
+    backward and should_commit raise Stopped and GroupEnded (manager.py); everything else that fails makes should_commit False.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: Callable[[Any], None] | None,
+        state_dict: Callable[[], Any] | None,
+        min_replica_size: int,
+        use_async_quorum: bool | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+        quorum_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: timedelta | None = None,
+        checkpoint_transport: Transport | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int | None = None,
+        enable_error_bus: bool | None = None,
+        *,
+        interface: str = "",
+        insecure: bool = False,
+        dies_with_group: bool = True,
+        seen: Seen | None = None,
+    ) -> None:
+        environment = Environment.read(os.environ)
+        lighthouse = lighthouse_addr or environment.lighthouse
+        if not lighthouse:
+            raise ValueError(
+                "TORCHFT_LIGHTHOUSE is not set, and there is no lighthouse_addr: such as http://localhost:29510"
+            )
+        if min_replica_size < 1:
+            raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
+        spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
+        times = m.Times() if heartbeat_interval is None else m.Times(beat_s=heartbeat_interval.total_seconds())
+        wish = Wish(
+            name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
+            group_rank=environment.group_rank if rank is None else rank,
+            world_size=environment.world_size if world_size is None else world_size,
+            lighthouse=lighthouse if "://" in lighthouse else f"http://{lighthouse}",
+            host=_number_of(hostname) if hostname else advertised(interface, lighthouse),
+            access=Access(environment.token, insecure),
+            times=times,
+            attempt=environment.restart_count,
+            spares_above=min_replica_size if spares else None,
+            retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
+            port=next((given for given in (environment.manager_port, port) if given is not None), 0),
+        )
+        options = Options(
+            keep_gradients=wish.world_size == 1,  # an error that one rank reports must drop the step in all of them
+            max_failures=max_retries,
+            skip_unable=True,  # slots mean nothing here: the data is the user's
+            init_sync=init_sync,
+            quorum_s=_seconds(environment.quorum_timeout_s, quorum_timeout),
+            dies_with_group=dies_with_group,
+        )
+        pg.timeout_s = max(pg.timeout_s, _seconds(environment.timeout_s, timeout) or 0.0, times.stall_s)
+        super().__init__(
+            pg,
+            wish,
+            options,
+            store=_store(wish, store_addr or environment.master_addr, store_port or environment.master_port),
+            transport=checkpoint_transport,
+            gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
+            seen=seen,
+        )
+        _say_what_changes_nothing(
+            use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
+        )
+        self._min_replica_size = min_replica_size
+        self._parameters: list[nn.Parameter] = []
+        self._batches = 0  # that are in the weights
+        self._error: Exception | None = None  # reported since the step began
+        self._shrink_only = False
+        self._body = False  # start_quorum has returned, should_commit was not called
+        self._used = False  # the body has sent something
+        self._over = True  # the step was decided, one way or the other
+        self._decided: Commit | None = None
+        self._zeros: m.LaunchTail | None = None  # to be carried out at the end of the body
+        self._sent = (0, 0)  # quorum and step of the newest zeros
+        self._pass: AbstractContextManager[None] | None = None  # the backward that sends gradients is under way
+        self._user: tuple[Callable[[Any], None], Callable[[], Any]] | None = None
+        self._late = Buffers(shared=pg.IN_CHILD)
+        self.register("batches_committed", lambda: self._batches, self._set_batches)
+        if load_state_dict is not None and state_dict is not None:
+            self.set_state_dict_fns(load_state_dict, state_dict)
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Returns when this group has a place in a quorum and its state is whole. The lighthouse is asked only if something has changed."""
+        if not allow_heal:
+            _say_once(
+                "start_quorum(allow_heal=False) changes nothing: a group that is behind cannot go on without healing"
+            )
+        if self._body and not self._over and not self._used:
+            return  # nothing has happened since
+        if self._body:
+            self._close_body()
+        self._error, self._shrink_only = None, shrink_only
+        options = self._options
+        if timeout is not None:
+            self._options = replace(options, quorum_s=timeout.total_seconds())
+        if self._turn is None and self._zeros is None:
+            if self._machine.phase is Phase.BOUNDARY and self._inbox.next() is None:
+                self._inbox.feed(m.Begin())
+            self._pump()
+        self._options = options
+        self._body, self._used, self._over = True, False, False
+
+    def wait_quorum(self) -> None:
+        """start_quorum has waited."""
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Whether the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
+        if timeout is not None:
+            _say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
+        if not self._body:
+            raise RuntimeError("should_commit without start_quorum")
+        self._decide()
+        decided, self._decided, self._body = self._decided, None, False
+        return decided is not None
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG) -> dist.Work:
+        """The mean (or the sum) over the groups that contribute, written into the tensor when the work ends. The work never fails: where a
+        sum does, the tensor keeps its values until the step is tried again, or should_commit is False. Each group's body calls it for the
+        same tensors in the same order. Raises ValueError for other reductions, and for means of whole numbers."""
+        if should_quantize:
+            _say_once("allreduce(should_quantize=True) changes nothing: sums travel as they are")
+        op = reduction(reduce_op)
+        if op not in ("AVG", "SUM"):
+            raise ValueError(f"allreduce: {op} is not to be had: who gives nothing gives zeros; nearest: AVG or SUM")
+        if not self._body:
+            raise RuntimeError("allreduce without start_quorum")
+        if self._over:
+            return self._sum_late(tensor, mean=op == "AVG")
+        self._used = True
+        return self.gradients.all_reduce(tensor, mean=op == "AVG")
+
+    # ------------------------------------------------------------------------------------------------ where things stand
+
+    def current_step(self) -> int:
+        """Steps that hold. It moves in should_commit."""
+        return self.step - (self._decided is not None)
+
+    def batches_committed(self) -> int:
+        """Batches that are in the weights: one for each group that contributed, in each step."""
+        return self._batches
+
+    def num_participants(self) -> int:
+        """Groups that contribute to this step."""
+        return len(self._part.participants) if self._part else 0
+
+    def participating_rank(self) -> int | None:
+        """This group's place among them. None: it gives zeros."""
+        if self._part is None or self._zeros is not None or self._part.replica_id not in self._part.participants:
+            return None
+        return self._part.participants.index(self._part.replica_id)
+
+    def is_participating(self) -> bool:
+        return self.participating_rank() is not None
+
+    def report_error(self, e: Exception) -> None:
+        """This group cannot give anything in this step. The others take the step without it, and so does it: should_commit is True and
+        .grad has their mean. If it is alone, or has several ranks, the step is dropped. Too late once the step is decided."""
+        if self._over:
+            log.warning("the step was decided before: %s", e)
+        self._error = self._error or e
+
+    def errored(self) -> Exception | None:
+        """What was reported since start_quorum."""
+        return self._error
+
+    def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
+        """A future that never fails: with `default`, and the error reported, where `fut` does, or takes longer than `timeout`."""
+        wrapped: Future[T] = Future()
+        claim = threading.Lock()
+
+        def end(value: Callable[[], T]) -> None:
+            if not claim.acquire(blocking=False):
+                return
+            try:
+                result = value()
+            except Exception as error:  # noqa: BLE001 (any failure of the user's future)
+                self.report_error(error)
+                result = default
+            wrapped.set_result(result)
+
+        def late() -> T:
+            raise TimeoutError(f"the future has no value after {timeout}")
+
+        timer = None
+        if timeout is not None:
+            timer = threading.Timer(timeout.total_seconds(), end, (late,))
+            timer.daemon = True
+            timer.start()
+
+        def ended(done: Future[T]) -> None:
+            if timer is not None:
+                timer.cancel()
+            end(done.value)
+
+        fut.add_done_callback(ended)
+        return wrapped
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """One more piece of state, under a name that is used once. Before the first quorum."""
+        self.register(key, state_dict, load_state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
+        """The state that the constructor could have been given; it may be set again."""
+        if self._user is None:
+            self.register("default", lambda: self._user_state()[1](), lambda state: self._user_state()[0](state))
+        self._user = (load_state_dict, state_dict)
+
+    def disallow_state_dict_read(self) -> None:
+        """The state is about to change between two steps that are counted (LocalSGD): who reads it is waited for, or served a copy."""
+        self._healer.fence()
+
+    def allow_state_dict_read(self) -> None:
+        """The state is read at the beginning of a step alone, so there is nothing to allow."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: JSON. To be taken between should_commit and start_quorum."""
+        return {**super().state_dict(), "batches_committed": self._batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also of torchft's: step and batches_committed alone. Before the first quorum."""
+        self._batches = int(state_dict["batches_committed"])
+        super().load_state_dict({"position": self._batches, **state_dict})
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leaves the job. May be called twice."""
+        self.gradients.close()
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ what ddp.py calls
+
+    def attach(self, model_parts: Sequence[nn.Module]) -> None:
+        """Their gradients are summed with those of other groups. Before the first quorum."""
+        super().attach(model_parts)
+        self._parameters += [parameter for part in model_parts for parameter in part.parameters()]
+
+    def backward_begins(self) -> None:
+        """The last one of the step, in whatever thread autograd says so."""
+        if self._over:
+            raise RuntimeError(
+                "the gradients of this step are summed already: all backwards but the last belong in no_sync()"
+            )
+        self._used = True
+        if self._zeros is None and isinstance(self._turn, m.Compute):
+            self._pass = self.last_pass()
+            self._pass.__enter__()
+
+    def backward_ended(self) -> None:
+        """Returns when .grad is the mean, or the step is dropped. Nobody else is at work: the caller of backward waits."""
+        self._end_pass()
+        self._decide()
+
+    # ------------------------------------------------------------------------------------------------ the end of a body
+
+    def _decide(self) -> None:
+        """Sums, and the group's vote; with a retry if need be. Afterwards .grad has the mean, if the step holds."""
+        if self._over:
+            return
+        self._over = True
+        zeros, self._zeros = self._zeros, None
+        if zeros is not None:
+            self._sent = (zeros.quorum_id, zeros.step)
+            super()._launch(zeros)
+        elif isinstance(self._turn, m.Compute):
+            self._tell_what_was_computed(self._turn)
+        self._decided = self.commit(_UNREAD)
+        if self._decided is not None:
+            self._batches += len(self._decided.contributors)
+            gradients = [local_of(p.grad) for p in self._parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_div_(gradients, self._decided.divisor)
+
+    def _tell_what_was_computed(self, turn: m.Compute) -> None:
+        assert self._part is not None
+        why = self._why_it_fails(self._part)
+        if why:
+            self._inbox.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, why))
+        self._turn = None
+        tokens = (1.0,) + (0.0,) * (len(turn.slots) - 1)  # a body is one batch, whatever it was dealt
+        kept = not why and self.gradients.can_repeat
+        self._inbox.feed(m.Computed(tokens, 0.0, self._error is None, kept))
+
+    def _why_it_fails(self, part: m.Part) -> str:
+        """Why the generation cannot be used for this step, if so."""
+        if len(part.members) < self._min_replica_size:
+            return f"{len(part.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
+        if self._error is not None and (len(part.members) == 1 or self._wish.world_size > 1):
+            return f"reported: {self._error}"
+        return ""
+
+    def _close_body(self) -> None:
+        """start_quorum was called in place of should_commit."""
+        self._end_pass()
+        if not self._over:
+            self.report_error(RuntimeError("the body was left before its end"))
+            self._decide()
+        if self._decided is not None:
+            log.warning("step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.step)
+        self._decided = None
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.__exit__(None, None, None)
+            self._pass = None
+
+    def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
+        """After the step was decided, so whether it comes about changes nothing but the tensor."""
+        assert self._part is not None
+        user = UserSum(tensor, self._late, mean=mean, keep=False, after_buckets=True)
+        user.send(self._group, len(self._part.participants), contributes=self.is_participating())
+        user.work.get_future().add_done_callback(lambda _: user.forget())
+        return user.work
+
+    # ------------------------------------------------------------------------------------------------ what the driver does otherwise
+
+    def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
+        """None: it is the body's turn, and zeros are to go out at its end."""
+        while self._turn is None:
+            effect = self._inbox.take_unless(self._zeros_are_next)
+            if effect is not None:
+                self._carry[type(effect)](effect)
+            elif not self._machine.void:
+                return None
+            else:
+                self._fail_zeros()
+        return self._turn
+
+    def _zeros_are_next(self) -> bool:
+        """The state that they wait for is there, or will not come."""
+        if self._zeros is None:
+            return False
+        waits = self._machine.void and self._machine.healing
+        return not waits or self._stopped_quorum == self._zeros.quorum_id
+
+    def _launch(self, effect: m.LaunchTail) -> None:
+        """Zeros wait for a body, which says what they are zeros of; unless it was run for them already."""
+        if effect.zeros and not self._machine.computed and (effect.quorum_id, effect.step) != self._sent:
+            self.gradients.drop()
+            self._zeros = effect
+            self._open((effect.quorum_id, effect.attempt, effect.step))
+        else:
+            super()._launch(effect)
+
+    def _fail_zeros(self) -> None:
+        assert self._zeros is not None
+        zeros, self._zeros = self._zeros, None
+        why = "the state did not come"
+        self._inbox.feed(m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, why))
+
+    def _open(self, attempt: Attempt) -> None:
+        assert self._part is not None
+        if self._attempt != attempt:
+            count = len(self._part.participants)
+            self.gradients.open(self._group, count, contributes=self._zeros is None)
+            self._attempt = attempt
+
+    def _ask_quorum(self, effect: m.AskQuorum) -> None:
+        if self._shrink_only:
+            effect = replace(effect, call=replace(effect.call, member=replace(effect.call.member, shrink_only=True)))
+        super()._ask_quorum(effect)
+
+    def _user_state(self) -> tuple[Callable[[Any], None], Callable[[], Any]]:
+        assert self._user is not None
+        return self._user
+
+    def _set_batches(self, batches: int) -> None:
+        self._batches = int(batches)
+
+
+_UNREAD = Sums((), 0.0, True)  # commit has its own figures
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def _seconds(variable_s: int | None, given: timedelta | None) -> float | None:
+    """The variable stands above the argument, as in torchft."""
+    if variable_s is not None:
+        return float(variable_s)
+    return None if given is None else given.total_seconds()
+
+
+def _number_of(hostname: str) -> str:
+    try:
+        return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (socket.gaierror, UnicodeError):
+        raise ValueError(
+            f"hostname = {hostname}: there is no such host; without it, `interface` says which address"
+        ) from None
+
+
+def _store(wish: Wish, address: str, port: int | None) -> Store | None:
+    """Of this group. None where it has one rank, which needs none."""
+    if wish.world_size == 1:
+        return None
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if not address or not port:
+        raise ValueError("MASTER_ADDR and MASTER_PORT are not set: the ranks of a group find each other by its store")
+    return TCPStore(address, port, None, False, wait_for_workers=False)
+
+
+_SAID: set[str] = set()
+
+
+def _say_once(what: str) -> None:
+    if what not in _SAID:
+        _SAID.add(what)
+        log.warning("%s", what)
+
+
+def _say_what_changes_nothing(**given: object) -> None:
+    reasons = {
+        "use_async_quorum": "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
+        "connect_timeout": "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
+        "enable_error_bus": "every group is told at once of a death, always",
+    }
+    for name, value in given.items():
+        if value is not None:
+            _say_once(f"Manager({name}={value}) changes nothing: {reasons[name]}")
