@@ -53,6 +53,7 @@ class _Attempt:
     scratch: Scratch
     layout: Layout
     ready: set[int] = field(default_factory=set)  # parameters whose hooks have been called
+    missing: list[int] = field(default_factory=list)  # by bucket: how many have not
     copied: set[int] = field(default_factory=set)  # parameters whose gradients are in their buckets
     in_place: dict[int, Tensor] = field(default_factory=dict)  # what is reduced where it is
     streams: set[Any] = field(default_factory=set)  # of the GPU, that gradients came on
@@ -143,7 +144,8 @@ class Gradients:
             if self._delivered is not None and not self._is_in_use(self._delivered):
                 self._sets.give(self._delivered)
                 self._delivered = None
-            self._attempt = _Attempt(group, participants, contributes, self._sets.take(), self._layout)
+            self._attempt = attempt = _Attempt(group, participants, contributes, self._sets.take(), self._layout)
+            attempt.missing = [len(bucket.members) for bucket in self._layout.buckets]
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
@@ -161,8 +163,7 @@ class Gradients:
         gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
             attempt = self._open_attempt()
-            if self._problem:
-                raise RuntimeError(self._problem)
+            self._raise_problem()
             zeros = zeros or not attempt.contributes
             if self._is_lost and not zeros:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
@@ -172,7 +173,7 @@ class Gradients:
             for user in self._users:
                 self._send_user(attempt, user, after_buckets=True)
             self._send_last(attempt, tail, zeros=zeros)
-            self._is_kept, self._is_lost = not zeros and self._keep, not zeros and not self._keep
+            self._is_kept = self._is_kept or (self._keep and not zeros)
 
     def wait(self) -> tuple[float, ...]:
         """The summed tail, once all sums are there. Raises GroupError if one failed."""
@@ -193,7 +194,8 @@ class Gradients:
             if attempt is None:
                 return lambda: None
             buffers = [buffer for user in self._users if (buffer := user.give_up()) is not None]
-            if not self._keep:
+            if not self._keep and attempt.copied:
+                self._is_lost = True
                 self._drop_gradients()
         return partial(self._give_back, attempt.scratch, buffers)
 
@@ -271,12 +273,12 @@ class Gradients:
                 self._problem = f"{self._name(index)} got a gradient twice: last_pass is for one backward, the last"
                 return
             attempt.ready.add(index)
+            attempt.missing[attempt.layout.bucket_of[index]] -= 1
             if parameter.is_cuda:  # one kernel for the whole bucket, later
                 attempt.streams.add(torch.cuda.current_stream(parameter.device))
             else:  # while it is in the cache
                 self._copy(attempt, [index])
-            buckets = attempt.layout.buckets
-            while attempt.sent < len(buckets) - 1 and attempt.ready.issuperset(buckets[attempt.sent].members):
+            while attempt.sent < len(attempt.layout.buckets) - 1 and attempt.missing[attempt.sent] == 0:
                 self._send(attempt)
 
     def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
@@ -337,8 +339,6 @@ class Gradients:
     def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
         while attempt.sent < len(attempt.layout.buckets) - 1:
             self._send(attempt, zeros=zeros)
-        if self._problem:
-            raise RuntimeError(self._problem)
 
     def _send_last(self, attempt: _Attempt, tail: Sequence[float], *, zeros: bool) -> None:
         assert attempt.tail is None, "an attempt is launched once"
@@ -350,6 +350,7 @@ class Gradients:
             whole.zero_()
         else:
             self._copy(attempt, bucket.members)
+        self._raise_problem()
         attempt.tail = whole[bucket.stop - bucket.start :]
         attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32))
         self._reduce(attempt, whole)
@@ -368,6 +369,10 @@ class Gradients:
     def _open_attempt(self) -> _Attempt:
         assert self._attempt is not None, "open comes first"
         return self._attempt
+
+    def _raise_problem(self) -> None:
+        if self._problem:
+            raise RuntimeError(self._problem)
 
     def _take_complete(self) -> _Attempt:
         attempt, self._attempt = self._open_attempt(), None
