@@ -15,7 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from ft.healing.capture import State
 from ft.healing.format import CHUNK_BYTES
@@ -23,6 +22,7 @@ from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import PgTransport
 from ft.healing.transport import Source, Transport
 from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.store import serve
 from ft.rpc.access import Access
 
 LAYERS = 16
@@ -39,7 +39,7 @@ class Side:
         self.gb = LAYERS * numbers * 4 / 1e9
         self.state = State()
         self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = serve()
         self.transports: dict[str, Transport] = {
             "http": HttpTransport("127.0.0.1", role, ACCESS),
             "process group": PgTransport(lambda: ProcessGroupGloo(60.0), f"127.0.0.1:{self.store.port}/bench", role),

@@ -23,7 +23,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from benchmarks.pairs import Worker, ratio, table
-from ft.process_groups.nursery import QUICK_DNS
 
 KINDS = ("gloo", "baby_gloo")
 
@@ -37,11 +36,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pairs", type=int, default=7, help="rounds of sums")
     options = parser.parse_args(argv)
     sizes = [int(size) for size in options.sizes.split(",")]
-    os.environ.setdefault("RES_OPTIONS", QUICK_DNS)
 
-    from torch._C._distributed_c10d import TCPStore
+    from ft.process_groups.store import serve
 
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = serve()
     command = [sys.executable, __file__, "--worker"]
     members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(max(*sizes, options.members))]
     try:
@@ -137,9 +135,11 @@ class Member:
         import torch
         import torch.distributed as dist
 
+        from ft.process_groups.store import StoreClient
+
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
-        host, _, port = store.partition("/")[0].rpartition(":")
-        plain = dist.PrefixStore("plain", dist.TCPStore(host, int(port), None, False, wait_for_workers=False))
+        plain = StoreClient(f"{store}/plain", 120.0)
+        plain.connect()
         dist.init_process_group("gloo", store=plain, rank=rank, world_size=size)
         for kind, group in self.groups.items():
             group.configure(f"{store}/{kind}", rank, size)

@@ -26,7 +26,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from benchmarks.pairs import Worker, ratio, table
-from ft.process_groups.nursery import QUICK_DNS
 
 SIDES = ("plain", "kept", "kept, fused", "not kept", "not kept, fused", "baby", "baby, fused")
 LR = 0.1
@@ -42,11 +41,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sides", default=";".join(SIDES))
     options = parser.parse_args(argv)
     sides = options.sides.split(";")
-    os.environ.setdefault("RES_OPTIONS", QUICK_DNS)
 
-    from torch._C._distributed_c10d import TCPStore
+    from ft.process_groups.store import serve
 
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = serve()
     command = [sys.executable, __file__, "--worker"]
     members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(options.members)]
     try:
@@ -91,11 +89,12 @@ class Member:
         from ft.gradients import Gradients
         from ft.process_groups.baby import ProcessGroupBabyGloo
         from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.store import StoreClient
 
         torch.set_num_threads(1)
         interface = os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-        host, _, port = store.rpartition(":")
-        mine = dist.PrefixStore("plain", dist.TCPStore(host, int(port), None, False, wait_for_workers=False))
+        mine = StoreClient(f"{store}/plain", 120.0)
+        mine.connect()
         dist.init_process_group("gloo", store=mine, rank=rank, world_size=size)
         self.size = size
         self.parameters: list[Any] = [nn.Parameter(torch.zeros(elements // tensors)) for _ in range(tensors)]

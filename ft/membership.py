@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from ft.process_groups.store import serve
 from ft.protocol.messages import Times
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.clients import is_torchfts
@@ -82,7 +81,7 @@ def _start(wish: Wish) -> Membership:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
         )
-    meeting = _listen(wish.host)
+    meeting = serve(wish.host)
     tls = wish.access.tls
     settings = Settings(
         replica_id=f"{wish.name}:{secrets.token_hex(4)}",
@@ -101,14 +100,3 @@ def _start(wish: Wish) -> Membership:
     )
     server = GroupProcess(settings)
     return Membership(settings.replica_id, server.address, server, meeting)
-
-
-def _listen(host: str) -> TCPStore:
-    """A store on that address alone: torch's stores ask nobody for a token, so they are not shown to more networks than need be."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.bind((host.partition("%")[0], 0))
-        listening.listen(1024)
-        port = listening.getsockname()[1]
-        more: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
-        return TCPStore(host, port, None, True, timedelta(seconds=START_S), **more)

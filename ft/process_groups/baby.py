@@ -46,6 +46,9 @@ class ProcessGroupBaby(ProcessGroup):
         """A tensor that the child can use where it is, without a copy."""
         return shared.empty(shape, dtype)
 
+    def prepare(self) -> None:
+        self._nursery.prepare()
+
     def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
         address = store if isinstance(store, str) else _address(formation, store, rank)
         child = self._nursery.child()
@@ -55,8 +58,8 @@ class ProcessGroupBaby(ProcessGroup):
         device = torch.cuda.current_device() if self.NATIVE == "nccl" else None
         try:
             engine.form(Form(self.NATIVE, address, rank, size, self.rendezvous_s, self._interface, device))
-        except RendezvousFailed as error:
-            formation.absent = error.absent
+        except GroupError as error:
+            formation.absent = error.absent if isinstance(error, RendezvousFailed) else ()
             engine.wake()
             engine.end()
             raise
@@ -64,7 +67,7 @@ class ProcessGroupBaby(ProcessGroup):
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
-    """gloo in a child process. `interface`: its network interface, such as eth0; by default that of the host's name."""
+    """gloo in a child process. `interface`: its network interface, such as eth0; by default the one that leads to the store."""
 
     KIND, NATIVE, IN_CHILD = "ft_baby_gloo", "gloo", True
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-FORK = b"fork"
+FORK, BURY, READY = b"fork", b"bury", b"ready"
 
 
 def main() -> None:
@@ -35,6 +35,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     gc.freeze()  # the pages stay shared: a collection in a child does not write on them
+    control.send(READY)
     nursery(control)
 
 

@@ -31,9 +31,9 @@ from ft.process_groups import operations as ops
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Engine, Formation
 from ft.process_groups.generation import Generation
-from ft.process_groups.meeting import parse
 from ft.process_groups.operations import Operation, flatten, reduction
 from ft.process_groups.reaper import Reaper
+from ft.process_groups.store import parse
 from ft.process_groups.work import GroupWork
 
 # torch's own timeouts are off: nobody waits for them, and a pending operation ends when its sockets are shut or its process is killed.
@@ -132,21 +132,25 @@ class ProcessGroup(Collectives):
 
     # ------------------------------------------------------------------------------------------------ the Manager's face
 
+    def prepare(self) -> None:
+        """Waits for what forming needs of this machine alone, such as an import of torch in a child process. `configure` does so itself,
+        and not on the time of rendezvous_s; but others may wait by then, so call it before anybody counts on this member."""
+
     def configure(self, store: Store | str, rank: int, size: int, *, wanted: Callable[[], bool] = lambda: True) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
         `store`: "host:port/prefix", or a store of torch; the prefix is of this generation alone, the same for all members. `wanted` is
         asked once whoever interrupts can be heard: a word that came before would be lost. Returns when the group stands. Raises
-        RendezvousFailed (its `absent` names ranks) when it did not within rendezvous_s, or was interrupted or abandoned from another
-        thread; MustExit when too many old generations have not ended; ValueError for what can never be.
+        RendezvousFailed (its `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted or abandoned
+        from another thread; MustExit when too many old generations have not ended; ValueError for what can never be.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
         if isinstance(store, str):
             parse(store)
         self.abandon("configured anew")
-        self.reaper.check()
-        formation = Formation(f"{rank}", lambda it: self._build(it, store, rank, size))
+        self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
+        formation = Formation(f"{rank}", lambda it: self._build(it, store, rank, size), self.prepare)
         with self._state:
             self._forming, self._rank, self._size = formation, rank, size
         if not wanted():
@@ -209,7 +213,7 @@ class ProcessGroup(Collectives):
         with self._state:
             return self._generation.pending if self._generation is not None else 0
 
-    def shutdown(self, limit_s: float = 5.0) -> None:
+    def shutdown(self, limit_s: float = 30.0) -> None:
         """Abandons it, and waits until all generations have ended, at most limit_s. Raises MustExit when some have not."""
         self.abandon("shut down")
         if not self.reaper.wait(limit_s):

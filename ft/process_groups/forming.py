@@ -25,16 +25,22 @@ class Engine(Protocol):
         """After wake: returns when nothing of it touches a tensor, and all that it had is given back. May take long, or not come back."""
 
 
-class Formation:
-    """`build` runs in a thread of its own and returns the engine. It names what wakes it (`at_giving_up`) as it goes."""
+PREPARE_S = 300.0  # the longest that a nursery may take to import torch
 
-    def __init__(self, name: str, build: Callable[[Formation], Engine]) -> None:
+
+class Formation:
+    """`build` runs in a thread of its own and returns the engine. It names what wakes it (`at_giving_up`) as it goes. What must be there
+    first, and has nothing to do with the others, is `prepare`'s: its time is not the rendezvous's."""
+
+    def __init__(
+        self, name: str, build: Callable[[Formation], Engine], prepare: Callable[[], None] = lambda: None
+    ) -> None:
         self.given_up = threading.Event()
         self.absent: tuple[int, ...] = ()
-        self._build = build
+        self._build, self._prepare = build, prepare
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], object]] = []
-        self._over = threading.Event()
+        self._prepared, self._over = threading.Event(), threading.Event()
         self._engine: Engine | None = None
         self._error: Exception | None = None
         self._reason = ""
@@ -44,8 +50,9 @@ class Formation:
         self._thread.start()
 
     def wait(self, limit_s: float) -> Engine:
-        """The engine. Raises RendezvousFailed when it was given up, did not come within the limit (it is then given up), or failed."""
-        if not self._over.wait(limit_s):
+        """The engine. Raises RendezvousFailed when it was given up, did not come within the limit once all was prepared (it is then given
+        up), or failed."""
+        if not self._prepared.wait(PREPARE_S) or not self._over.wait(limit_s):
             self.give_up(f"has not formed within {limit_s:g} s")
         with self._lock:
             if self._engine is not None and not self.given_up.is_set():
@@ -62,7 +69,7 @@ class Formation:
             self._reason = reason
             self.given_up.set()
             wakers = list(self._wakers)
-        self._over.set()
+        self._end_waiting()
         for wake in wakers:
             wake()
 
@@ -84,6 +91,8 @@ class Formation:
 
     def _run(self) -> None:
         try:
+            self._prepare()
+            self._prepared.set()
             engine = self._build(self)
         except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to who waits)
             self._error = error if isinstance(error, GroupError) else GroupError(str(error))
@@ -91,9 +100,13 @@ class Formation:
             with self._lock:
                 self._engine = engine
             del engine  # a group of torch must not be dropped by this thread
-        self._over.set()
+        self._end_waiting()
         self._build = _nothing  # and what it holds
         self._wakers.clear()
+
+    def _end_waiting(self) -> None:
+        self._over.set()
+        self._prepared.set()
 
 
 def _nothing(formation: Formation) -> Engine:

@@ -33,7 +33,7 @@ POLL_S = 0.0005  # between looks at the GPU's progress
 
 
 class ProcessGroupGloo(ProcessGroup):
-    """gloo in this process. `interface`: its network interface, such as eth0; by default that of the host's name."""
+    """gloo in this process. `interface`: its network interface, such as eth0; by default the one that leads to the store."""
 
     KIND = "ft_gloo"
 
@@ -59,12 +59,12 @@ class ProcessGroupNCCL(ProcessGroup):
 
 
 def form_gloo(formation: Formation, meeting: Meeting, interface: str | None) -> Engine:
-    """The engine of a gloo group, once all are there."""
+    """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer."""
     kind: Any = c10d.ProcessGroupGloo
     if sockets.can_be_found():
-        device, near = sockets.near_ends(lambda: _gloo_device(interface), listening=True)
+        device, near = sockets.listening_ends(lambda: _gloo_device(interface, meeting.host))
     else:
-        device, near = _gloo_device(interface), set()  # in a child: it is killed, not woken
+        device, near = _gloo_device(interface, meeting.host), set()  # in a child: it is killed, not woken
     ports = meeting.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
     formation.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
@@ -73,6 +73,7 @@ def form_gloo(formation: Formation, meeting: Meeting, interface: str | None) -> 
     options._threads = 2
     options._timeout = timedelta(seconds=meeting.left_s())  # to connect; nobody can call it off
     backend = kind(meeting.store, meeting.rank, meeting.size, options)
+    meeting.close()
     backend._set_default_timeout(NEVER)
     backend.set_timeout(NEVER)
     native = _group_of(backend, "gloo", "cpu", meeting)
@@ -195,9 +196,14 @@ def _source(work: dist.Work, operation: Operation) -> int:
     return work._source_rank() if isinstance(operation, Receive) and operation.source is None else -1
 
 
-def _gloo_device(interface: str | None) -> Any:
+def _gloo_device(interface: str | None, towards: str | None) -> Any:
+    """By its interface, or by an address of this machine. No name is looked up but that of this host, where there is no store to go by."""
     kind = c10d.ProcessGroupGloo
-    return kind.create_device(interface=interface) if interface else kind.create_default_device()
+    if interface:
+        return kind.create_device(interface=interface, lazy_init=False)
+    if towards:
+        return kind.create_device(hostname=sockets.towards(towards), lazy_init=False)
+    return kind.create_default_device(lazy_init=False)
 
 
 def _group_of(backend: Any, name: str, device: str, meeting: Meeting) -> dist.ProcessGroup:

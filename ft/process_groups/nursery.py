@@ -10,18 +10,17 @@ import functools
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from ft.process_groups.baby_worker import FORK
+from ft.process_groups.baby_worker import BURY, FORK, READY
 from ft.process_groups.channel import Channel
 from ft.process_groups.errors import GroupError
 
-# torch's TCPStore looks up the name of its peer's address at each connection, and a lost packet costs the resolver's 5 seconds.
-QUICK_DNS = "timeout:1 attempts:5"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,7 +29,7 @@ class Child:
 
     def __init__(self, pid: int, channel: Channel, nursery: Nursery) -> None:
         self.pid, self.channel = pid, channel
-        self._nursery = nursery
+        self.nursery = nursery
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         self._lock = threading.Lock()
         self._closed = False
@@ -57,7 +56,7 @@ class Child:
             self._closed = True
             if self._handle is not None:
                 os.close(self._handle)
-        self._nursery.bury()
+        self.nursery.bury()
         self.channel.close()
 
     def memory_bytes(self) -> int:
@@ -72,45 +71,66 @@ class Nursery:
     """One process that forks children. If it dies, the next call starts another."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the conversation with it
         self._control: Channel | None = None
+        self._ready = False  # torch is imported there
         self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None
-
-    def child(self) -> Child:
-        """A new one. Waits for the import of torch when the nursery has just been started, else milliseconds."""
-        with self._lock:
-            for _ in range(2):
-                control = self._started()
-                ours, theirs = Channel.pair()
-                with theirs:
-                    with suppress(OSError):
-                        control.send(FORK, [theirs.fileno()])
-                    answer = control.receive()
-                if answer is not None:
-                    return Child(int(answer[0]), ours, self)
-                ours.close()  # the nursery has died
-                self._stop()
-            raise GroupError("no child process: the nursery dies at once")
 
     def warm(self) -> None:
         """Starts it, without waiting for it."""
         with self._lock:
-            self._started()
+            self._start()
+
+    def prepare(self) -> None:
+        """Returns when torch is imported there. Raises GroupError."""
+        with self._lock:
+            for _ in range(2):
+                if self._ready:
+                    return
+                message = self._start().receive()
+                self._ready = message is not None and message[0] == READY
+                if not self._ready:  # it has died
+                    self._stop()
+            raise GroupError("no nursery for child processes: it dies before it has imported torch")
+
+    def child(self) -> Child:
+        """A new one, within milliseconds; but where the nursery has died it is started again first."""
+        for _ in range(2):
+            self.prepare()
+            ours, theirs = Channel.pair()
+            with theirs, self._lock:
+                answer = self._ask_for_child(theirs.fileno())
+            if answer is not None:
+                return Child(int(answer), ours, self)
+            ours.close()
+        raise GroupError("no child process: the nursery dies at once")
 
     def bury(self) -> None:
         """The nursery takes leave of children that have ended."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):
-                    self._control.send(b"bury")
+                    self._control.send(BURY)
 
     def close(self) -> None:
         """Ends it, and with it all children. May be called twice; `child` starts it again."""
         with self._lock:
             self._stop()
 
-    def _started(self) -> Channel:
+    def _ask_for_child(self, theirs: int) -> bytes | None:
+        """Its number; None when the nursery has died."""
+        if self._control is None:
+            return None
+        with suppress(OSError):
+            self._control.send(FORK, [theirs])
+        answer = self._control.receive()
+        if answer is None:
+            self._stop()
+            return None
+        return answer[0]
+
+    def _start(self) -> Channel:
         if self._control is not None:
             return self._control
         self._control, theirs = Channel.pair()
@@ -120,30 +140,33 @@ class Nursery:
         started.wait()
         return self._control
 
-    def _keep(self, theirs: object, started: threading.Event) -> None:
-        import socket
-
-        assert isinstance(theirs, socket.socket)
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    def _keep(self, theirs: socket.socket, started: threading.Event) -> None:
         with theirs:
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "ft.process_groups.baby_worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                cwd=_ROOT,  # `-m` looks there first
-                env={
-                    **os.environ,
-                    "PYTHONPATH": path,
-                    "OMP_NUM_THREADS": "1",
-                    "RES_OPTIONS": os.environ.get("RES_OPTIONS", QUICK_DNS),
-                    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
-                },
-            )
-        self.pid = process.pid
-        started.set()
+            try:
+                self._process = process = self._spawn(theirs.fileno())
+                self.pid = process.pid
+            finally:
+                started.set()
         process.wait()
 
+    @staticmethod
+    def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.Popen(
+            [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            cwd=_ROOT,  # `-m` looks there first
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
+            },
+        )
+
     def _stop(self) -> None:
+        self._ready = False
         if self._control is not None:
             self._control.hang_up()
             self._control.close()

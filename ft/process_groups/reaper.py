@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from ft.process_groups.errors import MustExit
@@ -42,10 +41,10 @@ class Reaper:
         with self._changed:
             return len(self._pending)
 
-    def check(self) -> None:
-        """Raises MustExit when more than `most` generations have not ended."""
+    def check(self, limit_s: float = 0.0) -> None:
+        """Raises MustExit when more than `most` generations have not ended, nor do within the limit."""
         with self._changed:
-            if len(self._pending) > self._most:
+            if not self._changed.wait_for(lambda: len(self._pending) <= self._most, limit_s):
                 raise MustExit(
                     f"{len(self._pending)} generations were given up and have not ended, more than {self._most}: this process must "
                     f"exit ({'; '.join(self._pending.values())})"
@@ -53,9 +52,8 @@ class Reaper:
 
     def wait(self, limit_s: float) -> bool:
         """Whether all have ended within the limit."""
-        until_s = time.monotonic() + limit_s
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, max(0.0, until_s - time.monotonic()))
+            return self._changed.wait_for(lambda: not self._pending, limit_s)
 
     def _end(self, number: int, end: Callable[[], None], then: Callable[[], None] | None) -> None:
         try:

@@ -42,18 +42,21 @@ def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> in
     return count
 
 
-def near_ends(
-    make: Callable[[], Made], *, listening: bool = False, port: int | None = None
-) -> tuple[Made, set[Address]]:
-    """Calls `make`; returns what it made, and the near ends of the new sockets, either those that listen or those connected to `port`."""
+def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
+    """Calls `make`, which is quick; returns what it made, and where its new sockets listen."""
     with _one_at_a_time:
         before = {_identity(sock) for sock in _sockets()}
         made = make()
-        found = set()
-        for sock in _sockets():
-            if _identity(sock) not in before and (_listens(sock) if listening else _far(sock)[1] == port):
-                found.add(_near(sock))
-        return made, found
+        return made, {_near(sock) for sock in _sockets() if _listens(sock) and _identity(sock) not in before}
+
+
+def towards(host: str) -> str:
+    """The address of this machine, a number, that it speaks to `host` with."""
+    for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(place)  # of a datagram socket: it finds the route and sends nothing
+            return str(probe.getsockname()[0])
+    raise OSError(f"no interface of this machine leads to {host}")
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -73,8 +73,9 @@ class ErrorSwallowingProcessGroup(Collectives):
         """A failure that was seen elsewhere: what follows does nothing."""
         self._error = self._error or error
 
-    def shutdown(self) -> None:
-        self._group.shutdown()
+    def shutdown(self, limit_s: float = 30.0) -> None:
+        """As ProcessGroup's."""
+        self._group.shutdown(limit_s)
 
     def launch(self, operation: Operation) -> dist.Work:
         mine = GroupWork(operation)

@@ -29,18 +29,24 @@ class Member:
         self.groups: dict[str, Any] = {}
         self.kind = ""
 
-    def form(self, kind: str, store: str, rank: int, size: int) -> dict[str, Any]:
+    def prepare(self) -> dict[str, Any]:
+        """Returns when torch is imported here and in the nursery."""
         from ft.process_groups.baby import ProcessGroupBabyGloo
         from ft.process_groups.inline import ProcessGroupGloo
 
-        self.kind = kind
-        if kind not in self.groups:
+        if not self.groups:
             classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
-            self.groups[kind] = classes[kind](timeout=600.0, rendezvous_s=30.0, interface="lo")
+            for kind, made in classes.items():
+                self.groups[kind] = made(timeout=600.0, rendezvous_s=120.0, interface="lo")
+        self.groups["baby_gloo"].prepare()
+        return {}
+
+    def form(self, kind: str, store: str, rank: int, size: int) -> dict[str, Any]:
+        self.kind = kind
         group = self.groups[kind]
         group.configure(store, rank, size)
         child = getattr(group, "child", None)
-        return {"child": child.pid if child else 0, "nursery": child._nursery.pid if child else 0}
+        return {"child": child.pid if child else 0, "nursery": child.nursery.pid if child else 0}
 
     def sums(self, count: int, elements: int) -> dict[str, Any]:
         """Sums of this member's rank + 1, `count` of them or until one fails."""
@@ -66,7 +72,7 @@ class Member:
         return {}
 
     def reaped(self) -> dict[str, Any]:
-        return {"ended": self.groups[self.kind].reaper.wait(20)}
+        return {"ended": self.groups[self.kind].reaper.wait(120)}
 
 
 def _answer(member: Member, command: dict[str, Any]) -> None:

@@ -1,8 +1,4 @@
-"""Members that are killed or stopped in the middle of a collective: who is left goes on, and nothing outlives its parent.
-
-On a machine with several programs starting at once two of them have failed to form within their time, and why is not known for certain
-(a resolver that loses packets is suspected).
-"""
+"""Members that are killed or stopped in the middle of a collective: who is left goes on, and nothing outlives its parent."""
 
 from __future__ import annotations
 
@@ -20,18 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
-from tests.sockets import by_make_ft
+from ft.process_groups.store import serve
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"),
-    by_make_ft,
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["gloo", "baby_gloo"]
-LIMIT_S = 40.0  # for an answer, on a busy machine
+LIMIT_S = 300.0  # for an answer: who is slow because the machine is busy does not fail
 
 
 class Member:
@@ -82,7 +74,7 @@ class Crew:
 
     def __init__(self) -> None:
         self._members: list[Member] = []
-        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._store = serve()
         self._generations = itertools.count()
 
     def three(self) -> list[Member]:
@@ -93,6 +85,7 @@ class Crew:
         self._members = alive + [Member() for _ in range(3 - len(alive))]
         for member in self._members:
             member.first.clear()
+        told(self._members, "prepare")  # no import of torch in what follows
         return self._members
 
     def form(self, kind: str, members: list[Member]) -> list[dict[str, Any]]:

@@ -1,0 +1,259 @@
+"""The store where the members of a group meet: torch's TCPStore, served and asked so that nothing but its host can hold anybody up.
+
+torch's two ends of it have habits that cost whole generations. Both ask the resolver for the name of each address that connects (for
+their log; a PTR query even for loopback, since the address is an IPv6 one that maps an IPv4 one). The server does that in the one thread
+that serves everybody: one lost packet of DNS, and all members wait the resolver's five seconds. And nobody can call off a client whose
+server is silent. So `serve` starts torch's server with these questions off, and StoreClient speaks its protocol over a socket of its own.
+
+The protocol (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, not documented, unchanged in the torch that is supported): a byte says what
+is asked, integers are 8 bytes of the host's order, strings have their length in front, and each key begins with "/".
+"""
+
+# mypy: disable-error-code="override"
+# torch's stubs have several signatures for `wait` and `set`; one function takes them all.
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+_VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _KEYS, _DELETE = range(9)
+_MULTI_GET, _CANCEL_WAIT, _PING = 10, 12, 13
+_MAGIC = 0x3C85F7CE  # of a client of torch's
+_YES = 0  # answer to _CHECK and _WAIT
+_MOST_BYTES = 1 << 26  # of one value
+_INTEGER = struct.Struct("=q")
+
+
+def parse(address: str) -> tuple[str, int, str]:
+    """host, port and prefix of "host:port/prefix"; an IPv6 host stands in brackets. Raises ValueError."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})(?:/(.*))?", address)
+    if not found or not 0 < int(found[3]) < 65536:
+        raise ValueError(f"store address {address!r}: must be host:port/prefix, such as 10.0.0.1:29500/job/7/0")
+    return found[1] or found[2], int(found[3]), found[4] or ""
+
+
+def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
+    """torch's store, on that address alone (it asks nobody for a token, so it is shown to no more networks than need be) and a free port.
+    It lives as long as the object. From then on torch asks for no names in this process."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.bind((host.partition("%")[0], 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        more: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
+        with no_names():
+            return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), **more)
+
+
+class StoreClient(Store):
+    """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for.
+
+    Raises OSError for a server that cannot be reached within limit_s, hangs up, or is none of torch's.
+    """
+
+    def __init__(self, address: str, limit_s: float) -> None:
+        super().__init__()
+        self.host, self._port, prefix = parse(address)
+        self._where = f"the store at {self.host}:{self._port}"
+        self._prefix = f"/{prefix}/" if prefix else "/"
+        self._limit_s = limit_s
+        self._asking = threading.Lock()
+        self._closing = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._gone = False
+
+    def connect(self) -> None:
+        """To be called once, before anything is asked."""
+        until_s, error = time.monotonic() + self._limit_s, OSError(f"{self._where}: not reached in time")
+        for family, kind, protocol, _, place in socket.getaddrinfo(self.host, self._port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            sock.settimeout(max(0.05, until_s - time.monotonic()))
+            with self._closing:
+                self._socket = sock
+            try:
+                self._greet(sock, place)
+            except OSError as problem:
+                error = problem
+                sock.close()
+            else:
+                return
+            if self._gone:
+                break
+        raise error
+
+    def hang_up(self) -> None:
+        """Who waits in it is woken, and it is of no use any more."""
+        with self._closing:
+            self._gone = True
+            if self._socket is not None:
+                with suppress(OSError):  # not connected, or closed
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        with self._closing:
+            if self._socket is not None:
+                self._socket.close()
+
+    # ------------------------------------------------------------------------------------------------ torch's face of a store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._asking:
+            self._send(_SET, self._key(key), _bytes(value))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        with self._asking:
+            self._send(_COMPARE_SET, self._key(key), _bytes(expected_value), _bytes(desired_value))
+            return self._string()
+
+    def get(self, key: str) -> bytes:
+        """Waits for it."""
+        self.wait([key])
+        with self._asking:
+            self._send(_GET, self._key(key))
+            return self._string()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Waits for all."""
+        self.wait(keys)
+        with self._asking:
+            self._send(_MULTI_GET, len(keys), *map(self._key, keys))
+            return [self._string() for _ in keys]
+
+    def add(self, key: str, value: int) -> int:
+        with self._asking:
+            self._send(_ADD, self._key(key), value)
+            return self._integer()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all are there."""
+        with self._asking:
+            self._send(_CHECK, len(keys), *map(self._key, keys))
+            return self._exactly(1)[0] == _YES
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Raises TimeoutError."""
+        limit_s = timeout.total_seconds() if timeout else self._limit_s
+        with self._asking:
+            self._send(_WAIT, len(keys), *map(self._key, keys))
+            try:
+                self._exactly(1, limit_s)
+            except TimeoutError:
+                self._send(_CANCEL_WAIT)
+                if self._exactly(1)[0] != _YES:
+                    raise TimeoutError(f"{self._where}: no {', '.join(keys)} within {limit_s:g} s") from None
+
+    def delete_key(self, key: str) -> bool:
+        with self._asking:
+            self._send(_DELETE, self._key(key))
+            return self._integer() > 0
+
+    def num_keys(self) -> int:
+        """Of the whole store, whatever their prefix."""
+        with self._asking:
+            self._send(_KEYS)
+            return self._integer()
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._limit_s = timeout.total_seconds()
+
+    # ------------------------------------------------------------------------------------------------ the wire
+
+    def _greet(self, sock: socket.socket, place: Any) -> None:
+        nonce = struct.pack("=I", os.getpid())
+        with self._problems():
+            if not self._gone:
+                sock.connect(place)
+            if self._gone:  # from here on whoever hangs up wakes this thread
+                raise OSError("given up")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(bytes([_VALIDATE]) + struct.pack("=I", _MAGIC) + bytes([_PING]) + nonce)
+        if self._exactly(len(nonce)) != nonce:
+            raise OSError(f"{self._where} is none of torch's")
+
+    def _key(self, key: str) -> bytes:
+        return (self._prefix + key).encode()
+
+    def _send(self, what: int, *parts: int | bytes) -> None:
+        """In one packet."""
+        assert self._socket is not None, "connect() first"
+        message = bytearray([what])
+        for part in parts:
+            message += _INTEGER.pack(part if isinstance(part, int) else len(part))
+            message += b"" if isinstance(part, int) else part
+        with self._problems():
+            self._socket.settimeout(self._limit_s)
+            self._socket.sendall(message)
+
+    def _string(self) -> bytes:
+        count = self._integer()
+        if not 0 <= count <= _MOST_BYTES:
+            raise OSError(f"{self._where}: a value of {count} bytes")
+        return self._exactly(count)
+
+    def _integer(self) -> int:
+        return int(_INTEGER.unpack(self._exactly(_INTEGER.size))[0])
+
+    def _exactly(self, count: int, limit_s: float | None = None) -> bytes:
+        assert self._socket is not None
+        got = bytearray()
+        with self._problems():
+            self._socket.settimeout(limit_s or self._limit_s)
+            while len(got) < count:
+                part = self._socket.recv(count - len(got))
+                if not part:
+                    raise ConnectionError("it has hung up")
+                got += part
+        return bytes(got)
+
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        """An OSError says where."""
+        try:
+            yield
+        except OSError as error:
+            kind = TimeoutError if isinstance(error, TimeoutError) else OSError
+            raise kind(f"{self._where}: {error}") from None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class _Resolver(ctypes.Structure):
+    """The head of glibc's struct __res_state, which each thread has its own of (resolver(3))."""
+
+    _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int))
+
+
+@contextmanager
+def no_names() -> Iterator[None]:
+    """In this thread, whoever asks the resolver is told at once that it has no answer now. torch, once told so, asks for no name again in
+    this process, and says so in a line of its log. Without glibc nothing is changed, and look-ups take what they take."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):
+        yield
+        return
+    libc.__res_state.restype = ctypes.POINTER(_Resolver)
+    libc.__res_init()
+    state = libc.__res_state().contents
+    tries, state.retry = state.retry, 0
+    try:
+        yield
+    finally:
+        state.retry = tries
