@@ -127,6 +127,10 @@ class Gradients:
     def _sets(self) -> Sets:
         return Sets(self._layout, self._parameters, shared=self._shared)
 
+    def prepare(self) -> None:
+        """Makes and touches what `open` takes, so that nobody who is in a generation already waits for it. Free from the second time on."""
+        _ = self._sets
+
     def close(self) -> None:
         """Takes the hooks away."""
         while self._hooks:

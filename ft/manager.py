@@ -281,6 +281,7 @@ class Manager:
     # ---- quorum
 
     def _ask_quorum(self, effect: m.AskQuorum) -> None:
+        self.gradients.prepare()
         member = replace(effect.call.member, commit_failures=int(effect.call.failed))
         call = replace(
             effect.call,
