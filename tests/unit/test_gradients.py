@@ -112,6 +112,19 @@ def finish(team: list[Member], tail: tuple[float, ...] = (1.0, 0.5)) -> list[tup
     return tails
 
 
+def used(team: list[Member]) -> list[Member]:
+    """Both sets hold sums of the past."""
+    for seed in range(2):
+        open_all(team)
+        for member in team:
+            member.model.zero_grad()
+            member.backward(seed)
+        finish(team)
+    for member in team:
+        member.model.zero_grad()
+    return team
+
+
 def assert_sums(team: list[Member], local: list[list[Tensor]]) -> None:
     expected = [torch.stack(parts).sum(0) for parts in zip(*local, strict=True)]
     for member in team:
@@ -163,7 +176,7 @@ def test_buckets_go_in_order_during_the_backward_and_the_last_with_the_tail():
 
 def test_a_bucket_waits_for_those_before_it():
     """The last layer has no gradient: nothing overtakes it, and zeros go at launch."""
-    team = members(2, bucket_bytes=1)
+    team = used(members(2, bucket_bytes=1))
     world = open_all(team)
     for member in team:
         with member.gradients.last_pass():
@@ -177,7 +190,7 @@ def test_a_bucket_waits_for_those_before_it():
 
 
 def test_groups_that_lack_different_gradients_still_match():
-    team = members(2, bucket_bytes=1)
+    team = used(members(2, bucket_bytes=1))
     open_all(team)
     for number, member in enumerate(team):
         with member.gradients.last_pass():
@@ -193,7 +206,7 @@ def test_groups_that_lack_different_gradients_still_match():
 def test_a_group_that_gives_zeros_gets_the_sums():
     """By launch(zeros), after some buckets have gone or before, and by open(contributes=False)."""
     for launches_zeros in (True, False):
-        team = members(3, bucket_bytes=1)
+        team = used(members(3, bucket_bytes=1))
         world = World(3)
         for member, group in zip(team, world.groups, strict=True):
             contributes = member.number < 2 or launches_zeros
