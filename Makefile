@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume parity quorum recovery ft
+.PHONY: help check test compat size lock docs sim proto resume parity quorum recovery
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -8,7 +8,7 @@ help:
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
-	@echo "make ft      process groups and healing, over sockets  make sim     10,000 runs of the protocol"
+	@echo "make sim     10,000 runs of the protocol"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
 check:
@@ -31,9 +31,6 @@ docs:
 
 proto:
 	@./scripts/make_proto.sh
-
-ft:
-	@PHAROS_FT=1 ./scripts/run_tests.sh tests/healing tests/multiproc/test_process_groups.py tests/multiproc/test_process_group_deaths.py
 
 resume:
 	@.venv/bin/python proofs/resume.py

@@ -22,14 +22,11 @@ from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
 from ft.rpc.access import Access
 from tests.healing.proxy import Proxy, Spoil, cut, flip, hold
 from tests.healing.states import Group, equal, large
-from tests.sockets import by_make_ft
 
 TOKEN = Access(token="a token of the test's own")
 ONE_STREAM = HealConfig(heal_streams=1)  # so that what passes a proxy has an order
 QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
 MIB = 1 << 20
-
-pytestmark = by_make_ft
 
 
 class World:

@@ -16,11 +16,8 @@ from ft.healing.pg_transport import PgTransport
 from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
 from tests.healing.states import Group, equal, large
 from tests.multiproc.pool import Pool
-from tests.sockets import by_make_ft
 
 QUICK = HealConfig(heal_copy_bytes=0, heal_grace_s=0.3)
-
-pytestmark = by_make_ft
 
 
 class Wire:
@@ -259,9 +256,9 @@ def over_gloo(address: str, leaves: bool) -> Any:
 
 @pytest.fixture(scope="module")
 def store() -> Any:
-    from torch._C._distributed_c10d import TCPStore
+    from ft.process_groups.store import serve
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return serve()
 
 
 def test_gloo(pool: Pool, store: Any):

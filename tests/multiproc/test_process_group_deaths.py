@@ -136,13 +136,22 @@ def start_sums(members: list[Member]) -> list[Future[dict[str, Any]]]:
     return sums
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_member_is_killed_inside_a_collective(crew: Crew, kind: str):
+@pytest.mark.parametrize(("kind", "hangs"), [("gloo", False), ("baby_gloo", False), ("baby_gloo", True)])
+def test_a_member_is_killed_inside_a_collective(crew: Crew, kind: str, hangs: bool):
+    """And no child outlives its trainer, not even one that hangs."""
     members = crew.three()
-    crew.form(kind, members)
+    processes = crew.form(kind, members)[1]
+    handles = [os.pidfd_open(pid) for pid in processes.values() if pid]
     sums = start_sums(members)
+    if hangs:
+        os.kill(processes["child"], signal.SIGSTOP)
     members[1].process.kill()
     survive(crew, kind, [members[0], members[2]], [sums[0], sums[2]], "member b is lost")
+    for handle in handles:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        assert poll.poll(LIMIT_S * 1000), "it lives"
+        os.close(handle)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,24 +178,3 @@ def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
     result = sums[0].result(LIMIT_S)
     assert "the child process is gone" in result["error"], result
     survive(crew, "baby_gloo", members, sums[1:], "member a failed")
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_no_child_outlives_its_trainer(crew: Crew, stopped: bool):
-    members = crew.three()
-    processes = crew.form("baby_gloo", members)[2]
-    handles = [os.pidfd_open(processes[name]) for name in ("child", "nursery")]
-    start_sums(members)
-    if stopped:
-        os.kill(processes["child"], signal.SIGSTOP)
-    members[2].process.kill()
-    try:
-        for handle in handles:
-            poll = select.poll()
-            poll.register(handle, select.POLLIN)
-            assert poll.poll(LIMIT_S * 1000), "it lives"
-    finally:
-        for handle in handles:
-            os.close(handle)
-        for member in members[:2]:
-            member.tell("abandon", reason="the test is over").result(LIMIT_S)
