@@ -18,6 +18,7 @@ torchft does: should_commit is False when tensors were changed after they had be
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -119,8 +120,13 @@ class Manager(Driver):
             )
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
-        spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
         times = m.Times() if heartbeat_interval is None else m.Times(beat_s=heartbeat_interval.total_seconds())
+        if times.bad_rungs():
+            limit_s = times.heartbeat_timeout_s
+            raise ValueError(
+                f"heartbeat_interval = {times.beat_s:g} s: must be below {limit_s:g} s, after which silence is a loss"
+            )
+        spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
         wish = Wish(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
@@ -321,7 +327,10 @@ class Manager(Driver):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also of torchft's: step and batches_committed alone. Before the first quorum."""
         self._batches = int(state_dict["batches_committed"])
-        super().load_state_dict({"position": self._batches, **state_dict})
+        if "ledger" not in state_dict:
+            ledger = json.dumps({"position": self._batches})
+            state_dict = {**state_dict, "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
+        super().load_state_dict(state_dict)
 
     def shutdown(self, wait: bool = True) -> None:
         """Leaves the job. May be called twice."""
