@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -52,9 +52,12 @@ def from_message(word_type: type[W], message: Message, **given: Any) -> W:
     """The word that `message` says. given: fields that the wire leaves out. Raises ValueError."""
     plan = _plan(word_type)
     values = dict(zip(plan.names, plan.read(message), strict=True))
+    for name in plan.texts:
+        if len(values[name]) > MAX_TEXT:
+            _check_text(name, values[name])
     for name, decode in plan.decode:
         values[name] = decode(values[name], message)
-    return word_type(**values, **given)
+    return _made(word_type, {**plan.unsaid, **values, **given})
 
 
 def from_bytes(word_type: type[W], data: bytes, **given: Any) -> W:
@@ -105,6 +108,14 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     return quorum
 
 
+def _made(word_type: type[W], values: dict[str, Any]) -> W:
+    """word_type(**values), where `values` has every field. The __init__ of a frozen dataclass sets them one by one through
+    object.__setattr__: of a call that comes in, that alone would be a tenth of the cost."""
+    word = object.__new__(word_type)
+    word.__dict__.update(values)
+    return word
+
+
 def _message_type(word_type: type[Any]) -> type[Any]:
     return getattr(pharos_pb2, word_type.__name__)
 
@@ -114,8 +125,10 @@ class _Plan:
     """How a word and its message are made of each other. Only fields that are not simply the same cost a call of ours."""
 
     names: tuple[str, ...]  # of the fields that the message has
-    read: Callable[[Any], tuple[Any, ...]]  # their values
-    decode: tuple[tuple[str, Any], ...]  # those whose value says something else or is bounded, and how to read it
+    unsaid: dict[str, Any]  # of the others, with their defaults
+    read: Callable[[Any], tuple[Any, ...]]  # the values of `names`
+    texts: tuple[str, ...]  # those that are text, and bounded
+    decode: tuple[tuple[str, Any], ...]  # those whose value says something else, and how to read it
     put: tuple[tuple[str, Any], ...]
 
 
@@ -130,10 +143,12 @@ def _make_plan(word_type: type[Any]) -> _Plan:
     there = _message_type(word_type).DESCRIPTOR.fields_by_name
     hints = get_type_hints(word_type)
     names = tuple(field.name for field in fields(word_type) if field.name in there)
+    unsaid = {x.name: x.default for x in fields(word_type) if x.name not in there and x.default is not MISSING}
     ways = {name: _ways(name, hints[name]) for name in names}
     read = attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
+    texts = tuple(name for name in names if hints[name] is str)
     decode = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
-    return _Plan(names, read, decode, tuple((name, put) for name, (put, _) in ways.items()))
+    return _Plan(names, unsaid, read, texts, decode, tuple((name, put) for name, (put, _) in ways.items()))
 
 
 def _fill(message: Any, word: Any) -> None:
@@ -169,8 +184,6 @@ def _ways(name: str, hint: Any) -> tuple[Any, Any]:
         return _put_many(name), lambda value, _: tuple(value)
     if isinstance(hint, type) and is_dataclass(hint):
         return _put_word(name), lambda value, _: from_message(hint, value)
-    if hint is str:
-        return _put_scalar(name), lambda value, _: _text(name, value)
     return _put_scalar(name), None
 
 
@@ -218,9 +231,14 @@ def _put_state(name: str) -> Any:
 
 def _text(name: str, value: str) -> str:
     """Bounded: what a group says of itself is kept, and goes to all the others."""
-    if len(value) > MAX_TEXT and len(value) > MAX_TEXTS.get(name, MAX_TEXT):
-        raise ValueError(f"{name}: {len(value)} characters, legal is up to {MAX_TEXTS.get(name, MAX_TEXT)}")
+    if len(value) > MAX_TEXT:
+        _check_text(name, value)
     return value
+
+
+def _check_text(name: str, value: str) -> None:
+    if len(value) > MAX_TEXTS.get(name, MAX_TEXT):
+        raise ValueError(f"{name}: {len(value)} characters, legal is up to {MAX_TEXTS.get(name, MAX_TEXT)}")
 
 
 def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
@@ -289,33 +307,38 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 # ------------------------------------------------------------------------------------------------ torchft's
 
 
-def torchft_member(member: m.Member) -> Any:
-    message = torchft_pb2.QuorumMember()
-    for name in _TORCHFT_FIELDS:
-        if value := getattr(member, name):  # on the wire, empty and absent are the same
-            setattr(message, name, value)
-    message.reconfigure_handles.extend(member.reconfigure_handles)
+def torchft_member(member: m.Member, message: Any = None) -> Any:
+    """message: an empty one that is to be filled."""
+    message = torchft_pb2.QuorumMember() if message is None else message
+    message.replica_id = member.replica_id
+    message.address = member.address
+    message.store_address = member.store_address
+    message.step = member.step
+    message.world_size = member.world_size
+    message.shrink_only = member.shrink_only
+    message.data = member.data
+    message.commit_failures = member.commit_failures
+    if member.reconfigure_handles:
+        message.reconfigure_handles.extend(member.reconfigure_handles)
     return message
 
 
 def member_from_torchft(message: torchft_pb2.QuorumMember) -> m.Member:
-    return m.Member(
-        message.replica_id,
-        message.address,
-        message.store_address,
-        message.step,
-        message.world_size,
-        message.shrink_only,
-        message.data,
-        message.commit_failures,
-        tuple(message.reconfigure_handles),
-    )
+    values = dict(zip(_TORCHFT_FIELDS, _torchft_fields(message), strict=True))
+    values["reconfigure_handles"] = tuple(message.reconfigure_handles)
+    return _made(m.Member, {**_NOT_TORCHFTS, **values})
+
+
+def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
+    return _made(m.Call, {**_TORCHFT_CALL, "member": member_from_torchft(message)})
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
     """created_s: seconds since 1970."""
-    message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id, participants=map(torchft_member, quorum.members))
-    message.created.FromNanoseconds(int(created_s * 1e9))
+    message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id)
+    for member in quorum.members:
+        torchft_member(member, message.participants.add())
+    message.created.seconds, message.created.nanos = divmod(int(created_s * 1e9), 10**9)
     return message
 
 
@@ -339,3 +362,6 @@ _TORCHFT_FIELDS = (
     "data",
     "commit_failures",
 )
+_torchft_fields = attrgetter(*_TORCHFT_FIELDS)
+_NOT_TORCHFTS = {x.name: x.default for x in fields(m.Member) if x.name not in (*_TORCHFT_FIELDS, "reconfigure_handles")}
+_TORCHFT_CALL = {x.name: x.default for x in fields(m.Call) if x.name != "member"} | {"kind": "torchft"}

@@ -55,9 +55,10 @@ class Driver:
             out = self.machine.handle(event, now)
             if self._seen:
                 self._seen(now, event, out)
-            self._effects.extend(out.effects)
-            if not self._busy:
-                self._carry_out()
+            if out.effects:
+                self._effects.extend(out.effects)
+                if not self._busy:
+                    self._carry_out()
         except BaseException as error:
             self._break(error)
             raise

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -105,12 +105,11 @@ class LighthouseService:
 
     # ---- calls
 
-    async def _torchft_quorum(self, data: bytes, context: Any) -> bytes:
+    def _torchft_quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
         request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
         if not request.HasField("requester"):
             raise ValueError("missing requester")
-        call = m.Call(codec.member_from_torchft(request.requester), "torchft")
-        return await self._ask(call, "", len(data), context)
+        return self._ask(codec.call_from_torchft(request.requester), "", len(data), context)
 
     async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
         replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
@@ -120,9 +119,9 @@ class LighthouseService:
         self.driver.feed(m.Beat(replica_id, "torchft"))
         return b""
 
-    async def _quorum(self, data: bytes, context: Any) -> bytes:
+    def _quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return await self._ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
+        return self._ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
 
     async def _ask(self, call: m.Call, roster: str, size: int, context: Any) -> bytes:
         """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
@@ -139,6 +138,7 @@ class LighthouseService:
             self.driver.feed(call)
             return await waiting.wait(context, self._deadlines)
         finally:
+            self._deadlines.remove(waiting)
             self._waiting_bytes -= size
             self._forget(replica_id, waiting)
 
@@ -243,7 +243,7 @@ class LighthouseService:
             self._forms = _Forms(effect.quorum, self._times, self.issued_at, self._forms)
         forms = self._forms
         for replica_id in effect.replica_ids:
-            calls = self._waiting.pop(replica_id, [])
+            calls = self._waiting.pop(replica_id, ())
             for waiting in calls:
                 waiting.give(forms.of(waiting))
             if not calls and replica_id in self.streams:
@@ -277,14 +277,14 @@ class LighthouseService:
         """On change, not on tick: a reason that only counts up is said once."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
-                self.issued, self._said = self.issued + 1, _NUMBER.sub("#", out.reason)
+                self.issued, self._said = self.issued + 1, out.reason
                 self._log_quorum(effect.quorum, out.reason)
             elif isinstance(effect, m.Refuse):
                 log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
             elif isinstance(effect, m.Notify):
                 log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
-        if isinstance(event, m.Tick) and (said := _NUMBER.sub("#", out.reason)) != self._said:
-            self._said = said
+        if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
+            self._said = out.reason
             log.info("%s", out.reason)
         if self._seen:
             self._seen(now_s, event, out)
@@ -348,7 +348,7 @@ def _check(call: m.Call) -> None:
     if problem:
         raise ValueError(problem[1])
     handles = member.reconfigure_handles
-    if len(member.data) > MAX_DATA or sum(map(len, handles)) + len(handles) > MAX_HANDLES:
+    if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
     if len(call.blame) > MAX_NAMED or len(call.shape) > 64 or call.known < 0:
         raise ValueError("more members blamed, or more digests, than there can be")

@@ -10,7 +10,7 @@ import logging
 import math
 import resource
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,8 +31,8 @@ OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is open
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
-Handler = Callable[[bytes, Any], Coroutine[Any, Any, bytes]]
-StreamHandler = Callable[[Any], Coroutine[Any, Any, None]]
+Handler = Callable[[bytes, Any], Awaitable[bytes]]  # what it raises before there is something to await counts as well
+StreamHandler = Callable[[Any], Awaitable[None]]
 
 
 class Refused(Exception):
@@ -46,10 +46,6 @@ class Refused(Exception):
 STOPS = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
 
 
-async def _refuse(refused: Refused) -> None:
-    raise refused
-
-
 class Calls:
     """Those that a server is in the middle of."""
 
@@ -57,16 +53,15 @@ class Calls:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._over = False
 
-    async def serve(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
-        """What `work` returns; what it raises becomes the call's status."""
+    async def serve(self, handler: Callable[[Any, Any], Awaitable[Any]], data: Any, context: Any) -> Any:
+        """What `handler` returns; what it raises becomes the call's status."""
         task = asyncio.current_task()
         assert task
-        if self._over:  # it was on its way when the server stopped
-            work.close()
-            work = _refuse(STOPS)
         self._tasks.add(task)
         try:
-            return await work
+            if self._over:  # it was on its way when the server stopped
+                raise STOPS
+            return await handler(data, context)
         except asyncio.CancelledError:
             if not self._over:
                 raise  # the caller is gone
@@ -92,7 +87,7 @@ Route = Callable[[Calls], Any]
 def unary(handler: Handler) -> Route:
     def of(calls: Calls) -> Any:
         async def serve(data: bytes, context: Any) -> Any:
-            return await calls.serve(handler(data, context), context)
+            return await calls.serve(handler, data, context)
 
         return grpc.unary_unary_rpc_method_handler(serve)
 
@@ -102,14 +97,14 @@ def unary(handler: Handler) -> Route:
 def stream(handler: StreamHandler) -> Route:
     """`handler` reads and writes through an Outbox."""
 
-    async def open_and_handle(context: Any) -> None:
+    async def open_and_handle(_: Any, context: Any) -> None:
         # Now, and not with the first message: that may be on its way when a status has to go, and both would carry it.
         await context.send_initial_metadata(())
         await handler(context)
 
     def of(calls: Calls) -> Any:
-        async def serve(_: Any, context: Any) -> None:
-            await calls.serve(open_and_handle(context), context)
+        async def serve(requests: Any, context: Any) -> None:
+            await calls.serve(open_and_handle, requests, context)
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -235,15 +230,19 @@ class Pending:
     def expire(self) -> None:
         self.fail(Refused(grpc.StatusCode.CANCELLED, "Timeout expired"))
 
-    async def wait(self, context: Any, deadlines: Deadlines | None = None) -> bytes:
-        """A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused.
-        deadlines: takes the far ones."""
+    def wait(self, context: Any, deadlines: Deadlines | None = None) -> Awaitable[bytes]:
+        """The answer. A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused.
+        deadlines: takes the far ones; to be told when the wait is over."""
         left_s = context.time_remaining()
         if left_s is None:
-            return await self._answer
+            return self._answer
         left_s -= min(0.2, left_s / 10)
-        if deadlines and left_s > 20 * LOOK_EVERY_S:
-            return await deadlines.within(left_s, self, self._answer)
+        if deadlines is None or left_s <= 20 * LOOK_EVERY_S:
+            return self._within(left_s)
+        deadlines.add(self, left_s)
+        return self._answer  # a future and not a coroutine: one frame less to go through, twice a call
+
+    async def _within(self, left_s: float) -> bytes:
         timer = asyncio.get_running_loop().call_later(left_s, self.expire)
         try:
             return await self._answer
@@ -256,29 +255,30 @@ class Deadlines:
     set and cancelled."""
 
     def __init__(self) -> None:
+        """To be made on the loop that is to look."""
+        self._loop = asyncio.get_running_loop()
         self._due_s: dict[Pending, float] = {}
         self._looking = False
 
-    async def within(self, left_s: float, pending: Pending, answer: asyncio.Future[bytes]) -> bytes:
-        """`answer`. Up to LOOK_EVERY_S late, `pending` is told that it has expired."""
-        loop = asyncio.get_running_loop()
-        self._due_s[pending] = loop.time() + left_s
+    def add(self, pending: Pending, left_s: float) -> None:
+        """Up to LOOK_EVERY_S late, `pending` is told that it has expired, unless it was removed."""
+        self._due_s[pending] = self._loop.time() + left_s
         if not self._looking:
             self._looking = True
-            loop.call_later(LOOK_EVERY_S, self._look, loop)
-        try:
-            return await answer
-        finally:
-            del self._due_s[pending]
+            self._loop.call_later(LOOK_EVERY_S, self._look)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        now_s = loop.time()
+    def remove(self, pending: Pending) -> None:
+        """Also of one that was never added."""
+        self._due_s.pop(pending, None)
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
         for pending, due_s in self._due_s.items():
             if due_s <= now_s:
                 pending.expire()
         self._looking = bool(self._due_s)
         if self._looking:
-            loop.call_later(LOOK_EVERY_S, self._look, loop)
+            self._loop.call_later(LOOK_EVERY_S, self._look)
 
 
 class Outbox:

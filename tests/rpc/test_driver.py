@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,16 +228,16 @@ class Caller:
 def test_calls_end_with_their_server_those_on_their_way_too():
     handled: list[str] = []
 
-    async def handle(name: str) -> None:
+    async def handle(name: str, context: Caller) -> None:
         handled.append(name)
         await asyncio.Event().wait()
 
     async def story() -> None:
         calls = Calls()
-        early = asyncio.ensure_future(calls.serve(handle("early"), Caller()))
+        early = asyncio.ensure_future(calls.serve(handle, "early", Caller()))
         await asyncio.sleep(0)
         calls.end()
-        for call in (early, calls.serve(handle("late"), Caller())):
+        for call in (early, calls.serve(handle, "late", Caller())):
             with pytest.raises(Aborted) as caught:
                 await call
             assert caught.value.args == ("UNAVAILABLE", "this server stops")
@@ -249,11 +249,23 @@ def test_calls_end_with_their_server_those_on_their_way_too():
 def test_a_caller_that_goes_away_is_told_nothing():
     async def story() -> None:
         calls = Calls()
-        call = asyncio.ensure_future(calls.serve(asyncio.sleep(60), Caller()))
+        call = asyncio.ensure_future(calls.serve(lambda seconds, context: asyncio.sleep(seconds), 60, Caller()))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+
+    asyncio.run(story())
+
+
+def test_what_a_handler_raises_before_there_is_anything_to_await_is_the_calls_status_too():
+    def handle(data: bytes, context: Caller) -> Awaitable[bytes]:
+        raise ValueError("no such step")
+
+    async def story() -> None:
+        with pytest.raises(Aborted) as caught:
+            await Calls().serve(handle, b"", Caller())
+        assert caught.value.args == ("INVALID_ARGUMENT", "no such step")
 
     asyncio.run(story())
 
