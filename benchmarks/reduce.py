@@ -4,7 +4,7 @@
     python benchmarks/reduce.py --megabytes 400 --rounds 11 --tensors 64
 
 All sides run in the same processes, in turns; every other round runs backwards. A figure is the median of `--steps` steps, of the slowest
-process; ratios are taken inside a round. A step zeroes the gradients, makes new ones, sums them over the processes, divides, and applies
+process, beside the CPU time of all (children included; it suffers less from other programs); ratios are taken inside a round. A step zeroes the gradients, makes new ones, sums them over the processes, divides, and applies
 SGD. `plain` sums each .grad where it is and divides it in place. Ours keep the originals until the sums are there (`kept`), or not
 (`not kept`), or sum in a child process (`baby`). Whoever divides does it where the trainer does: `fused` in the learning rate, else over
 every gradient, as plain has to.
@@ -53,21 +53,23 @@ def main(argv: Sequence[str]) -> int:
         sizes = {"elements": int(options.megabytes * 1e6 / 4), "tensors": options.tensors}
         ask(members, {"do": "meet", "store": f"127.0.0.1:{server.port}", "size": options.members, **sizes})
         figures: dict[str, list[float]] = {side: [] for side in sides}
+        cpu: dict[str, list[float]] = {side: [] for side in sides}
         for index in range(options.rounds + 1):
             for side in sides if index % 2 else reversed(sides):
                 answers = ask(members, {"do": "steps", "side": side, "count": options.steps})
                 if index:  # the first round touches the memory
                     figures[side].append(max(answer["s"] for answer in answers))
+                    cpu[side].append(sum(answer["cpu_s"] for answer in answers))
     finally:
         for member in members:
             member.close()
     rows = []
     for side in sides:
-        spent = figures[side]
+        spent, cpu_ms = figures[side], f"{1e3 * statistics.median(cpu[side]):.0f}"
         ms = f"{1e3 * statistics.median(spent):.0f} ({1e3 * min(spent):.0f}-{1e3 * max(spent):.0f})"
-        rows.append([side, ms, str(ratio(spent, figures["plain"]))])
+        rows.append([side, ms, str(ratio(spent, figures["plain"])), cpu_ms, str(ratio(cpu[side], cpu["plain"]))])
     what = f"{options.megabytes:g} MB in {options.tensors} tensors, {options.members} members, {options.rounds} rounds"
-    print(f"a step of {what}\n{table(['side', 'ms a step', 'by plain'], rows)}")
+    print(f"a step of {what}\n{table(['side', 'ms a step', 'by plain', 'CPU ms, all', 'by plain'], rows)}")
     return 0
 
 
@@ -118,7 +120,9 @@ class Member:
 
         name, _, fused = side.partition(", ")
         sum_up: Callable[[], None] = self.plain if name == "plain" else lambda: self.ours(*self.sides[name])
+        group = None if name == "plain" else self.sides[name][0]
         spent, before = [], [parameter.detach().clone() for parameter in self.parameters]
+        began_s = cpu_s(group)
         for _ in range(count):
             dist.barrier()  # nobody begins before the others have ended
             start_s = time.perf_counter()
@@ -126,9 +130,10 @@ class Member:
             sum_up()
             self.update(fused=bool(fused))
             spent.append(time.perf_counter() - start_s)
+        used_s = (cpu_s(group) - began_s) / count
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.testing.assert_close(parameter.detach(), old - count * LR)
-        return {"s": statistics.median(spent)}
+        return {"s": statistics.median(spent), "cpu_s": used_s}
 
     def plain(self) -> None:
         import torch
@@ -160,6 +165,15 @@ class Member:
                 parameter.grad.div_(self.size)
         self.optimizer.param_groups[0]["lr"] = LR / self.size if fused else LR
         self.optimizer.step()
+
+
+def cpu_s(group: Any) -> float:
+    """That this process has used, and the group's child if it has one."""
+    child = getattr(group, "child", None)
+    if child is None or sys.platform != "linux":
+        return time.process_time()
+    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    return time.process_time() + sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
 def serve() -> None:

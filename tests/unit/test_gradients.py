@@ -267,6 +267,23 @@ def test_a_retry_has_the_bits_of_a_first_attempt(dtype: torch.dtype, last: int, 
         assert_sums(quiet, [quiet[0].grads])
 
 
+def test_a_retry_where_a_gradient_is_missing():
+    """Zeros go again, not what was kept of a step before."""
+    team = used(members(2))
+    world = open_all(team, last=0)
+    for member in team:
+        with member.gradients.last_pass():
+            member.model[0](torch.ones(1, 32)).sum().backward()  # type: ignore[index]
+    local = [member.grads for member in team]
+    back = fail(team, world)
+    open_all(team)
+    for give_back in back:
+        give_back()
+    finish(team)
+    zeros = [torch.zeros_like(parameter) for parameter in list(team[0].model.parameters())[2:]]
+    assert_sums(team, [[*grads, *zeros] for grads in local])
+
+
 def test_the_same_generation_again():
     """All sums came, and the step does not hold: an attempt later the kept gradients, or zeros, go again."""
     team = members(2)
