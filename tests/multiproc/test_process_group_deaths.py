@@ -19,7 +19,10 @@ import pytest
 
 from ft.process_groups.store import serve
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"),
+    pytest.mark.timeout(600),  # a busy machine takes its time to import torch
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["gloo", "baby_gloo"]

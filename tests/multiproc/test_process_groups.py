@@ -33,7 +33,10 @@ from ft.process_groups.store import StoreClient, no_names, parse, serve
 from ft.process_groups.work import GroupWork
 from tests.multiproc.pool import Pool
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc"),
+    pytest.mark.timeout(600),  # a busy machine takes its time to import torch
+]
 
 GPUS = torch.cuda.device_count()
 KINDS = [
