@@ -1,0 +1,103 @@
+"""examples/train_ddp.py as its head says to run it: two groups with loader workers, one killed and started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ft import LighthouseServer
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 50.0
+LINE = re.compile(r"\[(\d+)\] (\d) groups, loss (\S+), weights (\S+)")
+
+
+class Program:
+    """One group's process. `steps`: what it has printed, by step: groups, loss, weights."""
+
+    def __init__(self, group: int, lighthouse: str) -> None:
+        self.steps: dict[int, tuple[int, float, str]] = {}
+        self.text: list[str] = []
+        self._news = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / "examples" / "train_ddp.py", "--steps", "1000000"],
+            env={
+                **os.environ,
+                "TORCHFT_LIGHTHOUSE": lighthouse,
+                "REPLICA_GROUP_ID": str(group),
+                "NUM_REPLICA_GROUPS": "2",
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, step: int, groups: int) -> int:
+        """The first line of at least that step that so many groups took part in."""
+        until_s = time.monotonic() + LIMIT_S
+        with self._news:
+            while True:
+                found = [at for at, (size, _, _) in self.steps.items() if at >= step and size == groups]
+                if found:
+                    return found[0]
+                assert self.process.poll() is None, "".join(self.text)
+                assert self._news.wait(until_s - time.monotonic()), "".join(self.text)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with self._news:
+                self.text.append(line)
+                if found := LINE.match(line):
+                    self.steps[int(found[1])] = (int(found[2]), float(found[3]), found[4])
+                self._news.notify_all()
+
+
+@contextmanager
+def job() -> Iterator[Callable[[int], Program]]:
+    """Starts a group."""
+    lighthouse, made = LighthouseServer("127.0.0.1:0", 1), list[Program]()
+
+    def start(group: int) -> Program:
+        made.append(Program(group, lighthouse.address()))
+        return made[-1]
+
+    try:
+        yield start
+    finally:
+        for program in made:
+            program.end()
+        lighthouse.shutdown()
+
+
+def test_the_example_outlives_a_kill():
+    with job() as start:
+        left, right = start(0), start(1)
+        together = left.wait_for(50, groups=2)
+        right.end()
+        alone = left.wait_for(together, groups=1)
+        again = start(1)
+        met = again.wait_for(alone, groups=2)
+        left.wait_for(met, groups=2)
+        common = [step for step in left.steps if step in again.steps or step in right.steps]
+        for step in common:
+            other = again if step in again.steps else right
+            assert left.steps[step][2] == other.steps[step][2], f"step {step}: other weights"
+        assert met in common
+        first, last = min(left.steps), max(left.steps)
+        assert left.steps[last][1] < left.steps[first][1] / 2, "it does not learn"
