@@ -4,10 +4,10 @@
     python benchmarks/reduce.py --megabytes 400 --rounds 11 --tensors 64
 
 All sides run in the same processes, in turns; every other round runs backwards. A figure is the median of `--steps` steps, of the slowest
-process, beside the CPU time of all (children included; it suffers less from other programs); ratios are taken inside a round. A step zeroes the gradients, makes new ones, sums them over the processes, divides, and applies
-SGD. `plain` sums each .grad where it is and divides it in place. Ours keep the originals until the sums are there (`kept`), or not
-(`not kept`), or sum in a child process (`baby`). Whoever divides does it where the trainer does: `fused` in the learning rate, else over
-every gradient, as plain has to.
+process, beside the CPU time of all (children included; it suffers less from other programs); ratios are taken inside a round. A step
+zeroes the gradients, makes new ones, sums them over the processes, divides, and applies SGD. `plain` sums each .grad where it is and
+divides it in place. Ours keep the originals until the sums are there (`kept`), or not (`not kept`), or sum in a child process (`baby`).
+Whoever divides does it where the trainer does: `fused` in the learning rate, else over every gradient, as plain has to.
 """
 
 from __future__ import annotations

@@ -353,8 +353,10 @@ def test_drop_forgets_the_kept_gradients():
 # ---------------------------------------------------------------------------------------------- whose memory is whose
 
 
-def step(member: Member, seed: int, *, in_place: bool = False) -> int:
+def step(member: Member, seed: int, *, in_place: bool = False, zeroes_first: bool = False) -> int:
     """One step of a lone group; returns where its sum lies."""
+    if zeroes_first:
+        member.model.zero_grad(set_to_none=not in_place)
     open_all([member])
     member.model.zero_grad(set_to_none=not in_place)
     member.backward(seed)
@@ -364,11 +366,12 @@ def step(member: Member, seed: int, *, in_place: bool = False) -> int:
     return next(member.model.parameters()).grad.untyped_storage().data_ptr()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("zeroes_first", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_two_sets_take_turns(in_place: bool):
+def test_two_sets_take_turns(in_place: bool, zeroes_first: bool):
     """Also where the last sum is zeroed in place, so that the next gradient is computed in it."""
     [member] = members(1)
-    places = [step(member, seed, in_place=in_place) for seed in range(6)]
+    places = [step(member, seed, in_place=in_place, zeroes_first=zeroes_first) for seed in range(6)]
     assert places[0::2] == [places[0]] * 3 and places[1::2] == [places[1]] * 3 and places[0] != places[1]
 
 
@@ -531,12 +534,13 @@ def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_a_retry_sums_the_values_that_were_handed_over(last: int):
     """The first of two tensors, or both, or none, had their results when the attempt failed."""
-    team = members(2, nn.Identity)
-    world = open_all(team, last)
+    team, world = members(2, nn.Identity), World(2, last)
+    for member, group in zip(team, world.groups, strict=True):
+        member.gradients.open(group, 1)  # type: ignore[arg-type]
     tensors = [[torch.tensor([1.0 + member.number]), torch.tensor([[10.0]])] for member in team]
     works = [member.gradients.all_reduce(tensor) for member, pair in zip(team, tensors, strict=True) for tensor in pair]
     assert all(work.wait() for work in works if work.is_completed())
-    done = [1.5 if last > 0 else 1.0, 10.0]
+    done = [3.0 if last > 0 else 1.0, 20.0 if last > 1 else 10.0]
     assert [tensor.item() for tensor in tensors[0]] == done
     back = fail(team, world)
     assert all(work.wait() for work in works)  # a failure is told by the attempt alone
@@ -553,6 +557,25 @@ def test_a_retry_sums_the_values_that_were_handed_over(last: int):
     for member in team:
         member.gradients.deliver()
     assert [[tensor.item() for tensor in pair] for pair in tensors] == [[0.75, 5.0]] * 2
+
+
+def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
+    """The retry's own sum is not there: whatever lies in its buffer is no result."""
+    [member] = members(1, nn.Identity)
+    old, new = World(2), World(2)
+    member.gradients.open(old.groups[0], 1)  # type: ignore[arg-type]
+    work = member.gradients.all_reduce(value := torch.tensor([4.0]))
+    member.gradients.give_up()
+    assert work.wait()
+    member.gradients.open(new.groups[0], 2)  # type: ignore[arg-type]
+    member.gradients.launch([1.0])
+    old.groups[1].allreduce([torch.tensor([6.0])])
+    assert value.item() == 4.0
+    new.groups[1].allreduce([torch.tensor([6.0])])
+    new.groups[1].allreduce([torch.tensor([1.0])])
+    assert member.gradients.wait() == (2.0,)
+    member.gradients.deliver()
+    assert value.item() == 5.0
 
 
 @pytest.mark.parametrize("last", [0, 2])
