@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from math import isfinite, nan
 
@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from configs.check import check
 from configs.help import help_text
 from configs.load import load
-from configs.saved import check_saved, save, to_toml
+from configs.saved import check_saved, save, to_toml, what_groups_share
 from configs.schema import Config
-from ft import Commit, SoloManager
+from ft.config import Environment, group_folder
+from ft.seam import Commit, GroupEnded, Stopped
+from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
 from parallelisms.means import sum_over_ranks
@@ -35,7 +37,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
-from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState
+from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.garbage import GarbageCollection
@@ -46,11 +48,12 @@ from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiling import Profiler
 from training.progress import Progress, duration, summary
+from training.relay import Relay
 from training.runlock import RunLock
 from training.sampling import sample_text
 from training.schedule import learning_rate_factor
 from training.signals import SAVE, STOP, Signals
-from training.sinks import open_sinks
+from training.sinks import Sinks, open_sinks
 from training.tokenizer import build_tokenizer
 from training.validation import ValidationLoss, validate
 from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
@@ -72,14 +75,18 @@ def main(argv: Sequence[str]) -> int:
         config = load(argv)
         check(config, world_size=launched_world_size())
         check_saved(config, config.run_folder)
+        environment = Environment.read(os.environ)
+        environment.check(config.fault_tolerance)
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
     os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=config.run_folder / TRACES))
-    log = Log(global_rank=launched_rank(), colour=not config.metrics.disable_color_printing)
+    group = environment.name if config.fault_tolerance.enable else ""
+    log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
+    log.adopt("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
-            run = Run(config, world, signals, log, cleanup)
+            run = Run(config, environment, world, signals, log, cleanup)
         except ValueError as error:  # bad input that only the work itself could find, such as a byte deep inside a file
             print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2
@@ -88,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
             return 1
         try:
             run.train()
-        except (CheckpointFailed, NonFinite) as failure:
+        except (CheckpointFailed, NonFinite, Stopped, GroupEnded) as failure:
             log.error("%s", failure)
             return 1
     return 0
@@ -97,9 +104,12 @@ def main(argv: Sequence[str]) -> int:
 class Run:
     """One start of a run on one rank: what it is made of, from the top down, then the loop over it."""
 
-    def __init__(self, config: Config, world: World, signals: Signals, log: Log, cleanup: ExitStack) -> None:
+    def __init__(
+        self, config: Config, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
+    ) -> None:
         """`cleanup` closes what is opened here, last first."""
-        self.config, self.world, self.signals, self.log, self.cleanup = config, world, signals, log, cleanup
+        self.config, self.environment, self.world = config, environment, world
+        self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device = world.device.torch_device
         self.progress = Progress()
         with self.progress.phase("start"):
@@ -163,7 +173,18 @@ class Run:
             seed=training.seed,
         )
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
-        self.manager = self.cleanup.enter_context(closing(SoloManager(self.slot_size)))
+        self.manager = self.cleanup.enter_context(
+            closing(
+                open_manager(
+                    config.fault_tolerance,
+                    self.environment,
+                    slot_size=self.slot_size,
+                    store=self.world.store,
+                    shape=what_groups_share(config),
+                    restore=lambda: self.checkpointer.load(),  # made later
+                )
+            )
+        )
         self.manager.attach(self.model.parts)
         ranks = self.world.world_size
         self.log.info(
@@ -181,7 +202,7 @@ class Run:
         """What is kept, and where it left off."""
         config, folder = self.config, self.config.run_folder
         if self.world.global_rank == 0:
-            self.cleanup.enter_context(closing(RunLock(folder)))
+            self.cleanup.enter_context(closing(RunLock(group_folder(folder, config.fault_tolerance, self.environment))))
         self.meter = Meter(
             config.metrics,
             log=self.log,
@@ -191,7 +212,7 @@ class Run:
             world_size=self.world.world_size,
             flops_per_token=self.flops_per_token,
         )
-        states = {
+        states: dict[str, Stateful] = {
             "model": ModelState(self.model.parts),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,
@@ -199,8 +220,11 @@ class Run:
             "data": DataState(self.data),
             "loader": self.loader,
         }
+        for name in ("model", "optimizer", "meter"):  # what a group that heals receives
+            self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
+        shared = config.fault_tolerance.enable
         self.checkpointer = self.cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, folder, states, log=self.log))
+            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, shared=shared))
         )
         self.exported = self.checkpointer.exported_step() or 0  # a finished run may hold nothing else of its end
         finished = self.exported >= config.training.steps
@@ -210,16 +234,26 @@ class Run:
         self.look: ValidationLoss | None = None  # the last one
         if self.world.global_rank == 0:
             save(config, folder)
-            self.meter.open(
-                open_sinks(
-                    folder,
-                    tensorboard_folder=config.metrics.save_tb_folder if config.metrics.enable_tensorboard else "",
-                    wandb=config.metrics.enable_wandb,
-                    resumed_step=resumed,
-                    settings=asdict(config),
-                )
-            )
+            self.meter.open(self.figures(resumed))
         self.cleanup.enter_context(closing(self.meter))
+
+    def figures(self, resumed_step: int | None) -> Sinks:
+        """Where this start's figures go. Of several groups one writes, and which one may change."""
+        config, folder = self.config, self.config.run_folder
+        tensorboard_folder = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else ""
+
+        def sinks(resumed_step: int | None) -> Sinks:
+            return open_sinks(
+                folder,
+                tensorboard_folder=tensorboard_folder,
+                wandb=config.metrics.enable_wandb,
+                resumed_step=resumed_step,
+                settings=asdict(config),
+            )
+
+        if not config.fault_tolerance.enable:
+            return sinks(resumed_step)
+        return Relay(folder / "metrics.jsonl", lambda: self.manager.writes, sinks).sinks()
 
     def train(self) -> None:
         """Steps until training.steps are committed, or a signal asks to stop. Raises NonFinite, CheckpointFailed."""
@@ -229,48 +263,60 @@ class Run:
         if (reached := max(self.manager.step, self.exported)) >= steps:
             return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
         watchdog, profiler, garbage = self.look_after()
-        while self.manager.step < steps:
+        while self.manager.step < steps and not self.manager.left:
             if not self.train_step():
-                continue  # it did not hold: the same step again
+                continue  # it did not hold: begin again
             step, wishes, self.wishes = self.manager.step, self.wishes, 0
             if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
                 self.validate()
-            if self.checkpointer.due(step) or wishes:
+            if wishes & STOP:
+                self.manager.leave()
+            if self.checkpointer.due(step) or wishes & SAVE or self.manager.left:
                 self.save()
             if step == self.first_step + FIRST_ESTIMATE and (left_s := self.meter.eta_s(step)) is not None:
                 self.log.info("the other %d steps take about %s at this pace", steps - step, duration(left_s))
             watchdog.step_done()
             profiler.step(step)
             garbage.step(step)
-            if wishes & STOP and step < steps:
-                self.manager.leave()
-                return self.sum_up("stopped at", next_command="the same command goes on")
+        if self.manager.step < steps:
+            return self.sum_up("stopped at", next_command="the same command goes on")
         return self.finish()
 
     def train_step(self) -> bool:
         """One step over the slots that this group was dealt. False: it does not hold, and nothing became visible."""
-        deal = self.manager.begin_step()
+        with self.progress.phase("quorum"):
+            deal = self.manager.begin_step(last=self.manager.step + 1 == self.config.training.steps)
         batches, losses = self.loader.load(deal.slots), list[tuple[Batch, Tensor]]()
-        while (batch := self.next_batch(batches)) is not None:
-            with self.progress.phase("compute"):
+        batch = self.next_batch(batches)
+        while batch is not None:
+            following = self.next_batch(batches)
+            with self.progress.phase("compute"), nullcontext() if following else self.manager.last_pass():
                 if not losses or losses[-1][0].slot != batch.slot:
                     seed_slot(self.config.training.seed, deal.step, batch.slot, self.seat)
                 inputs = batch.inputs.to(self.device, non_blocking=True)
                 labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
+            batch = following
         with self.progress.phase("reduce"):
             tokens_per_slot, loss_sum, finite = self.sum_over_group(deal.slots, losses)
-            commit = self.manager.commit(self.manager.reduce(tokens_per_slot, loss_sum, finite))
-            grad_norm = gradient_norm(self.parameters()).item() if finite else nan  # a sync: it decides what comes next
+            try:
+                commit = self.manager.commit(self.manager.reduce(tokens_per_slot, loss_sum, finite))
+            except Stopped as stopped:
+                raise self.nonfinite(deal.step, losses) if not finite else stopped from None
+            if commit is None:
+                self.optimizer.zero_grad()
+                return False
+            grad_norm = gradient_norm(self.parameters()).item()  # a sync: it decides what comes next
         if not isfinite(grad_norm):
-            ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in losses]
-            raise NonFinite(explain_nonfinite(self.world, deal.step + 1, ran, self.model.parts))
-        if commit is None:
-            self.optimizer.zero_grad()
-            return False
+            raise self.nonfinite(deal.step, losses)
         with self.progress.phase("optimizer"):
             self.update(deal.step, commit, grad_norm / commit.divisor)
         return True
+
+    def nonfinite(self, step: int, losses: Sequence[tuple[Batch, Tensor]]) -> NonFinite:
+        """What this group has seen in the step after `step` that is not a number."""
+        ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in losses]
+        return NonFinite(explain_nonfinite(self.world, step + 1, ran, self.model.parts))
 
     def update(self, step: int, commit: Commit, grad_norm: float) -> None:
         """The optimizer's step that follows `step` committed ones. The gradients are sums; `grad_norm` is their mean's."""
@@ -295,7 +341,7 @@ class Run:
         """Valid tokens per slot, loss sum, and whether every loss is finite. One small all-reduce, one sync, for all that the ranks
         must agree on; any rank's wishes ride along."""
         wishes = self.signals.take()
-        loss_sum = torch.stack([loss for _, loss in losses]).double().sum()
+        loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
         counted = losses if self.seat.counts else ()  # of the ranks that see the same sequences one counts them
         tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
         known = torch.tensor([bool(wishes & STOP), bool(wishes & SAVE), *tokens], dtype=torch.float64)
@@ -322,6 +368,8 @@ class Run:
         self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
 
     def save(self, *, last: bool = False) -> None:
+        if not self.manager.writes:
+            return
         with self.progress.phase("checkpoint"):
             self.checkpointer.save(self.manager.step, last=last)
 

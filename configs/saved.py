@@ -6,6 +6,7 @@ another seed it would go on as something else under the same name and in the sam
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,6 +59,16 @@ def save(config: Config, folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(folder / FILE_NAME)
+
+
+def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
+    """What all replica groups of a job must have alike: a digest for each section, ("[optimizer]", "9f86d081...")."""
+    said: dict[str, list[str]] = {}
+    for key, value in _flat(document.parse(to_toml(config), FILE_NAME).tables):
+        section = key.partition(".")[0]
+        if _matters(key, config) or section in ("parallelism", "fault_tolerance") or key == "training.steps":
+            said.setdefault(f"[{section}]", []).append(f"{key} = {to_text(value)}")
+    return tuple((name, hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]) for name, lines in said.items())
 
 
 def check_saved(config: Config, folder: Path) -> None:

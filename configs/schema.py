@@ -11,6 +11,7 @@ from typing import Annotated
 
 import models
 from configs.document import Origin
+from ft.config import FaultTolerance
 from models.contract import ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
@@ -64,6 +65,7 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     comm: CommConfig = field(default_factory=CommConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     origin: Origin = field(

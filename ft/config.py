@@ -138,6 +138,11 @@ class Environment:
     quorum_retries: int | None = None
     manager_port: int | None = None
 
+    @property
+    def name(self) -> str:
+        """Of this group."""
+        return self.replica_group_id or "0"
+
     @staticmethod
     def read(environ: Mapping[str, str]) -> Environment:
         """Raises ValueError, which names the variable, its value and what is legal."""
@@ -180,6 +185,11 @@ class Environment:
                 f"fault_tolerance.min_replica_size = {settings.min_replica_size}: there are NUM_REPLICA_GROUPS = {groups}; "
                 f"nearest: {groups}"
             )
+
+
+def group_folder(run_folder: Path, settings: FaultTolerance, environment: Environment) -> Path:
+    """Where a group keeps what is its own: <run>/groups/<id>; <run> where there are no groups."""
+    return run_folder / "groups" / environment.name if settings.enable else run_folder
 
 
 class _Reader:

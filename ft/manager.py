@@ -38,7 +38,7 @@ from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
 from ft.rpc.clients import GroupClient, Stale
 from ft.rpc.driver import Seen
-from ft.seam import Commit, Deal, Sums, from_checkpoint, to_checkpoint
+from ft.seam import Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
 
 ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
 VOTE_S, VOTE_TRIES = 30.0, 10
@@ -47,18 +47,6 @@ GONE_S = 2.0  # after a call failed, until it is known whether the server is gon
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
-
-
-class Stopped(RuntimeError):
-    """The job cannot go on. `slots`: the batches that are to blame, if any are."""
-
-    def __init__(self, reason: str, slots: Sequence[int] = ()) -> None:
-        super().__init__(reason)
-        self.slots = tuple(slots)
-
-
-class GroupEnded(RuntimeError):
-    """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,6 @@ class Options:
     max_failures: int | None = None  # failed attempts in a row; None: any number
     skip_unable: bool = False
     init_sync: bool = True  # initial states differ: at step 0 all heal from one
-    writes_checkpoint: bool = False
     quorum_s: float | None = None  # a call for a quorum fails after; None: it waits for as long as it takes
     dies_with_group: bool = (
         True  # the group's server may kill this process; False where several groups live in one, as in tests
@@ -97,7 +84,7 @@ class Manager:
         transport: Transport | None = None,
         gradients: Gradients | None = None,
         shape: Sequence[tuple[str, str]] = (),
-        restore: Callable[[], None] | None = None,
+        restore: Callable[[], object] | None = None,
         seen: Seen | None = None,
     ) -> None:
         self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
@@ -167,7 +154,6 @@ class Manager:
             max_failures=options.max_failures,
             skip_unable=options.skip_unable,
             init_sync=options.init_sync,
-            writes_checkpoint=options.writes_checkpoint,
         )
         self._machine = Step(config, Ledger(options.slot_size))
         self._inbox = Inbox(self._machine, self._stop_waiting, self._seen)
@@ -178,6 +164,11 @@ class Manager:
     @property
     def step(self) -> int:
         return self._step
+
+    @property
+    def writes(self) -> bool:
+        """The first of those that held the state when the quorum was formed."""
+        return self._part is not None and self._part.participants[:1] == (self._part.replica_id,)
 
     @property
     def part(self) -> m.Part | None:
@@ -195,9 +186,11 @@ class Manager:
         """Around the last backward of a step: gradients go out as they get ready. Without it, all of them in `reduce`."""
         return self.gradients.last_pass()
 
-    def begin_step(self) -> Deal:
+    def begin_step(self, *, last: bool = False) -> Deal:
         """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
         if self._deal is None:
+            if last:
+                self._inbox.feed(m.Leaving())
             if self._machine.phase is Phase.BOUNDARY and self._inbox.next() is None:
                 self._inbox.feed(m.Begin())
             turn = self._pump()
@@ -282,7 +275,8 @@ class Manager:
 
     def _ask_quorum(self, effect: m.AskQuorum) -> None:
         self.gradients.prepare()
-        member = replace(effect.call.member, commit_failures=int(effect.call.failed))
+        self._group.prepare()
+        member = replace(effect.call.member, commit_failures=int(effect.call.failed), writes_checkpoint=self.writes)
         call = replace(
             effect.call,
             member=member,

@@ -42,6 +42,18 @@ class Commit:
     quorum_size: int
 
 
+class Stopped(RuntimeError):
+    """The step cannot hold, and never will. `slots`: the batches that are to blame, if any are."""
+
+    def __init__(self, reason: str, slots: Sequence[int] = ()) -> None:
+        super().__init__(reason)
+        self.slots = tuple(slots)
+
+
+class GroupEnded(RuntimeError):
+    """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
+
+
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint has the same keys at every time; what varies in form is one value."""
     return {**state, "ledger": json.dumps(state["ledger"])}
@@ -65,6 +77,11 @@ class Seam(Protocol):
         ...
 
     @property
+    def writes(self) -> bool:
+        """Of all groups, this one writes what they share: figures and checkpoints. It changes with the quorum only."""
+        ...
+
+    @property
     def left(self) -> bool:
         """After `leave`: the others know, and the loop may end."""
         ...
@@ -77,9 +94,9 @@ class Seam(Protocol):
         """Around the step's last backward: what it completes may go out while it still runs."""
         ...
 
-    def begin_step(self) -> Deal:
+    def begin_step(self, *, last: bool = False) -> Deal:
         """Settles who takes part, then what this group trains on. The same answer until `commit`. No slots: nothing is to be computed,
-        what others have summed is to be applied."""
+        what others have summed is to be applied. last: this group leaves with the commit of this step."""
         ...
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
@@ -87,7 +104,8 @@ class Seam(Protocol):
         ...
 
     def commit(self, sums: Sums) -> Commit | None:
-        """Whether the step holds: then gradients are the sums over all groups. None: nothing became visible, begin again."""
+        """Whether the step holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises Stopped
+        where it never will, as `reduce` and `begin_step` do; and GroupEnded."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ft.protocol.ledger import Ledger
-from ft.seam import Commit, Deal, Sums, from_checkpoint, to_checkpoint
+from ft.seam import Commit, Deal, Stopped, Sums, from_checkpoint, to_checkpoint
 
 ALONE = "solo"
 
 
 class SoloManager:
-    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every step that is finite.
+    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every step that is finite; another is the last.
 
     The ledger counts sequences, not slots, so a run may be resumed with another batch size or number of ranks; and it is the one that
     replica groups keep, so a run may be resumed with fault tolerance, or without.
@@ -23,7 +23,8 @@ class SoloManager:
         self._step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
-        self.left = False
+        self.left, self.writes = False, True
+        self._last = False
 
     @property
     def step(self) -> int:
@@ -40,20 +41,21 @@ class SoloManager:
     def last_pass(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_step(self) -> Deal:
+    def begin_step(self, *, last: bool = False) -> Deal:
+        self._last = last
         return Deal(self._step, tuple(self._ledger.deal([ALONE])))
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
         return Sums(tuple(tokens_per_slot), loss_sum, finite)
 
     def commit(self, sums: Sums) -> Commit | None:
-        divisor = sum(sums.tokens_per_slot)
+        divisor, slots = sum(sums.tokens_per_slot), tuple(self._ledger.pending)
         if not sums.finite:
-            return None
+            raise Stopped(f"step {self._step + 1}: the loss is not a number", slots)
         if divisor == 0:
-            slots = ", ".join(map(str, self._ledger.pending))
-            raise RuntimeError(f"step {self._step + 1}: none of the sequences from {slots} on has a target to learn")
-        self._step += 1
+            named = ", ".join(map(str, slots))
+            raise Stopped(f"step {self._step + 1}: none of the sequences from {named} on has a target to learn", slots)
+        self._step, self.left = self._step + 1, self.left or self._last
         self._ledger.commit(sums.tokens_per_slot)
         return Commit(divisor, contributors=(0,), mean_loss=sums.loss_sum / divisor, quorum_size=1)
 

@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
-    logs = config.run_folder / "logs"
+    logs = logs_folder(config)
     if alone:
         return run_here(argv, logs)
     if not threads_are_given:  # only now are the GPUs counted
@@ -102,9 +102,20 @@ def check(config: Config, *, world_size: int) -> None:
     """Raises ValueError. With one rank train.py does the same, in this process."""
     from configs.check import check
     from configs.saved import check_saved
+    from ft.config import Environment
 
     check(config, world_size=world_size)
     check_saved(config, config.run_folder)
+    Environment.read(os.environ).check(config.fault_tolerance)
+
+
+def logs_folder(config: Config) -> Path:
+    """<run>/logs; of a replica group <run>/groups/<id>."""
+    from ft.config import Environment, group_folder
+
+    if not config.fault_tolerance.enable:
+        return config.run_folder / "logs"
+    return group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
 
 
 def ranks_here(plan: Plan) -> int:

@@ -119,13 +119,16 @@ class Checkpointer:
         log: LogLike,
         config_digest: str = "",
         timeout: timedelta = timedelta(minutes=30),
+        shared: bool = False,
     ) -> None:
-        """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files."""
+        """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files. `shared`: others have the
+        same folder, of whom one saves at a time; so what lies about is cleared away by who saves, and not by who loads."""
         self.folder = run_folder / config.folder
         self._config = config
         self._states = states
         self._log = log
         self._config_digest = config_digest
+        self._shared = shared
         self._ranks = Ranks(timeout)
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
@@ -150,6 +153,8 @@ class Checkpointer:
         alone = last and self._config.last_save_model_only
         if not self._writes or (step == self._held_step and not alone):
             return time.perf_counter() - began
+        if self._shared:
+            self._ranks.first(self._tidy)
         if alone:
             self._export(step)
         elif last or self._config.async_mode == "disabled":
@@ -176,7 +181,7 @@ class Checkpointer:
         """
         if not self._config.enable:
             return None
-        if not self._config.load_only:
+        if not self._config.load_only and not self._shared:
             self._ranks.first(self._tidy)
         steps = self._ranks.first(lambda: files.list_steps(self.folder))
         if self._config.create_seed_checkpoint:

@@ -6,6 +6,7 @@ logger. Lines go to standard output and nowhere else: the launcher already files
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from typing import TextIO
@@ -49,6 +50,13 @@ class Log:
         """Say, on whichever rank it happens, what is about to end the run."""
         self._write(self.paint("error: ", "red"), message, args)
 
+    def adopt(self, name: str) -> None:
+        """What Python's logger `name` and those below it are told is said here: ft knows no other."""
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [_Adopted(self)]
+
     def overwrite(self, text: str) -> None:
         """Replace the terminal's current line (a progress bar); elsewhere, and on other ranks, nothing."""
         if self.is_terminal and self.global_rank == 0:
@@ -76,6 +84,18 @@ class Log:
                 self._stream.flush()  # a pipe is block-buffered: without it a killed rank takes its last words along
             except BrokenPipeError:
                 pass  # whoever read us (`| head`) has gone; training goes on
+
+
+class _Adopted(logging.Handler):
+    """INFO from global rank 0, WARNING and what is worse from every rank."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say = self._log.info if record.levelno < logging.WARNING else self._log.warning
+        say("%s", record.getMessage())
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -1,0 +1,69 @@
+"""The manager of a run, as its settings and its environment ask for it: a quorum of one, or this group's among others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ft.config import Environment, FaultTolerance
+from ft.seam import Seam
+from ft.solo import SoloManager
+
+if TYPE_CHECKING:
+    from ft.process_groups.base import ProcessGroup
+
+
+def open_manager(
+    settings: FaultTolerance,
+    environment: Environment,
+    *,
+    slot_size: int,
+    store: Any = None,
+    shape: Sequence[tuple[str, str]] = (),
+    restore: Callable[[], object] | None = None,
+) -> Seam:
+    """`slot_size`: sequences of one group's batch. `store`: the group's own. `shape`: what all groups must have alike, by name. `restore`:
+    loads the newest valid checkpoint, and with it this manager's state. Raises ValueError for settings, RuntimeError where the group's
+    server does not start."""
+    if not settings.enable:
+        return SoloManager(slot_size)
+    # Not on the way of those who train alone: grpc, and threads.
+    from ft.addresses import advertised
+    from ft.manager import Manager, Options
+    from ft.membership import Wish
+    from ft.rpc.access import Access
+
+    wish = Wish(
+        name=environment.name,
+        group_rank=environment.group_rank,
+        world_size=environment.world_size,
+        lighthouse=environment.lighthouse,
+        host=advertised(settings.interface, environment.lighthouse),
+        access=Access(environment.token),
+        times=settings.times,
+        attempt=environment.restart_count,
+        every_step=settings.quorum == "every_step",
+    )
+    options = Options(
+        slot_size=slot_size,
+        keep_gradients=settings.keep_gradients,
+        heal_backlog=settings.heal_backlog,
+        heal_copy_bytes=settings.heal_copy_bytes,
+        max_failures=None if settings.max_retries < 0 else settings.max_retries,
+        init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
+    )
+    return Manager(process_group(settings), wish, options, store=store, shape=shape, restore=restore)
+
+
+def process_group(settings: FaultTolerance) -> ProcessGroup:
+    """To the other groups' ranks."""
+    from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+    from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
+
+    kinds = {
+        "gloo": ProcessGroupGloo,
+        "nccl": ProcessGroupNCCL,
+        "baby_gloo": ProcessGroupBabyGloo,
+        "baby_nccl": ProcessGroupBabyNCCL,
+    }
+    return kinds[settings.process_group](settings.collective_s, rendezvous_s=settings.rendezvous_s)
