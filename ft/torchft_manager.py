@@ -76,9 +76,11 @@ class Manager(Driver):
     `quorum_timeout`: what start_quorum waits at most; by default for as long as it takes. `timeout`: what a sum may take at most. It is a
     backstop, as `pg`'s own is: a death is noticed at once, and a group that heals is waited for, so less than a minute means a minute.
 
-    Not of torchft: `interface` (addresses.advertised), `insecure` (serve others without a token), `dies_with_group` and `seen` (as
-    manager.py). Raises ValueError for arguments and variables, RuntimeError where the group's server does not start. start_quorum,
-    backward and should_commit raise Stopped and GroupEnded (manager.py); everything else that fails makes should_commit False.
+    Not of torchft: `interface` (addresses.advertised), `every_step` (ask for a quorum before each step, as torchft's own lighthouse needs),
+    `insecure` (serve others without a token), `dies_with_group` and `seen` (as manager.py).
+
+    Raises ValueError for arguments and variables, RuntimeError where the group's server does not start. start_quorum, backward and
+    should_commit raise Stopped and GroupEnded (seam.py); everything else that fails makes should_commit False.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Manager(Driver):
         enable_error_bus: bool | None = None,
         *,
         interface: str = "",
+        every_step: bool = False,
         insecure: bool = False,
         dies_with_group: bool = True,
         seen: Seen | None = None,
@@ -136,6 +139,7 @@ class Manager(Driver):
             access=Access(environment.token, insecure),
             times=times,
             attempt=environment.restart_count,
+            every_step=every_step,
             spares_above=min_replica_size if spares else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
@@ -229,9 +233,9 @@ class Manager(Driver):
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
         if self._over:
-            return self._sum_late(tensor, mean=op == "AVG")
+            return _Told(self._sum_late(tensor, mean=op == "AVG"), self.report_error)
         self._used = True
-        return self.gradients.all_reduce(tensor, mean=op == "AVG")
+        return _Told(self.gradients.all_reduce(tensor, mean=op == "AVG"), self.report_error)
 
     # ------------------------------------------------------------------------------------------------ where things stand
 
@@ -475,6 +479,41 @@ class Manager(Driver):
 
     def _set_batches(self, batches: int) -> None:
         self._batches = int(batches)
+
+
+class _Told(dist.Work):
+    """Raises nothing: where it takes longer than its caller waits, that is reported."""
+
+    def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._work, self._tell = work, tell
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """False: it has not ended after `timeout` (0: the group's own limit)."""
+        try:
+            return self._work.wait(timeout)
+        except TimeoutError as error:
+            self._tell(error)
+            return False
+
+    def get_future(self) -> Future[Any]:
+        """Of a list of the tensor."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
 
 
 _UNREAD = Sums((), 0.0, True)  # commit has its own figures

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.futures import Future
 
 from ft import (
@@ -27,6 +28,9 @@ from ft import (
 )
 from ft.ddp import _tensors
 from ft.manager import GroupEnded, Stopped
+from ft.process_groups.operations import AllReduce
+from ft.process_groups.work import GroupWork
+from ft.torchft_manager import _Told
 from tests.ft.torchft_groups import LIMIT_S, Group, job, moves
 
 A, B, C = 4.0, 16.0, 64.0  # gradients; all means of them differ
@@ -186,6 +190,39 @@ def test_fewer_groups_than_asked_for_commit_nothing():
         assert a.weights.keys() == b.weights.keys() == {1, 2, 3, 4}
 
 
+def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
+    """Two groups of two ranks. Nobody steps where one rank of a group could not."""
+
+    def body(group: Group) -> None:
+        if group.name == "b" and group.arguments["rank"] == 1 and group.manager.current_step() == 2:
+            group.manager.report_error(RuntimeError("out of memory")) if not group.refused else None
+        group.backward()
+
+    with job(min_replicas=2) as made:
+        stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in "ab"]
+        ranks = [
+            made.group(
+                name,
+                value,
+                5,
+                body=body,
+                arguments={
+                    "init_sync": False,
+                    "rank": rank,
+                    "world_size": 2,
+                    "store_addr": "127.0.0.1",
+                    "store_port": store.port,
+                },
+            )
+            for name, value, store in (("a", A, stores[0]), ("b", B, stores[1]))
+            for rank in range(2)
+        ]
+        made.join()
+        for rank in ranks:
+            assert rank.refused == [3] and set(moves(rank).values()) == {mean(A, B)}, rank
+            assert rank.bodies == [1, 2, 3, 3, 4, 5]
+
+
 # ------------------------------------------------------------------------------------------------ one group
 
 
@@ -277,6 +314,7 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
     alone.optimizer.step()
     assert manager.current_step() == 1
     manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).get_future().wait()[0].item() == 1.0
     with pytest.raises(ValueError, match=r"torch\.int64"):
         manager.allreduce(count)
     with pytest.raises(ValueError, match="MAX is not to be had"):
@@ -328,6 +366,16 @@ def test_state_has_names_that_are_used_once(alone: Group):
         manager.register_state_dict_fn("schedule", lambda state: None, dict)
     manager.set_state_dict_fns(lambda state: None, dict)  # takes the place of the constructor's
     assert manager._state.snapshot().manifest.values.keys() == {"ft", "batches_committed", "default", "schedule"}
+
+
+def test_a_work_that_is_late_is_told():
+    told: list[Exception] = []
+    late = GroupWork(AllReduce([torch.ones(1)]))
+    work = _Told(late, told.append)
+    assert not work.wait(timedelta(seconds=0.001)) and not work.is_completed()
+    assert isinstance(told[0], TimeoutError)
+    late.end(None)
+    assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_success() and len(told) == 1
 
 
 def test_a_future_that_never_fails(alone: Group):
