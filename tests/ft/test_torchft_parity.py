@@ -1,0 +1,323 @@
+"""What torchft's own tests ask of a Manager, asked of ours: the rows of tests/README.md that the other files here do not show already."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from ft import Manager, Optimizer, ProcessGroupGloo
+from ft.seam import GroupEnded, Stopped
+from tests.ft.groups import Rank
+from tests.ft.groups import job as driver_job
+from tests.ft.torchft_groups import LIMIT_S, Group, job, moves
+
+A, B = 4.0, 16.0
+FOR_EVER = 1 << 30
+
+
+# ------------------------------------------------------------------------------------------------ one group
+
+
+@contextmanager
+def alone(min_replicas: int = 1, **arguments: Any) -> Iterator[Manager]:
+    """In a job of its own, which begins with so many groups."""
+    with job(min_replicas=min_replicas) as made:
+        manager = Manager(
+            pg=ProcessGroupGloo(),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=1,
+            replica_id="alone",
+            lighthouse_addr=made.lighthouse.address(),
+            dies_with_group=False,
+            **arguments,
+        )
+        try:
+            yield manager
+        finally:
+            manager.shutdown()
+
+
+@pytest.fixture(scope="module")
+def manager() -> Iterator[Manager]:
+    """Between two steps."""
+    with alone() as made:
+        yield made
+
+
+def test_a_step_from_quorum_to_commit(manager: Manager):
+    step, batches = manager.current_step(), manager.batches_committed()
+    manager.start_quorum()
+    tensor = torch.tensor([3.0])
+    assert manager.allreduce(tensor).wait() and tensor.item() == 3.0
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (1, 0, True)
+    assert manager.should_commit()
+    assert (manager.current_step(), manager.batches_committed()) == (step + 1, batches + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_what_is_averaged_and_what_is_summed(manager: Manager, dtype: torch.dtype):
+    manager.start_quorum()
+    tensor = torch.tensor([10], dtype=dtype)
+    assert manager.allreduce(tensor, reduce_op=torch.distributed.ReduceOp.SUM).wait() and tensor.item() == 10
+    if dtype.is_floating_point:
+        assert manager.allreduce(tensor).wait() and tensor.item() == 10
+    else:
+        with pytest.raises(ValueError):
+            manager.allreduce(tensor)
+    for operation in ("MAX", "MIN", "PRODUCT"):
+        with pytest.raises(ValueError, match="AVG or SUM"):
+            manager.allreduce(tensor, reduce_op=getattr(torch.distributed.ReduceOp, operation))
+    assert manager.should_commit()
+
+
+def test_a_group_that_fails_inside_a_step_is_made_anew(manager: Manager):
+    """Where torchft drops the step, ours sums the same values again."""
+    manager.start_quorum()
+    before = manager.part
+    manager._group.abandon("injected failure")
+    tensor = torch.tensor([5.0])
+    assert manager.allreduce(tensor).wait(), "no exception in the user's code"
+    assert manager.should_commit() and tensor.item() == 5.0
+    assert before and manager.part and manager.part.quorum_id > before.quorum_id
+    manager.start_quorum()
+    assert manager.allreduce(tensor).wait() and manager.should_commit()
+
+
+def test_callbacks_run_in_order_when_the_sum_is_there(manager: Manager):
+    """And what one returns, the next one gets."""
+    manager.start_quorum()
+    order: list[str] = []
+
+    def first(future: Future[Any]) -> float:
+        order.append("first")
+        return float(future.value()[0].item())
+
+    def second(future: Future[float]) -> str:
+        order.append("second")
+        return f"mean {future.value()}"
+
+    work = manager.allreduce(torch.tensor([7.0]))
+    last = work.get_future().then(first).then(second)
+    assert work.wait() and last.wait() == "mean 7.0"
+    assert order == ["first", "second"]
+    assert work.wait(timedelta(seconds=LIMIT_S)), "it has ended: no limit counts"
+    assert manager.should_commit()
+
+
+def test_a_callback_may_come_from_another_thread(manager: Manager):
+    """The chain is built before the work ends."""
+    gate, pending = threading.Event(), Future[int]()
+    ran: list[int] = []
+
+    def callback(future: Future[int]) -> int:
+        ran.append(future.value())
+        return 2
+
+    manager.start_quorum()
+    last = manager.wrap_future(pending, -1).then(callback)
+    thread = threading.Thread(target=lambda: gate.wait(LIMIT_S) and pending.set_result(1))
+    thread.start()
+    assert not ran
+    gate.set()
+    assert last.wait() == 2 and ran == [1] and manager.errored() is None
+    thread.join(LIMIT_S)
+    assert manager.should_commit()
+
+
+def test_a_future_that_fails_has_its_default_and_is_reported(manager: Manager):
+    manager.start_quorum()
+    failing: Future[int] = Future()
+    wrapped = manager.wrap_future(failing, 2)
+    error = RuntimeError("injected failure")
+    failing.set_exception(error)
+    assert wrapped.wait() == 2 and manager.errored() is not None and "injected failure" in str(manager.errored())
+    assert not manager.should_commit(), "there is nobody else to take the step"
+    manager.start_quorum()
+    assert manager.errored() is None and manager.should_commit()
+
+
+def test_a_future_that_is_late_is_reported(manager: Manager):
+    manager.start_quorum()
+    assert manager.wrap_future(Future[int](), 3, timedelta(milliseconds=10)).wait() == 3
+    assert isinstance(manager.errored(), TimeoutError)
+    assert not manager.should_commit()
+
+
+def test_what_is_accepted_and_changes_nothing_is_said(manager: Manager, caplog: pytest.LogCaptureFixture):
+    from ft import torchft_manager
+
+    torchft_manager._SAID.clear()
+    with caplog.at_level(logging.WARNING):
+        manager.start_quorum(allow_heal=False, timeout=timedelta(seconds=LIMIT_S))
+        assert manager.should_commit(timeout=timedelta(seconds=23))
+    assert "allow_heal=False" in caplog.text and "should_commit(timeout=...)" in caplog.text
+
+
+def test_a_quorum_that_does_not_come_in_time():
+    with alone(min_replicas=2) as manager, pytest.raises(Stopped, match=r"none within 0\.0"):
+        manager.start_quorum(timeout=timedelta(milliseconds=10))
+
+
+def test_too_many_failures_in_a_row_end_it():
+    def fails(manager: Manager) -> bool:
+        manager.start_quorum()
+        manager.report_error(RuntimeError("injected failure"))
+        return not manager.should_commit()
+
+    with alone(max_retries=2) as manager:
+        assert fails(manager) and fails(manager)
+        manager.start_quorum()
+        assert manager.should_commit(), "one that holds: they are counted anew"
+        assert fails(manager) and fails(manager)
+        with pytest.raises(Stopped, match="max_failures"):
+            fails(manager)
+
+
+def test_a_checkpoint_of_torchft_is_taken_up():
+    with alone() as manager:
+        assert {"step": 0, "batches_committed": 0}.items() <= manager.state_dict().items()
+        manager.load_state_dict({"step": 1234, "batches_committed": 2345})
+        assert (manager.current_step(), manager.batches_committed()) == (1234, 2345)
+        manager.start_quorum()
+        assert manager.should_commit()
+        assert {"step": 1235, "batches_committed": 2346}.items() <= manager.state_dict().items()
+
+
+# ------------------------------------------------------------------------------------------------ several groups
+
+
+def test_without_init_sync_all_give_from_the_first_step():
+    first: dict[str, float] = {}
+
+    def body(group: Group) -> None:
+        group.backward()
+        first.setdefault(group.name, group.model.a.grad[0].item())
+
+    with job(min_replicas=2) as made:
+        for name, value in (("a", A), ("b", B)):
+            made.group(name, value, 3, body=body, arguments={"init_sync": False})
+        made.join()
+    assert first == {"a": (A + B) / 2, "b": (A + B) / 2}
+
+
+@contextmanager
+def newcomer(at: Callable[[Group], None], body: Callable[[Group], None]) -> Iterator[tuple[Group, Group]]:
+    """b comes when a has made two steps, and heals. They train until three steps are both's. `at`: before the first quorum of each."""
+    begun = threading.Event()
+
+    def before(group: Group) -> None:
+        if group.manager.num_participants() == 0:
+            at(group)
+        if group.manager.current_step() == 2:
+            begun.set()
+
+    def both(group: Group) -> None:
+        body(group)
+        if group.name == "b" and group.manager.num_participants() == 2 and b.steps == FOR_EVER:
+            a.steps = b.steps = group.bodies[-1] + 2  # a is in the same step, and waits for b
+        group.backward()
+
+    with job() as made:
+        a = made.group("a", A, FOR_EVER, at=before, body=both)
+        assert begun.wait(LIMIT_S)
+        b = made.group("b", B, FOR_EVER, at=before, body=both, start=9.0)
+        made.join()
+        assert a.refused == b.refused == [] and moves(a)[a.steps] == moves(b)[b.steps] == (A + B) / 2
+        yield a, b
+
+
+def test_a_newcomer_gets_all_that_was_registered():
+    """Under its names, beside what the constructor was given; a name serves once."""
+    got: list[dict[str, int]] = []
+
+    def at(group: Group) -> None:
+        mine = {"turn": 7 if group.name == "a" else 0}
+        group.manager.register_state_dict_fn("extra", got.append, lambda: mine)
+        with pytest.raises(ValueError, match="extra"):
+            group.manager.register_state_dict_fn("extra", got.append, lambda: mine)
+
+    with newcomer(at, lambda group: None):
+        assert got == [{"turn": 7}]
+
+
+def test_the_state_may_change_once_reading_is_disallowed():
+    """What arrives is what was there at the step's beginning, whatever is done to the tensors after disallow_state_dict_read."""
+    extra, got = torch.zeros(1 << 18), list[float]()
+
+    def at(group: Group) -> None:
+        mine = {"t": extra if group.name == "a" else torch.zeros_like(extra)}
+        group.manager.register_state_dict_fn("extra", lambda state: got.append(state["t"].mean().item()), lambda: mine)
+
+    def body(group: Group) -> None:
+        if group.name == "a":
+            group.manager.disallow_state_dict_read()
+            extra.fill_(group.bodies[-1])
+            group.manager.allow_state_dict_read()
+
+    with newcomer(at, body) as (_, b):
+        assert got == [b.bodies[0] - 1], "the step that it healed to, not the one in whose body it came"
+
+
+def test_a_group_of_two_ranks_comes_back():
+    """Both of its ranks end; a new one of the same name heals, rank from rank."""
+    there, again = threading.Event(), list[Rank]()
+
+    def dies(rank: Rank, step: int) -> None:
+        if len(rank.together_commits) == 3 and rank.group_rank == 0:
+            rank.kill()
+
+    def waits(rank: Rank, step: int) -> None:
+        if rank.group_rank == 0 and not again and rank.together_commits and rank.commits[-1][1] == 1:
+            again.extend(made.group("b", size=2, steps=10, together=2, at=lambda rank, step: there.set()))
+            assert there.wait(LIMIT_S)
+
+    with driver_job(min_replicas=1) as made:
+        a = made.group("a", size=2, steps=60, together=2, at=waits)
+        b = made.group("b", size=2, steps=60, together=2, at=dies)
+        for rank in b:
+            assert isinstance(rank.join().error, GroupEnded)
+        for rank in (*a, *again):
+            assert rank.join().error is None
+        assert len(again) == 2 and all(len(rank.together_commits) >= 10 for rank in again)
+
+
+# ------------------------------------------------------------------------------------------------ the optimizer
+
+
+class Decides:
+    """The two calls that an optimizer makes."""
+
+    def __init__(self, *decisions: bool) -> None:
+        self.decisions, self.begun = list(decisions), 0
+
+    def start_quorum(self) -> None:
+        self.begun += 1
+
+    def should_commit(self) -> bool:
+        return self.decisions.pop(0)
+
+
+def test_the_optimizer_steps_only_if_the_step_holds():
+    model, decides = torch.nn.Linear(3, 4), Decides(True, False)
+    optimizer = Optimizer(decides, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    optimizer.add_param_group({"params": [], "lr": 1e-4})
+    optimizer.zero_grad()
+    assert decides.begun == 1
+    model(torch.rand(3)).sum().backward()
+    weights = [model.weight.detach().clone()]
+    for _ in range(2):
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+    assert not torch.equal(weights[0], weights[1]) and torch.equal(weights[1], weights[2])
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4] and len(optimizer.state) == 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[1]["params"] == [] and not decides.decisions
