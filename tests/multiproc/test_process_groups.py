@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -384,6 +387,38 @@ def own_limit(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_operation_has_a_limit(pool: Pool, kind: str):
     pool.run(SIZE, own_limit, kind, timeout_s=LIMIT_S)
+
+
+def starts_in_any_order(kind: str) -> None:
+    """Members are threads of this one process. By seed: how many, in which order, and who pauses before it comes."""
+    store, stand = serve(), []
+    groups = [make(kind) for _ in range(5)]
+    for seed in range(20):
+        chance = random.Random(seed)
+        size = chance.randint(3, 5)
+        order, pauses_s = chance.sample(range(size), size), [chance.choice([0, 0, 0.01, 0.1]) for _ in range(size)]
+
+        def start(rank: int, number: int = seed, size: int = size) -> float:
+            groups[rank].configure(f"127.0.0.1:{store.port}/{number}", rank, size)
+            groups[rank].allreduce([value := torch.full((5,), rank + 1.0)]).wait()
+            return float(value[0])
+
+        with ThreadPoolExecutor(size) as threads:
+            sums = []
+            for rank, pause_s in zip(order, pauses_s, strict=True):
+                sums.append(threads.submit(start, rank))
+                time.sleep(pause_s)
+        stand.append([answer.result() for answer in sums] == [size * (size + 1) / 2] * size)
+        for group in groups:  # all have what they asked for
+            group.abandon("on to the next start")
+    assert stand == [True] * 20
+    for group in groups:
+        group.shutdown(LIMIT_S)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "baby_gloo"])
+def test_starts_in_any_order_all_form(pool: Pool, kind: str):
+    pool.run(1, starts_in_any_order, kind, timeout_s=LIMIT_S)
 
 
 # ---------------------------------------------------------------------------------------------- forming anew
