@@ -64,7 +64,7 @@ class Member:
             assert value.eq(expected).all(), f"sum {done} is not {expected}"
             done += 1
             if done == 1 and count > 1:
-                print(json.dumps({"id": 0, "first": True}), flush=True)
+                _say({"id": 0, "first": True})
         return {"done": done}
 
     def abandon(self, reason: str) -> dict[str, Any]:
@@ -81,7 +81,16 @@ def _answer(member: Member, command: dict[str, Any]) -> None:
         answer = getattr(member, do)(**command)
     except Exception as problem:  # noqa: BLE001 (the test wants to know)
         answer = {"raised": f"{type(problem).__name__}: {problem}"}
-    print(json.dumps({"id": number, **answer}), flush=True)
+    _say({"id": number, **answer})
+
+
+_saying = threading.Lock()
+
+
+def _say(answer: dict[str, Any]) -> None:
+    """One line, whole: commands end in several threads at once."""
+    with _saying:
+        print(json.dumps(answer), flush=True)
 
 
 def _die_with_parent() -> None:
