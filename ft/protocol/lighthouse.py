@@ -104,6 +104,13 @@ class Lighthouse:
         self._heirs: dict[str, None] = {}  # in the order of their calls
         self._shrinkers: set[str] = set()
         self._reachable: set[str] = set()
+        self._shown = View(
+            candidates=self._candidates,
+            present=self._present,
+            missing=self._missing,
+            heirs=self._heirs,
+            shrinkers=self._shrinkers,
+        )
         self._claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
         self._claims_expired = False
         self._restored_in = 0  # the last quorum that went back to a checkpoint
@@ -272,23 +279,19 @@ class Lighthouse:
             self._issue(decision, now_s)
 
     def _view(self, now_s: float) -> View:
-        return View(
-            kind=self._kind,
-            candidates=self._candidates,
-            healthy=len(self._healthy) + self._awaited(),
-            previous=self._previous,
-            present=self._present,
-            missing=self._missing,
-            heirs=self._heirs,
-            shrinkers=self._shrinkers,
-            reachable=len(self._reachable),
-            claims=len(self._claims),
-            claims_expired=self._claims_expired,
-            waited_s=self._waited(now_s),
-            settled=self._settled,
-            min_replicas=self.config.min_replicas,
-            join_timeout_s=self.config.join_timeout_s,
-        )
+        """Always the same one: its collections are the sets that _place keeps, and the rest is put in here."""
+        view = self._shown
+        view.kind = self._kind
+        view.healthy = len(self._healthy) + self._awaited()
+        view.previous = self._previous
+        view.reachable = len(self._reachable)
+        view.claims = len(self._claims)
+        view.claims_expired = self._claims_expired
+        view.waited_s = self._waited(now_s)
+        view.settled = self._settled
+        view.min_replicas = self.config.min_replicas
+        view.join_timeout_s = self.config.join_timeout_s
+        return view
 
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
@@ -421,24 +424,24 @@ class Lighthouse:
         """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
         peer = self._peers.get(replica_id)
         alive = peer is not None and replica_id in self._order and replica_id not in self._sitting
-        member = peer.call.member if peer and peer.call and alive else None
         was_in = replica_id in self._previous
-        counts = peer and (peer.called or m.process_of(replica_id) in self._processes or peer.kind == "torchft")
-        _put(self._healthy, replica_id, bool(alive and counts and peer and peer.kind == self._kind))
-        _keep(self._present, replica_id, bool(member and was_in))
-        _put(self._reachable, replica_id, bool(alive and was_in))
-        away = replica_id in self._gone or replica_id in self._sitting
-        _put(self._missing, replica_id, was_in and not member and not away)
-        asks = (
-            member and member.shrink_only and (was_in or peer and peer.kind == "torchft")
-        )  # a newcomer would bar itself
-        _put(self._shrinkers, replica_id, bool(asks))
-        inherits = member and not member.void and (was_in or m.process_of(replica_id) in self._processes)
-        _keep(self._heirs, replica_id, bool(inherits))
-        if member:
-            self._candidates[replica_id] = member
+        of_them = was_in or m.process_of(replica_id) in self._processes  # under this id or a former one
+        theirs = peer is not None and peer.kind == "torchft"
+        counts = alive and peer is not None and peer.kind == self._kind and (peer.called or of_them or theirs)
+        _put(self._healthy, replica_id, counts)
+        _put(self._reachable, replica_id, alive and was_in)
+        if peer and peer.call and alive:
+            member = self._candidates[replica_id] = peer.call.member
+            self._missing.discard(replica_id)
+            _keep(self._present, replica_id, was_in)
+            _put(self._shrinkers, replica_id, member.shrink_only and (was_in or theirs))  # a newcomer would bar itself
+            _keep(self._heirs, replica_id, of_them and not member.void)
         else:
-            self._candidates.pop(replica_id, None)
+            for callers in (self._candidates, self._present, self._heirs):
+                callers.pop(replica_id, None)
+            self._shrinkers.discard(replica_id)
+            away = replica_id in self._gone or replica_id in self._sitting
+            _put(self._missing, replica_id, was_in and not away)
 
     def _waited(self, now_s: float) -> float:
         members = (self._present or self._heirs) if self._kind == "pharos" else {}
@@ -492,7 +495,7 @@ class Lighthouse:
 
     def _awaited(self) -> int:
         """Those that return, until they can be counted under their new id."""
-        return sum(self._live.get(name) not in self._healthy for name in self._returning)
+        return sum([self._live.get(name) not in self._healthy for name in self._returning]) if self._returning else 0
 
     def _settle_claim(self, member: Member) -> None:
         """A previous member's claim to the state ends when its name has a new id, or when it says itself that it has none."""
@@ -600,9 +603,11 @@ class Lighthouse:
 
     def _name_taken(self, event: Call, now_s: float) -> Problem:
         """A newcomer replaces the live id of its name if that is silent; else there are two groups with one id."""
+        if event.kind == "torchft":
+            return None
         name, new = event.member.name, event.member.replica_id
         old = self._live.get(name)
-        if event.kind == "torchft" or old is None or old == new:
+        if old is None or old == new:
             return None
         silent_s = now_s - self._peers[old].seen_s
         if silent_s < self.config.supersede_s and m.process_of(new) != m.process_of(old):

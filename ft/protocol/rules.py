@@ -21,28 +21,28 @@ MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
 Problem = tuple[Refusal, str] | None  # why a call is refused
 
 
-@dataclass(slots=True)  # not frozen: there is one for every event, and that would be half of its cost
+@dataclass(slots=True)
 class View:
     """What the rules look at. Collections are the lighthouse's own, not copies."""
 
-    kind: Kind
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
-    healthy: int  # groups that could be candidates, these included, and those that are just returning
-    previous: Collection[str]  # ids of the previous quorum
-    present: Collection[str]  # of those, candidates
-    missing: Collection[str]  # of those, neither candidates nor left nor sitting out
+    present: Collection[str]  # of those, members of the previous quorum
+    missing: Collection[str]  # members of the previous quorum that are neither candidates nor left nor sitting out
     heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
     shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
-    reachable: int  # healthy members of the previous quorum, whether they have called or not
-    claims: int  # previous members that may hold the state, and have neither left nor been succeeded
-    claims_expired: bool  # those were silent for takeover_s, or an operator gave the word
-    waited_s: float  # since the first candidate called, previous members first
-    settled: int  # no state below it, unless restored on purpose
-    min_replicas: int
-    join_timeout_s: float
+    kind: Kind = "pharos"
+    healthy: int = 0  # groups that could be candidates, these included, and those that are just returning
+    previous: Collection[str] = ()  # ids of the previous quorum
+    reachable: int = 0  # healthy members of the previous quorum, whether they have called or not
+    claims: int = 0  # previous members that may hold the state, and have neither left nor been succeeded
+    claims_expired: bool = False  # those were silent for takeover_s, or an operator gave the word
+    waited_s: float = 0.0  # since the first candidate called, previous members first
+    settled: int = 0  # no state below it, unless restored on purpose
+    min_replicas: int = 1
+    join_timeout_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one for every event, and that would be a fifth of its cost
 class Decision:
     members: tuple[Member, ...] = ()  # empty: wait
     reference: State = (0, 0, "")

@@ -10,6 +10,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LOST_KEPT, Lighthouse, LighthouseConfig
@@ -713,6 +715,65 @@ def test_another_layout_is_refused_by_name():
 
 
 # ------------------------------------------------------------------------------------------------ cost
+
+
+IDS = ("a:1", "a:1.1", "a:2", "b:1", "c:1", "c:2")
+one_id = st.sampled_from(IDS)
+one_process = st.sampled_from(
+    ["a:2", "b:1", "c:1", "c:2"]
+)  # another id of a member's process counts once it has called
+sayings = st.one_of(
+    st.builds(
+        m.Call,
+        st.builds(Member, one_id, step=st.sampled_from([m.VOID, 0, 1]), shrink_only=st.booleans()),
+        kind=st.sampled_from(["pharos", "pharos", "pharos", "torchft"]),
+        known=st.integers(0, 3),
+        failed=st.booleans(),
+        blame=st.just(()) | st.tuples(one_id),
+    ),
+    st.builds(m.StreamOpened, one_process, st.none()),
+    st.builds(m.StreamClosed, one_id),
+    st.builds(m.CallCancelled, one_id),
+    st.builds(m.Beat, one_process, st.sampled_from(["pharos", "torchft"])),
+    st.builds(m.Leave, one_id, st.booleans()),
+    st.just(m.Tick()),
+)
+
+
+@given(
+    st.lists(st.tuples(sayings, st.sampled_from([0.0, 0.0, 0.3, 3.0, 6.0, 20.0])), min_size=20, max_size=60),
+    st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_what_the_rules_look_at_is_what_one_would_count_anew(said: list[tuple[m.Event, float]], least: int):
+    """It is kept up to date one id at a time; here it is counted from what is known of each, after every event."""
+    talk = Talk(min_replicas=least, join_timeout_s=2.0)
+    for event, pause_s in said:
+        talk.say(event, talk.now_s + pause_s)
+        view = talk.machine._view(talk.now_s)
+        sets = [set(x) for x in (view.previous, view.present, view.missing, view.heirs, view.shrinkers)]
+        assert [view.candidates, *sets, view.healthy, view.reachable] == counted_anew(talk.machine)
+
+
+def counted_anew(machine: Lighthouse) -> list[Any]:
+    alive = {i: peer for i, peer in machine._peers.items() if i in machine._order and i not in machine._sitting}
+    calls = {i: peer.call.member for i, peer in alive.items() if peer.call}
+    previous = set(machine.quorum.ids if machine.quorum else ())
+    of_them = {i for i in alive if m.process_of(i) in map(m.process_of, previous)}
+    theirs = {i for i, peer in alive.items() if peer.kind == "torchft"}
+    called = {i for i, peer in alive.items() if peer.called}
+    healthy = {i for i in called | of_them | theirs if alive[i].kind == machine._kind}
+    returning = [name for name in machine._returning if machine._live.get(name) not in healthy]
+    return [
+        calls,
+        previous,
+        calls.keys() & previous,
+        previous - calls.keys() - machine._gone - machine._sitting.keys(),
+        {i for i in calls.keys() & of_them if not calls[i].void},
+        {i for i in calls.keys() & (previous | theirs) if calls[i].shrink_only},
+        len(healthy) + len(returning),
+        len(alive.keys() & previous),
+    ]
 
 
 def test_a_round_of_a_thousand_groups_looks_at_each_a_few_times(monkeypatch: pytest.MonkeyPatch):

@@ -82,6 +82,15 @@ def test_a_word_that_was_read_is_like_one_that_was_made(call: m.Call):
             read.member.step = 1  # type: ignore[misc]
 
 
+def test_texts_are_bounded_each_by_its_own_length():
+    long = m.Member("a:1", address="x" * codec.MAX_TEXT, data="x" * codec.MAX_TEXTS["data"])
+    assert codec.from_message(m.Member, codec.to_message(long)) == long
+    for name in ("address", "data"):
+        longer = replace(long, **{name: getattr(long, name) + "x"})
+        with pytest.raises(ValueError, match=f"{name}: {len(getattr(longer, name))} characters, legal is up to"):
+            codec.from_message(m.Member, codec.to_message(longer))
+
+
 @given(st.from_type(TorchftReply))
 def test_a_reply_to_torchft(reply: TorchftReply):
     message = codec.torchft_reply_message(reply)

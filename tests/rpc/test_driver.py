@@ -16,7 +16,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.driver import Driver
-from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Refused
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Deadlines, Outbox, Pending, Refused
 
 
 @dataclass(frozen=True)
@@ -268,6 +268,42 @@ def test_what_a_handler_raises_before_there_is_anything_to_await_is_the_calls_st
         assert caught.value.args == ("INVALID_ARGUMENT", "no such step")
 
     asyncio.run(story())
+
+
+# ------------------------------------------------------------------------------------------------ deadlines
+
+
+class Ahead(asyncio.SelectorEventLoop):
+    """Its clock can be put forward."""
+
+    by_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.by_s
+
+
+class Patient(Caller):
+    def time_remaining(self) -> float:
+        return 60.0
+
+
+def test_a_far_deadline_is_told_a_little_before_it_comes_and_not_earlier():
+    async def story(loop: Ahead) -> None:
+        deadlines, pending, answered = Deadlines(), Pending(), Pending()
+        waiting = asyncio.ensure_future(pending.wait(Patient(), deadlines))
+        deadlines.remove(answered)  # it was never added
+        loop.by_s = 59.0
+        for _ in range(4):
+            await asyncio.sleep(0)  # whatever is due
+        assert not waiting.done()
+        loop.by_s = 60.0
+        with pytest.raises(Refused, match="Timeout expired") as caught:
+            await asyncio.wait_for(waiting, 10)
+        assert caught.value.code is grpc.StatusCode.CANCELLED
+
+    loop = Ahead()
+    loop.run_until_complete(story(loop))
+    loop.close()
 
 
 # ------------------------------------------------------------------------------------------------ slow readers
