@@ -1,11 +1,12 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume parity quorum recovery
+.PHONY: help check test compat size lock docs sim proto resume kills parity quorum recovery
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
 	@echo "make compat  every Python found here        make size    lines per package"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
+	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make sim     10,000 runs of the protocol"
@@ -34,6 +35,9 @@ proto:
 
 resume:
 	@.venv/bin/python proofs/resume.py
+
+kills:
+	@.venv/bin/python proofs/last_bucket.py
 
 parity:
 	@.venv/bin/python proofs/parity.py --ranks 1,2,4 --write docs/parity.md

@@ -105,7 +105,7 @@ class Manager:
         self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
         self._machine: Step
         self._inbox: Inbox
-        self._step = 0  # committed, as the trainer has seen it
+        self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
         self._part: m.Part | None = None
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
@@ -166,6 +166,11 @@ class Manager:
         return self._step
 
     @property
+    def commit_id(self) -> str:
+        """Names the state that the trainer holds: groups with equal ids hold equal weights."""
+        return self._commit_id
+
+    @property
     def writes(self) -> bool:
         """The first of those that held the state when the quorum was formed."""
         return self._part is not None and self._part.participants[:1] == (self._part.replica_id,)
@@ -217,7 +222,7 @@ class Manager:
         if not isinstance(turn, m.CommitStep):
             return None
         self._turn, now_s = None, time.monotonic()
-        self._step, self._mean_loss = turn.step, turn.mean_loss
+        self._step, self._commit_id, self._mean_loss = turn.step, turn.commit_id, turn.mean_loss
         self._step_s.append(now_s - self._committed_s)
         self._committed_s = now_s
         self.left = self.left or turn.leave
@@ -228,7 +233,7 @@ class Manager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = from_checkpoint(state)
-        self._step = self._restored["step"]
+        self._step, self._commit_id = self._restored["step"], self._restored["commit_id"]
         if self._machine.phase is Phase.BOUNDARY:
             self._inbox.feed(m.Restored(self._restored))
 
@@ -398,8 +403,9 @@ class Manager:
         self._healer.drop()
 
     def _load_state(self, effect: m.LoadState) -> None:
+        assert self._part is not None
         self._healer.load()
-        self._step = effect.step
+        self._step, self._commit_id = effect.step, self._part.reference[2]
         log.info("step %d is healed", effect.step)
 
     def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
