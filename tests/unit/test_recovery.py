@@ -1,0 +1,110 @@
+"""benchmarks/recovery.py reads its verdicts from logs: each thing that can be wrong is seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.job import Group, Line, Side, descendants
+from benchmarks.recovery import expendable, gaps, longest_gap, refused, unaccounted, verdict
+
+
+def group(tmp_path: Path, number: int, text: str) -> Group:
+    made = Group(number, tmp_path, lambda number, log: [], {})
+    (tmp_path / f"{number}.log").write_text(text)
+    made.read()
+    return made
+
+
+def commits(steps: range, participants: int = 2, at_s: float = 0.0) -> str:
+    return "".join(f"{at_s + step:.1f} commit {step} {participants}\n" for step in steps)
+
+
+def end(step: int, weight: float) -> Line:
+    return Line(99.0, "end", (str(step), str(weight), "digest"))
+
+
+def story(tmp_path: Path, first: str, second: str) -> list[str]:
+    """What is wrong with two groups that have these logs; the job began with group 1's weights and ends at step 6."""
+    groups = [group(tmp_path, 0, f"0.0 start 0 0\n{first}"), group(tmp_path, 1, f"0.0 start 0 0\n{second}")]
+    return unaccounted(groups, [end(6, 1 - 6 / 1024)] * 2)
+
+
+def test_all_is_accounted_for(tmp_path: Path):
+    assert story(tmp_path, commits(range(1, 7)), commits(range(1, 7))) == []
+
+
+def test_a_life_that_ends_may_take_its_last_step_along(tmp_path: Path):
+    """It died with it, and those who were left did it again, by themselves."""
+    killed = commits(range(1, 4)) + "5.0 start 0 0\n" + commits(range(5, 7))
+    others = commits(range(1, 3)) + commits(range(3, 5), participants=1) + commits(range(5, 7))
+    assert story(tmp_path, killed, others) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (commits(range(1, 7)), commits(range(1, 3)) + commits(range(4, 7)), ["group 1: 2, then 4"]),
+        (commits(range(1, 7)), commits(range(1, 4)) + commits(range(3, 7)), ["group 1: 3, then 3"]),
+        (commits(range(2, 7)), commits(range(2, 7)), ["step 1: nobody's"]),
+        (
+            commits(range(1, 7)),
+            commits(range(1, 7), participants=1),
+            [f"step {n}: of [1, 2] groups" for n in range(1, 6)],
+        ),
+    ],
+    ids=["left out", "done twice", "nobody's", "two histories"],
+)
+def test_what_does_not_add_up_is_seen(tmp_path: Path, first: str, second: str, said: list[str]):
+    assert story(tmp_path, first, second) == said
+
+
+def test_weights_tell_a_step_that_was_not_applied(tmp_path: Path):
+    groups = [group(tmp_path, number, "0.0 start 0 0\n" + commits(range(1, 7))) for number in range(2)]
+    assert unaccounted(groups, [end(6, 0 - 6 / 1024)]) == []
+    assert unaccounted(groups, [end(6, 0 - 5 / 1024)]) == [f"weight {-5 / 1024} after 6 steps"]
+
+
+def test_gaps_and_refusals_are_those_after_the_fault(tmp_path: Path):
+    log = "1.0 commit 1 2\n2.0 commit 2 2\n2.5 abort 2 2\n7.0 commit 3 1\n8.0 commit 4 1\n"
+    made = group(tmp_path, 0, log)
+    assert gaps(made.since(0.0, "commit"), 3.0) == [5.0, 1.0]
+    assert longest_gap([made], 7.5) == 1.0 and longest_gap([made], 2.1, 6.0) == 5.0
+    assert (refused([made], 0.0), refused([made], 3.0)) == (1, 0)
+
+
+def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path):
+    made = group(tmp_path, 0, "1.0 start 0 0\n2.0 comm")
+    assert [line.event for line in made.lines] == ["start"] and made.step == 0
+    with (tmp_path / "0.log").open("a") as log:
+        log.write("it 7 2\n")
+    made.read()
+    assert made.lines[-1] == Line(2.0, "commit", ("7", "2")) and made.step == 7
+
+
+def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):
+    """Who is one behind may wait for the newest sums, so it counts as having them."""
+    groups = [group(tmp_path, number, commits(range(step, step + 1))) for number, step in enumerate((9, 8, 3))]
+    assert expendable(groups) == groups
+    assert expendable([groups[0], groups[2]]) == [groups[2]]
+
+
+def test_a_figure_that_is_no_number_misses_its_bound():
+    ours = Side("ours", sys.executable)
+    assert verdict(ours, {"gap": (0.9, 1.0), "lost": (0, 0)}) == "reached"
+    assert verdict(ours, {"gap": (float("nan"), 1.0), "lost": (1, 0)}) == "missed: gap 1, lost 0"
+    assert verdict(Side("torchft", "python"), {"gap": (9.0, 1.0)}) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_children_of_children_are_found():
+    inner = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        sleeper = int(process.stdout.readline())
+        assert descendants(process.pid) == [sleeper]
+        subprocess.run(["kill", str(sleeper)], check=True)
+        process.kill()
