@@ -45,7 +45,7 @@ from ft.manager import Attempt, Options
 from ft.manager import Manager as Driver
 from ft.membership import Wish
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.operations import reduction
+from ft.process_groups.operations import AllReduce, reduction
 from ft.process_groups.work import GroupWork
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
@@ -172,6 +172,7 @@ class Manager(Driver):
         self._shrink_only = False
         self._body = False  # start_quorum has returned, should_commit was not called
         self._used = False  # the body has sent something
+        self._left = False  # the body has ended too early
         self._over = True  # the step was decided, one way or the other
         self._decided: Commit | None = None
         self._zeros: m.LaunchTail | None = None  # to be carried out at the end of the body
@@ -232,10 +233,15 @@ class Manager(Driver):
             raise ValueError(f"allreduce: {op} is not to be had: who gives nothing gives zeros; nearest: AVG or SUM")
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
-        if self._over:
-            return _Told(self._sum_late(tensor, mean=op == "AVG"), self.report_error)
-        self._used = True
-        return _Told(self.gradients.all_reduce(tensor, mean=op == "AVG"), self.report_error)
+        if self._over and self._decided is None:  # the others may be in the next body already, with sums of other sizes
+            work = GroupWork(AllReduce([tensor]))
+            work.end(None)
+        elif self._over:
+            work = self._sum_late(tensor, mean=op == "AVG")
+        else:
+            self._used = True
+            work = self.gradients.all_reduce(tensor, mean=op == "AVG")
+        return _Told(work, self.report_error)
 
     # ------------------------------------------------------------------------------------------------ where things stand
 
@@ -372,7 +378,11 @@ class Manager(Driver):
             return
         self._over = True
         zeros, self._zeros = self._zeros, None
-        if zeros is not None:
+        if zeros is not None and self._left:
+            self._inbox.feed(
+                m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, "the body was left before its end")
+            )
+        elif zeros is not None:
             self._sent = (zeros.quorum_id, zeros.step)
             super()._launch(zeros)
         elif isinstance(self._turn, m.Compute):
@@ -396,6 +406,8 @@ class Manager(Driver):
 
     def _why_it_fails(self, part: m.Part) -> str:
         """Why the generation cannot be used for this step, if so."""
+        if self._left:
+            return "the body was left before its end"
         if len(part.members) < self._min_replica_size:
             return f"{len(part.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
         if self._error is not None and (len(part.members) == 1 or self._wish.world_size > 1):
@@ -406,8 +418,9 @@ class Manager(Driver):
         """start_quorum was called in place of should_commit."""
         self._end_pass()
         if not self._over:
-            self.report_error(RuntimeError("the body was left before its end"))
+            self._left = True  # what others have sent on this generation may never be met by ours
             self._decide()
+            self._left = False
         if self._decided is not None:
             log.warning("step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.step)
         self._decided = None

@@ -106,14 +106,18 @@ def test_a_newcomer_takes_the_state_and_gives_from_then_on():
 
 def test_a_spare_follows_and_steps_in():
     followed: list[int] = []  # steps that b made without giving anything
+    sums: list[float] = []
 
     def body(group: Group) -> None:
         manager = group.manager
         place = (manager.is_participating(), manager.participating_rank(), manager.num_participants())
         assert place in ((True, 0, 1), (False, None, 1))
+        value = torch.tensor([group.value])
+        manager.allreduce(value).wait()
         group.backward()
         if group.name == "b" and not manager.is_participating():
             followed.append(manager.current_step() + 1)
+            sums.append(value.item())
         elif group.name == "b":
             b.steps = min(b.steps, manager.current_step() + 2)
         elif len(followed) >= 4:
@@ -130,6 +134,7 @@ def test_a_spare_follows_and_steps_in():
         made.join()
         assert isinstance(a.error, GroupEnded) and b.error is None
         assert moves(b)[followed[2]] == A and moves(b)[b.steps] == B
+        assert sums[:4] == [A] * 4, "its own value is not in the mean"
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -188,6 +193,28 @@ def test_fewer_groups_than_asked_for_commit_nothing():
         b = made.group("b", B, 4, arguments={"min_replica_size": 2})
         made.join()
         assert a.weights.keys() == b.weights.keys() == {1, 2, 3, 4}
+
+
+def test_a_body_that_is_left_lets_nobody_wait():
+    """b leaves a body after the first of two sums: the others' second would meet none, or one of another size."""
+    left: list[int] = []
+
+    def body(group: Group) -> None:
+        manager = group.manager
+        manager.allreduce(torch.ones(3)).wait()
+        if group.name == "b" and manager.current_step() == 2 and not left:
+            left.append(3)
+            group.optimizer.zero_grad()
+            manager.allreduce(torch.ones(3)).wait()
+        manager.allreduce(torch.ones(500)).wait()
+        group.backward()
+        assert manager.allreduce(torch.ones(7)).wait(), "late, and harmless whatever became of the step"
+
+    with job(min_replicas=2) as made:
+        more: dict[str, Any] = {"body": body, "arguments": {"init_sync": False}}
+        a, b = made.group("a", A, 5, **more), made.group("b", B, 5, **more)
+        made.join()
+        assert left and moves(a) == moves(b) and set(moves(a).values()) == {mean(A, B)}
 
 
 def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
@@ -258,6 +285,16 @@ def test_gradients_add_up_in_no_sync(alone: Group):
     assert alone.model.a.grad.tolist() == [3 * A] * 3
     alone.optimizer.step()
     assert alone.manager.current_step() == 1 and alone.model.a.tolist() == [-3 * A] * 3
+
+
+def test_gradients_go_out_during_the_backward(alone: Group):
+    sent: list[bool] = []
+    alone.model.a.register_hook(lambda _: sent.append(alone.manager.gradients._in_last_pass))
+    with alone.ddp.no_sync():
+        alone.optimizer.zero_grad()
+        alone.backward()
+    alone.backward()
+    assert sent == [False, True] and not alone.manager.gradients._in_last_pass
 
 
 def test_a_second_backward_says_what_to_do(alone: Group):
