@@ -331,16 +331,17 @@ def longest_alive(groups: Sequence[Group], from_s: float) -> float:
 
 
 def unaccounted(groups: Sequence[Group], ends: Sequence[Line]) -> list[str]:
-    """What does not add up, in words: each step is committed, once in every life, by the same groups for all; the weights say so, too.
+    """What does not add up, in words: each step is committed, at most once in every life, by the same groups for all; the weights say so, too.
 
-    The last step of a life that ended in a kill may be another's: it may have died with it, and been done again by those who are left.
+    A step that a life passes over is one that it healed to: after a kill some survivors may have all sums and commit, and others not. The
+    last step of a life that ended in a kill does not count: it may have died with it, and been done again by those who are left.
     """
     seen: dict[int, set[int]] = {}
     wrong = []
     for group in groups:
         for life in lives(group):
             steps = [line.step for line in life]
-            wrong += [f"group {group.number}: {a}, then {b}" for a, b in pairwise(steps) if b != a + 1]
+            wrong += [f"group {group.number}: {a}, then {b}" for a, b in pairwise(steps) if b <= a]
             for line in life[:-1]:
                 seen.setdefault(line.step, set()).add(line.participants)
     last = ends[0].step

@@ -44,10 +44,18 @@ def test_a_life_that_ends_may_take_its_last_step_along(tmp_path: Path):
     assert story(tmp_path, killed, others) == []
 
 
+def test_who_lacks_a_step_may_heal_to_it(tmp_path: Path):
+    assert story(tmp_path, commits(range(1, 7)), commits(range(1, 3)) + commits(range(4, 7))) == []
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        (commits(range(1, 7)), commits(range(1, 3)) + commits(range(4, 7)), ["group 1: 2, then 4"]),
+        (
+            commits(range(1, 3)) + commits(range(4, 7)),
+            commits(range(1, 3)) + commits(range(4, 7)),
+            ["step 3: nobody's"],
+        ),
         (commits(range(1, 7)), commits(range(1, 4)) + commits(range(3, 7)), ["group 1: 3, then 3"]),
         (commits(range(2, 7)), commits(range(2, 7)), ["step 1: nobody's"]),
         (
