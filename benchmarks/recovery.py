@@ -331,7 +331,7 @@ def longest_alive(groups: Sequence[Group], from_s: float) -> float:
 
 
 def unaccounted(groups: Sequence[Group], ends: Sequence[Line]) -> list[str]:
-    """What does not add up, in words: each step is committed, at most once in every life, by the same groups for all; the weights say so, too.
+    """What does not add up, in words: each step is committed, at most once in a life, by the same groups for all; so say the weights.
 
     A step that a life passes over is one that it healed to: after a kill some survivors may have all sums and commit, and others not. The
     last step of a life that ended in a kill does not count: it may have died with it, and been done again by those who are left.
