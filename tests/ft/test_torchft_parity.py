@@ -14,6 +14,7 @@ import torch
 from torch.futures import Future
 
 from ft import Manager, Optimizer, ProcessGroupGloo
+from ft.healing.http_transport import HttpTransport
 from ft.seam import GroupEnded, Stopped
 from tests.ft.groups import Rank
 from tests.ft.groups import job as driver_job
@@ -249,9 +250,14 @@ def test_a_newcomer_gets_all_that_was_registered():
         assert got == [{"turn": 7}]
 
 
-def test_the_state_may_change_once_reading_is_disallowed():
-    """What arrives is what was there at the step's beginning, whatever is done to the tensors after disallow_state_dict_read."""
-    extra, got = torch.zeros(1 << 18), list[float]()
+def test_the_state_may_change_once_reading_is_disallowed(monkeypatch: pytest.MonkeyPatch):
+    """b reads when a has changed it, and gets what was there at the step's beginning."""
+    extra, got, changed = torch.zeros(1 << 18), list[float](), threading.Event()
+    fetch = HttpTransport.fetch
+
+    def late(transport: HttpTransport, *what: Any, **more: Any) -> dict[str, Any]:
+        assert changed.wait(LIMIT_S)
+        return fetch(transport, *what, **more)
 
     def at(group: Group) -> None:
         mine = {"t": extra if group.name == "a" else torch.zeros_like(extra)}
@@ -262,7 +268,10 @@ def test_the_state_may_change_once_reading_is_disallowed():
             group.manager.disallow_state_dict_read()
             extra.fill_(group.bodies[-1])
             group.manager.allow_state_dict_read()
+            if group.manager.part and len(group.manager.part.members) == 2:
+                changed.set()
 
+    monkeypatch.setattr(HttpTransport, "fetch", late)
     with newcomer(at, body) as (_, b):
         assert got == [b.bodies[0] - 1], "the step that it healed to, not the one in whose body it came"
 
