@@ -98,7 +98,7 @@ def load(argv: list[str]) -> Config:
     return load(argv)
 
 
-def check(config: Config, *, world_size: int) -> None:
+def check(config: Config, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Raises ValueError. With one rank train.py does the same, in this process."""
     from configs.check import check
     from configs.saved import check_saved
@@ -106,7 +106,7 @@ def check(config: Config, *, world_size: int) -> None:
 
     check(config, world_size=world_size)
     check_saved(config, config.run_folder)
-    Environment.read(os.environ).check(config.fault_tolerance)
+    Environment.read(environ).check(config.fault_tolerance)
 
 
 def logs_folder(config: Config) -> Path:

@@ -1,0 +1,246 @@
+"""A lighthouse and N replica groups on this machine, started again when they die: what run_replicas.sh becomes.
+
+    run_replicas.sh -> here -> ft.rpc.lighthouse_main                     one, on loopback
+                            -> launch.py, once for each group             REPLICA_GROUP_ID = 0 ... N-1
+
+The groups' lines are shown as they come, each with its group and rank in front; each group's own are in <run>/groups/ID.log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+
+RESTART_S = 1.0
+POLL_S = 0.1
+ENABLED = "--fault_tolerance.enable=true"
+
+
+@dataclass
+class Group:
+    """One of them over all its starts."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+    restarts: int
+    process: subprocess.Popen[str] | None = None
+    code: int | None = None  # of its end, for good
+    again_at_s: float = 0.0
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    def start(self) -> int:
+        """Its process number."""
+        self.process = process = subprocess.Popen(
+            self.command,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout
+        reader = threading.Thread(target=self._show, args=(process.stdout,), daemon=True)
+        reader.start()
+        self.readers = [*(one for one in self.readers if one.is_alive()), reader]
+        return process.pid
+
+    def _show(self, lines: IO[str]) -> None:
+        """A line in one write, so those of several groups don't mix."""
+        with lines, self.log.open("a", encoding="utf-8") as log:
+            for line in lines:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                log.write(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line))
+                log.flush()
+
+    def look(self, now_s: float) -> str:
+        """Starts it again where that is due; what is to be said of it."""
+        if self.code is not None:
+            return ""
+        if self.process is None:
+            due = now_s >= self.again_at_s
+            return f"group {self.name} starts again (process {self.start()})" if due else ""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        if code in (0, 2) or self.restarts == 0:
+            self.code = 1 if code < 0 else code
+            return "" if code == 0 else f"group {self.name} failed for good ({how})"
+        self.restarts -= 1
+        self.process, self.again_at_s = None, now_s + RESTART_S
+        return f"group {self.name} died ({how})"
+
+    def tell(self, number: signal.Signals) -> None:
+        if self.process is None:
+            self.code = 0 if self.code is None else self.code  # between two lives: it is not to come again
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for reader in self.readers:
+            reader.join(5)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        number, rest = read_groups(argv)
+        config, restarts, grace_s = prepare([*rest, ENABLED], number)
+    except ValueError as error:
+        print(f"pharos: {error}", file=sys.stderr)
+        return 2
+    folder = config.run_folder / "groups"
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "NUM_REPLICA_GROUPS": str(number), "PHAROS_TOKEN_FILE": str(token_file(config.run_folder))}
+    env.pop("PHAROS_TOKEN", None)
+    env.setdefault("OMP_NUM_THREADS", threads_per_group(number))
+    lighthouse, address = start_lighthouse(config, env)
+    groups = [
+        Group(
+            str(name),
+            [sys.executable, str(ROOT / "scripts" / "launch.py"), *rest, ENABLED],
+            {**env, "TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(name), "MAX_RESTARTS": "0"},
+            folder / f"{name}.log",
+            restarts,
+        )
+        for name in range(number)
+    ]
+    try:
+        return run(groups, grace_s, address)
+    finally:
+        for group in groups:
+            group.end()
+        lighthouse.terminate()
+        lighthouse.wait()
+
+
+def run(groups: Sequence[Group], grace_s: float, address: str) -> int:
+    """Until all have ended for good. A first SIGTERM or Ctrl-C asks them to save and leave; a second, or the end of the grace, kills."""
+    wishes: list[float] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: wishes.append(time.monotonic()))
+    started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
+    say(f"lighthouse at {address}; groups: {started}")
+    told = False
+    while any(group.code is None for group in groups):
+        if wishes and not told:
+            told = True
+            for group in groups:
+                group.restarts = 0
+                group.tell(signal.SIGTERM)
+        if told and (len(wishes) > 1 or time.monotonic() > wishes[0] + grace_s):
+            say("the groups did not end in time")
+            return 1
+        for group in groups:
+            if word := group.look(time.monotonic()):
+                say(word)
+        if any(group.code == 2 for group in groups):
+            return 2  # bad input is the same in all of them, and has been said
+        time.sleep(POLL_S)
+    return max(group.code or 0 for group in groups)
+
+
+def read_groups(argv: Sequence[str]) -> tuple[int, list[str]]:
+    """N of --groups, and the other arguments. Raises ValueError."""
+    rest, text = list(argv), ""
+    for place, word in enumerate(argv):
+        if word == "--groups":
+            text, rest = "".join(argv[place + 1 : place + 2]), [*argv[:place], *argv[place + 2 :]]
+        elif word.startswith("--groups="):
+            text, rest = word.partition("=")[2], [*argv[:place], *argv[place + 1 :]]
+    if not text.isdecimal() or int(text) < 1:
+        given = f"--groups {text}" if text else "--groups is missing"
+        raise ValueError(f"{given}: how many replica groups, a whole number from 1; such as --groups 3")
+    return int(text), rest
+
+
+def prepare(argv: list[str], groups: int) -> tuple[Config, int, float]:
+    """Checks all that can be checked before anything is started. Raises ValueError."""
+    from configs.load import load
+    from scripts.launch import Plan, check, ranks_here
+
+    env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
+    plan, config = Plan.read(os.environ), load(argv)
+    check(config, world_size=ranks_here(plan), environ=env)
+    return config, plan.max_restarts if "MAX_RESTARTS" in os.environ else 100, plan.grace_s
+
+
+def token_file(run_folder: Path) -> Path:
+    """A file that only this user may read, with PHAROS_TOKEN or a random token. Never on a command line, where all users see it."""
+    path = run_folder / "groups" / "token"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write((os.environ.get("PHAROS_TOKEN") or secrets.token_urlsafe(24)) + "\n")
+    return path
+
+
+def threads_per_group(groups: int) -> str:
+    from scripts.launch import threads_per_rank
+
+    return threads_per_rank(groups)
+
+
+def start_lighthouse(config: Config, env: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+    """Raises RuntimeError where it does not start."""
+    settings = config.fault_tolerance
+    flags = {
+        "--bind": "127.0.0.1:0",
+        "--http": "127.0.0.1:0",
+        "--min_replicas": str(settings.min_replica_size),
+        "--join_timeout_ms": "5000",
+        "--heartbeat_timeout_ms": str(round(settings.heartbeat_timeout_s * 1000)),
+        "--takeover_s": f"{settings.takeover_s:g}" if settings.takeover_s else "never",
+        "--state_file": str(config.run_folder / "groups" / "lighthouse.json"),
+        "--token_file": env["PHAROS_TOKEN_FILE"],
+    }
+    words = [word for flag in flags.items() for word in flag]
+    log = (config.run_folder / "groups" / "lighthouse.log").open("a")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ft.rpc.lighthouse_main", *words],
+        env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+    log.close()
+    assert process.stdout
+    address = process.stdout.readline().strip()
+    if not address:
+        raise RuntimeError(f"the lighthouse did not start; its words are in {log.name}")
+    return process, address
+
+
+def say(text: str) -> None:
+    print(f"pharos: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""Several replica groups as a user starts them: one dies, the others go on, it comes back, and the figures have every step once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "run_replicas.sh"
+WAIT_S = 240.0  # for what must come, on a busy machine
+CONFIG = """
+[model]
+dim = 32
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+hidden_dim = 64
+
+[training]
+dataset = "files"
+dataset_path = "text/*.txt"
+local_batch_size = 2
+seq_len = 32
+
+[lr_scheduler]
+warmup_steps = 2
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+
+[checkpoint]
+interval = 10
+keep_latest_k = 2
+"""
+
+
+class Job:
+    def __init__(self, folder: Path, *arguments: str, **env: str) -> None:
+        (folder / "text").mkdir(exist_ok=True)
+        (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
+        (folder / "tiny.toml").write_text(CONFIG)
+        self.folder, self.run = folder, folder / "outputs" / "tiny"
+        self._out = folder / f"{time.monotonic_ns()}.txt"
+        environ = {**os.environ, "PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1", **env}
+        with self._out.open("w") as out:
+            self.process = subprocess.Popen(
+                [SCRIPT, "tiny.toml", *arguments], cwd=folder, env=environ, stdout=out, stderr=out
+            )
+
+    @property
+    def text(self) -> str:
+        return self._out.read_text()
+
+    def until(self, what: str, holds: Callable[[str], object]) -> str:
+        end_s = time.monotonic() + WAIT_S
+        while not holds(self.text):
+            ended = self.process.poll() is not None
+            assert time.monotonic() < end_s, f"{what} does not come:\n{self.text[-3000:]}"
+            assert not ended or holds(self.text), f"it ended before {what}:\n{self.text[-3000:]}"
+            time.sleep(0.02)
+        return self.text
+
+    def end(self) -> int:
+        self.until("its end", lambda text: self.process.poll() is not None)
+        return self.process.returncode
+
+    def steps(self) -> list[int]:
+        return [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    made: list[Job] = []
+    yield made
+    for job in made:
+        job.close()
+
+
+def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs: list[Job], tmp_path: Path):
+    jobs.append(job := Job(tmp_path, "--groups=2", "--training.steps=100000"))
+    text = job.until("both take part", lambda text: "2 groups" in text and re.search(r"\[1/0 \d+\] step \d+/", text))
+    [pid] = re.findall(r"1 \(process (\d+)\)", text)
+    os.kill(int(pid), signal.SIGKILL)
+    job.until("its second life", lambda text: re.search(r"group 1 starts again", text))
+    job.until("its heal", lambda text: text.count("is healed") > text.partition("starts again")[0].count("is healed"))
+    assert "group 1 died (ended by SIGKILL)" in job.text
+    job.until("a checkpoint after it", lambda text: "saved" in text.rpartition("is healed")[2])
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 0
+    steps = job.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    assert (job.run / "groups" / "token").stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in (job.run / "groups").glob("*.log")} == {"0.log", "1.log", "lighthouse.log"}
+
+    last = steps[-1] + 20
+    jobs.append(again := Job(tmp_path, "--groups=2", f"--training.steps={last}"))
+    assert again.end() == 0, again.text[-3000:]
+    assert again.steps() == list(range(1, last + 1))
+    assert "loaded from" in again.text and again.text.count(f"finished step {last}") >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "pharos: --groups is missing: how many replica groups, a whole number from 1; such as --groups 3"),
+        (
+            ["--groups", "none"],
+            "pharos: --groups none: how many replica groups, a whole number from 1; such as --groups 3",
+        ),
+        (
+            ["--groups=2", "--fault_tolerance.min_replica_size=3"],
+            "pharos: fault_tolerance.min_replica_size = 3: there are NUM_REPLICA_GROUPS = 2; nearest: 2",
+        ),
+        (
+            ["--groups=2", "--fault_tolerance.beat_s=9"],
+            "fault_tolerance.beat_s = 9: must be below fault_tolerance.heartbeat_timeout_s = 5: who waits for the longer one",
+        ),
+    ],
+)
+def test_bad_settings_start_nothing(jobs: list[Job], tmp_path: Path, arguments: list[str], message: str):
+    jobs.append(job := Job(tmp_path, *arguments))
+    assert job.end() == 2
+    assert message in job.text and job.text.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
