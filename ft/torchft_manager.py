@@ -343,7 +343,10 @@ class Manager(Driver):
         super().load_state_dict(state_dict)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leaves the job. May be called twice."""
+        """Leaves the job. May be called twice. Between two steps, it does not disturb the one that others may be about to finish: all may
+        stop at the same step. If they are to go on, `leave()` before the last step spares them a retry."""
+        if self._over and self._machine.phase is Phase.BOUNDARY and not self._machine.void:
+            self.left = True  # whatever the others wait for, this group has sent
         self.gradients.close()
         self.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -61,7 +61,9 @@ class GroupProcess:
 
     def _read_address(self) -> str:
         assert self._process.stdout
-        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
+        with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(START_S)
         line = self._process.stdout.readline() if ready else b""
         if not line:
             self._process.kill()

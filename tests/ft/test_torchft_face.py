@@ -30,6 +30,7 @@ from ft.ddp import _tensors
 from ft.manager import GroupEnded, Stopped
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
+from ft.protocol import messages as m
 from ft.torchft_manager import _Told
 from tests.ft.torchft_groups import LIMIT_S, Group, job, moves
 
@@ -61,6 +62,8 @@ def test_the_gradient_is_the_mean_and_the_states_are_one():
         assert seen["a"][2:] == [mean(A, B)] * 4  # it says that it has healed in the first tail that it can
         assert a.weights[1][0] == 100.0 - A and moves(a) == moves(b) and moves(a)[6] == 8.0
         assert a.bodies == b.bodies == list(range(1, 7))
+        for group in (a, b):
+            assert not any(isinstance(event, m.ReduceFailed) for event in group.events), "who heals is waited for"
 
 
 def test_a_death_costs_the_others_no_step_and_no_body():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ft import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from ft.manager import GroupEnded
+from ft.protocol import messages as m
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
 
@@ -54,6 +55,7 @@ class Group:
     batches: dict[int, int] = field(default_factory=dict)
     bodies: list[int] = field(default_factory=list)  # the step that each was for
     refused: list[int] = field(default_factory=list)  # steps that should_commit was False for
+    events: list[m.Event] = field(default_factory=list)  # of the machine
     error: BaseException | None = None
 
     def run(self) -> None:
@@ -91,6 +93,7 @@ class Group:
                 "lighthouse_addr": self.lighthouse,
                 "timeout": timedelta(seconds=60),
                 "dies_with_group": False,
+                "seen": lambda now_s, event, out: self.events.append(event),
                 **self.arguments,
             },
         )
