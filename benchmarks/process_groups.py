@@ -1,11 +1,9 @@
-"""Process groups on one machine: seconds to form and to form anew, memory of a child, and an all-reduce beside torch.distributed's own.
+"""All-reduce by process groups that can be given up, beside torch.distributed's own (forming them: forming.py).
 
-    python benchmarks/process_groups.py [--sizes 2,4,8,16] [--forms 5] [--megabytes 100] [--members 3] [--pairs 7]
+    python benchmarks/process_groups.py [--megabytes 100] [--members 3] [--rounds 9]
 
-"form" is the first generation (a baby group's nursery has torch imported by then), "anew" the median of the next ones, each of them after
-`abandon` of the last; the figure is the slowest member's. All-reduces take turns in the same processes: plain torch.distributed (gloo),
-our group in process, and in a child, there with tensors in shared memory (no copy) and with others (copied in and out); ratios are taken
-inside a round, and the figure of a round is its slowest member's.
+All sides take turns in the same processes: plain torch.distributed (gloo), our group in process, and in a child, there with tensors in
+shared memory (no copy) and with others (copied in and out). Ratios are taken inside a round; a round's figure is its slowest member's.
 """
 
 from __future__ import annotations
@@ -24,51 +22,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 
 from benchmarks.pairs import Worker, ratio, table
 
-KINDS = ("gloo", "baby_gloo")
-
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="2,4,8,16", help="members of the groups that are formed")
-    parser.add_argument("--forms", type=int, default=5, help="times that each is formed anew")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--members", type=int, default=3, help="that sum")
-    parser.add_argument("--pairs", type=int, default=7, help="rounds of sums")
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
-    sizes = [int(size) for size in options.sizes.split(",")]
 
     from ft.process_groups.store import serve
 
     server = serve()
     command = [sys.executable, __file__, "--worker"]
-    members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(max(*sizes, options.members))]
+    members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(options.members)]
     try:
         for member in members:
             member.answer()
-        form(members, sizes, options.forms, f"127.0.0.1:{server.port}")
-        if options.pairs:
-            reduce(members[: options.members], options.megabytes, options.pairs, f"127.0.0.1:{server.port}")
+        reduce(members, options.megabytes, options.rounds, f"127.0.0.1:{server.port}")
     finally:
         for member in members:
             member.close()
     return 0
-
-
-def form(members: list[Worker], sizes: list[int], times: int, store: str) -> None:
-    rows = []
-    for size in sizes:
-        for kind in KINDS:
-            spent, memory = [], 0.0
-            for index in range(times + 1):
-                request = {"do": "form", "kind": kind, "store": f"{store}/{kind}/{size}/{index}", "size": size}
-                answers = ask(members[:size], request)
-                spent.append(max(answer["s"] for answer in answers))
-                memory = max(answer["child_mib"] for answer in answers)
-            again = spent[1:]
-            seconds = f"{statistics.median(again):.3f} ({min(again):.3f}-{max(again):.3f})"
-            rows.append([kind, str(size), f"{spent[0]:.3f}", seconds, f"{memory:.0f}" if memory else "-"])
-            ask(members[:size], {"do": "drop"})
-    print(table(["kind", "members", "form, s", "anew, s", "RSS of a child, MiB"], rows), flush=True)
 
 
 def reduce(members: list[Worker], megabytes: int, rounds: int, store: str) -> None:
@@ -86,7 +60,7 @@ def reduce(members: list[Worker], megabytes: int, rounds: int, store: str) -> No
         spent = figures[side]
         seconds = f"{statistics.median(spent):.3f} ({min(spent):.3f}-{max(spent):.3f})"
         rows.append([side, seconds, str(ratio(spent, figures["plain"]))])
-    print(f"\nall-reduce of {megabytes} MB, {len(members)} members, {rounds} rounds")
+    print(f"all-reduce of {megabytes} MB, {len(members)} members, {rounds} rounds")
     print(table(["side", "seconds", "by plain"], rows))
 
 
@@ -114,22 +88,8 @@ class Member:
             "gloo": ProcessGroupGloo(rendezvous_s=120.0, interface=self.interface),
             "baby_gloo": ProcessGroupBabyGloo(rendezvous_s=120.0, interface=self.interface),
         }
-        self.groups["baby_gloo"]._nursery.child().kill()  # torch is imported there when the first group forms
+        self.groups["baby_gloo"].prepare()
         self.sides: dict[str, tuple[Any, Any]] = {}
-
-    def form(self, kind: str, store: str, rank: int, size: int) -> dict[str, Any]:
-        group = self.groups[kind]
-        start_s = time.perf_counter()
-        group.configure(store, rank, size)
-        spent_s = time.perf_counter() - start_s
-        group.barrier().wait()  # nobody forms anew while others still connect
-        memory = group.child.memory_bytes() if kind == "baby_gloo" else 0
-        return {"s": spent_s, "child_mib": memory / 2**20}
-
-    def drop(self, rank: int) -> dict[str, Any]:
-        for group in self.groups.values():
-            group.shutdown(60)
-        return {}
 
     def meet(self, store: str, rank: int, size: int, bytes: int) -> dict[str, Any]:
         import torch

@@ -46,7 +46,8 @@ class ProcessGroupGloo(ProcessGroup):
         self._interface = interface
 
     def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
-        return form_gloo(formation, Meeting(formation, store, rank, size, self.rendezvous_s), self._interface)
+        meeting = Meeting(formation, store, rank, size, self.rendezvous_s)
+        return form_gloo(formation, meeting, self._interface, timedelta(seconds=self.timeout_s + 1))
 
 
 class ProcessGroupNCCL(ProcessGroup):
@@ -58,8 +59,12 @@ class ProcessGroupNCCL(ProcessGroup):
         return form_nccl(formation, Meeting(formation, store, rank, size, self.rendezvous_s))
 
 
-def form_gloo(formation: Formation, meeting: Meeting, interface: str | None) -> Engine:
-    """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer."""
+def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, backstop: timedelta = NEVER) -> Engine:
+    """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer.
+
+    `backstop`: after which a thread of gloo that nobody can wake ends by itself. There is such a case: when a connection is reset while
+    gloo's own thread answers to a receiver's word, it forgets to fail that send, and who waits for it waits on.
+    """
     kind: Any = c10d.ProcessGroupGloo
     if sockets.can_be_found():
         device, near = sockets.listening_ends(lambda: _gloo_device(interface, meeting.host))
@@ -74,8 +79,8 @@ def form_gloo(formation: Formation, meeting: Meeting, interface: str | None) -> 
     options._timeout = timedelta(seconds=meeting.left_s())  # to connect; nobody can call it off
     backend = kind(meeting.store, meeting.rank, meeting.size, options)
     meeting.close()
-    backend._set_default_timeout(NEVER)
-    backend.set_timeout(NEVER)
+    backend._set_default_timeout(backstop)
+    backend.set_timeout(backstop)
     native = _group_of(backend, "gloo", "cpu", meeting)
     return GlooEngine(native, near, far)
 
@@ -122,7 +127,9 @@ class GlooEngine(_Native):
             sockets.shut(near=self._near, far=self._far)
 
     def end(self) -> None:
-        self._native = None  # joins torch's threads: all works have failed by then, or are complete
+        self._native = (
+            None  # joins torch's threads: all works have failed by then, or are complete, or meet the backstop
+        )
 
     def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
         try:

@@ -37,7 +37,7 @@ class Member:
         if not self.groups:
             classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
             for kind, made in classes.items():
-                self.groups[kind] = made(timeout=600.0, rendezvous_s=120.0, interface="lo")
+                self.groups[kind] = made(timeout=60.0, rendezvous_s=120.0, interface="lo")
         self.groups["baby_gloo"].prepare()
         return {}
 
@@ -72,7 +72,7 @@ class Member:
         return {}
 
     def reaped(self) -> dict[str, Any]:
-        return {"ended": self.groups[self.kind].reaper.wait(120)}
+        return {"ended": self.groups[self.kind].reaper.wait(240)}
 
 
 def _answer(member: Member, command: dict[str, Any]) -> None:
