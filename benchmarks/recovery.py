@@ -11,8 +11,8 @@
 PEER is a Python that has torchft-nightly; both sides take turns (--rounds), torchft with the same job, its own lighthouse, and a timeout
 of 30 s for its collectives; all else is at its defaults on both sides. A step "computes" for --step-ms. Figures are the worst of all faults
 and rounds unless they say otherwise, and a bound that is printed holds for the worst. A group's `start` line stands where all is loaded and
-made and the first quorum has not been asked for. "longest step" is that of the others from then on, in median steps, and "before" the same
-of as many steps before the fault: what the machine does by itself. Everything runs on this machine, to be idle otherwise (Linux).
+made and the first quorum has not been asked for. "longest" is the others' longest step from then on, in median steps, and "before" the
+same of as many steps before the fault: what the machine does by itself. Everything runs on this machine, to be idle otherwise (Linux).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def equal(ends: Sequence[Line]) -> bool:
 
 # ------------------------------------------------------------------------------------------------ faults
 
+Fault = Callable[[Job, Group], Incident]
+
 
 def kill(job: Job, victim: Group) -> Incident:
     """SIGKILL; the others go on; it starts again and they are all together."""
@@ -146,11 +149,9 @@ def rejoin(job: Job, victim: Group) -> None:
     job.until(done, "the return of the group that was stopped", lives=others)
 
 
-def faults(
-    side: Side, options: argparse.Namespace, kind: str, megabytes: float, fault: Callable[[Job, Group], Incident]
-) -> Case:
-    """One job of three groups and some faults in it, one after the other."""
-    case, draw = Case(), random.Random(options.seed)
+def faults(options: argparse.Namespace, kind: str, megabytes: float, fault: Fault, side: Side, index: int = 0) -> Case:
+    """One job of three groups and some faults in it, one after the other; of `index`, other victims."""
+    case, draw = Case(), random.Random(options.seed + index)
     try:
         with Job(side, 3, megabytes=megabytes, step_ms=options.step_ms, kind=kind) as job:
             job.start()
@@ -163,19 +164,7 @@ def faults(
     return case
 
 
-HEADER = [
-    "",
-    "faults",
-    "steady ms",
-    "gap s",
-    "median",
-    "lost",
-    "back after s",
-    "longest step",
-    "before",
-    "weights",
-    "bounds",
-]
+HEADER = ["", "faults", "step ms", "gap s", "median", "lost", "back s", "longest", "before", "weights", "bounds"]
 
 
 def told(side: Side, what: str, cases: Sequence[Case], gap_bound: Callable[[float], float], back: bool) -> Row:
@@ -194,9 +183,10 @@ def told(side: Side, what: str, cases: Sequence[Case], gap_bound: Callable[[floa
     figures = [f"{1e3 * steady_s:.0f}", f"{gap_s:.2f}", f"{median_s:.2f}", str(lost), f"{back_s:.2f}"]
     figures += [f"{slower:.2f}x", f"{noise:.2f}x"]
     ends = f"{len(case.failed)} failed" if case.failed else "equal" if case.equal else "differ"
-    bounds = {"gap": (gap_s, gap_bound(steady_s)), "lost": (lost, 0)}
+    bounds = {"gap": (gap_s, gap_bound(steady_s)), "lost": (lost, 0), "failed": (len(case.failed), 0)}
+    bounds["weights differ"] = (not case.equal, 0)
     if back:
-        bounds |= {"back": (back_s, 1.5 + 2 * steady_s), "longest step": (slower, 1.3)}
+        bounds |= {"back": (back_s, 1.5 + 2 * steady_s), "longest": (slower, 1.3)}
     return [f"{side.name}, {what}", str(len(case.incidents)), *figures, ends, verdict(side, bounds)]
 
 
@@ -213,7 +203,7 @@ def kills(sides: Sequence[Side], options: argparse.Namespace) -> None:
     rows = []
     for megabytes in [float(size) for size in options.mb.split(",")]:
         for kind in options.kinds.split(","):
-            cases = in_turns(sides, options.rounds, lambda side: faults(side, options, kind, megabytes, kill))  # noqa: B023
+            cases = in_turns(sides, options.rounds, partial(faults, options, kind, megabytes, kill))
             for side in sides:
                 bound = (lambda _: 1.0) if megabytes <= 100 else (lambda steady_s: 2 * steady_s + 0.5)
                 rows.append(told(side, f"{kind}, {megabytes:g} MB", cases[side.name], bound, True))
@@ -225,22 +215,19 @@ def stops(sides: Sequence[Side], options: argparse.Namespace) -> None:
     rows = []
     for who in options.who.split(","):
         for kind in options.kinds.split(","):
-
-            def fault(job: Job, victim: Group) -> Incident:
-                return stop(job, victim, whole=who == "group")  # noqa: B023
-
-            cases = in_turns(sides, options.rounds, lambda side: faults(side, options, kind, options.stop_mb, fault))  # noqa: B023
+            fault = partial(stop, whole=who == "group")
+            cases = in_turns(sides, options.rounds, partial(faults, options, kind, options.stop_mb, fault))
             what, bound_s = f"{kind}, {who} stopped", HEARTBEAT_TIMEOUT_S + 1.0
             rows += [told(side, what, cases[side.name], lambda _: bound_s, False) for side in sides]  # noqa: B023
     print(table(HEADER, rows))
 
 
-def in_turns(sides: Sequence[Side], rounds: int, measure: Callable[[Side], Case]) -> dict[str, list[Case]]:
-    """Every other round runs backwards: nobody is always first."""
+def in_turns(sides: Sequence[Side], rounds: int, measure: Callable[[Side, int], Case]) -> dict[str, list[Case]]:
+    """`measure` gets the round's number. Every other round runs backwards: nobody is always first."""
     cases: dict[str, list[Case]] = {side.name: [] for side in sides}
     for index in range(rounds):
         for side in sides if index % 2 == 0 else list(reversed(sides)):
-            cases[side.name].append(measure(side))
+            cases[side.name].append(measure(side, index))
     return cases
 
 
@@ -258,11 +245,11 @@ def storm(sides: Sequence[Side], options: argparse.Namespace) -> None:
             print(f"{side.name}: {error}", file=sys.stderr)
             rows.append([side.name, *[""] * 5, "failed", ""])
             continue
-        goodput = f"{steps / calm:.2f}" + (" (bound 0.93)" if side.name == "ours" else "")
-        rows.append(
-            [side.name, str(calm), str(steps), str(count), goodput, str(lost), "equal" if equal(ends) else "differ"]
-        )
-    print(table(["", "steps, calm", "with kills", "kills", "goodput", "refused", "weights"], rows))
+        good, differ = steps / calm, not equal(ends)
+        figures = [str(calm), str(steps), str(count), f"{good:.2f}", str(lost), "differ" if differ else "equal"]
+        bounds = verdict(side, {"1 - goodput": (1 - good, 0.07), "lost": (lost, 0), "weights differ": (differ, 0)})
+        rows.append([side.name, *figures, bounds])
+    print(table(["", "steps, calm", "with kills", "kills", "goodput", "lost", "weights", "bounds"], rows))
 
 
 def stormy(side: Side, options: argparse.Namespace, *, kills: bool) -> tuple[int, int, int, list[Line]]:
@@ -308,13 +295,16 @@ def killstorm(sides: Sequence[Side], options: argparse.Namespace) -> None:
                 longest_s = longest_alive(job.groups, began_s)
         except Failed as error:
             print(f"{side.name}: {error}", file=sys.stderr)
-            rows.append([side.name, str(count), *[""] * 4, "failed"])
+            rows.append([side.name, str(count), *[""] * 5, "failed", ""])
             continue
         for words in wrong[:20]:
             print(f"{side.name}: {words}", file=sys.stderr)
         figures = [str(ends[0].step), f"{rate:.1f}", f"{longest_s:.2f}", str(lost)]
-        rows.append([side.name, str(count), *figures, str(len(wrong)), "equal" if equal(ends) else "differ"])
-    print(table(["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights"], rows))
+        differ = not equal(ends)
+        bounds = verdict(side, {"unaccounted": (len(wrong), 0), "weights differ": (differ, 0)})
+        figures += [str(len(wrong)), "differ" if differ else "equal", bounds]
+        rows.append([side.name, str(count), *figures])
+    print(table(["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights", "bounds"], rows))
 
 
 def expendable(groups: Sequence[Group]) -> list[Group]:
@@ -385,7 +375,9 @@ def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
             print(f"{side.name}: {error}", file=sys.stderr)
             rows.append([side.name, "", "", "", "failed", ""])
             continue
-        bounds = verdict(side, {"gap": (gap_s, 1.0), "lost": (lost, 0), "ended": (gone, 0)})
+        bounds = verdict(
+            side, {"gap": (gap_s, 1.0), "lost": (lost, 0), "ended": (gone, 0), "weights differ": (ends == "differ", 0)}
+        )
         rows.append([side.name, f"{gap_s:.2f}", str(lost), str(gone), ends, bounds])
     print(table(["", "longest gap s", "lost", "groups that ended", "weights", "bounds"], rows))
 
