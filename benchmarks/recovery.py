@@ -358,6 +358,7 @@ def lives(group: Group) -> Iterator[list[Line]]:
 
 
 def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
+    """Looked at for longer than a call of torchft's waits: who gives up has ended by then."""
     rows = []
     for side in [side for _ in range(options.rounds) for side in sides]:
         try:
@@ -367,7 +368,7 @@ def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
                 at_s = job.kill_lighthouse()
                 time.sleep(2)
                 job.restart_lighthouse()
-                job.wait(15)
+                job.wait(35)
                 gone = sum(group.process is None or group.process.poll() is not None for group in job.groups)
                 gap_s, lost = longest_gap(job.groups, at_s), refused(job.groups, at_s)
                 ends = "" if gone else "equal" if equal(job.finish()) else "differ"
