@@ -368,7 +368,7 @@ def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
                 at_s = job.kill_lighthouse()
                 time.sleep(2)
                 job.restart_lighthouse()
-                job.wait(35)
+                job.wait(60)
                 gone = sum(group.process is None or group.process.poll() is not None for group in job.groups)
                 gap_s, lost = longest_gap(job.groups, at_s), refused(job.groups, at_s)
                 ends = "" if gone else "equal" if equal(job.finish()) else "differ"
