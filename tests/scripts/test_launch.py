@@ -46,7 +46,8 @@ from pathlib import Path
 def load(argv):
     if argv[0] != "job.toml":
         raise ValueError(f"{argv[0]}: no such file")
-    return types.SimpleNamespace(run_folder=Path("outputs/job"))
+    alone = types.SimpleNamespace(enable=False)
+    return types.SimpleNamespace(run_folder=Path("outputs/job"), fault_tolerance=alone)
 """
 CHECK = """\
 def check(config, *, world_size):
@@ -71,7 +72,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def tree(tmp_path: Path) -> Path:
     """A repository in which everything but scripts/launch.py and what it uses is a stub."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    (tmp_path / "training").symlink_to(ROOT / "training")
+    for package in ("training", "ft"):
+        (tmp_path / package).symlink_to(ROOT / package)
     (tmp_path / "configs").mkdir()
     for name, text in {
         "train.py": TRAIN,
