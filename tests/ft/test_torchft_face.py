@@ -27,6 +27,7 @@ from ft import (
     torchft_manager,
 )
 from ft.ddp import _tensors
+from ft.healing.http_transport import HttpTransport
 from ft.manager import GroupEnded, Stopped
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
@@ -62,8 +63,6 @@ def test_the_gradient_is_the_mean_and_the_states_are_one():
         assert seen["a"][2:] == [mean(A, B)] * 4  # it says that it has healed in the first tail that it can
         assert a.weights[1][0] == 100.0 - A and moves(a) == moves(b) and moves(a)[6] == 8.0
         assert a.bodies == b.bodies == list(range(1, 7))
-        for group in (a, b):
-            assert not any(isinstance(event, m.ReduceFailed) for event in group.events), "who heals is waited for"
 
 
 def test_a_death_costs_the_others_no_step_and_no_body():
@@ -105,6 +104,28 @@ def test_a_newcomer_takes_the_state_and_gives_from_then_on():
         assert a.refused == b.refused == []
         assert min(b.weights) > 4 and b.bodies[0] == min(b.weights), "no body on a state that is half there"
         assert moves(a)[a.steps] == moves(b)[a.steps] == mean(A, B)
+
+
+def test_a_group_waits_for_its_state_and_the_others_for_the_group(monkeypatch: pytest.MonkeyPatch):
+    """The state begins to arrive when the others are in their bodies."""
+    computing, fetch = threading.Event(), HttpTransport.fetch
+
+    def late(transport: HttpTransport, *sources: Any, **more: Any) -> Any:
+        assert computing.wait(LIMIT_S)
+        return fetch(transport, *sources, **more)
+
+    def body(group: Group) -> None:
+        computing.set()
+        assert group.model.a.tolist() == [100.0 - group.manager.current_step()] * 3, "the state of a, never b's own"
+        group.backward()
+
+    monkeypatch.setattr(HttpTransport, "fetch", late)
+    with job(min_replicas=2) as made:
+        groups = [made.group(name, 1.0, 3, body=body, start=100.0 + place) for place, name in enumerate("ab")]
+        made.join()
+        for group in groups:
+            assert group.bodies == [1, 2, 3] and group.refused == []
+            assert not any(isinstance(event, m.ReduceFailed) for event in group.events)
 
 
 def test_a_spare_follows_and_steps_in():
@@ -321,7 +342,7 @@ def test_a_backward_that_raised_is_none(alone: Group):
     assert alone.manager.current_step() == 1 and alone.model.b.tolist() == [[-A] * 2] * 2
 
 
-def fails(gradient: Tensor) -> None:
+def fails(*_: Any, **__: Any) -> None:
     raise ZeroDivisionError
 
 
@@ -362,12 +383,18 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
 
 
 @pytest.mark.parametrize("alone", [{"max_retries": 1}], indirect=True)
-def test_errors_of_a_group_that_is_alone_drop_its_steps_until_max_retries(alone: Group):
+def test_errors_of_a_group_that_is_alone_drop_its_steps_until_max_retries(
+    alone: Group, monkeypatch: pytest.MonkeyPatch
+):
+    """A sum after the step was dropped goes nowhere: the others may have gone on."""
     manager = alone.manager
+    monkeypatch.setattr(manager, "_sum_late", fails)
     for failures in (1, 0, 1):  # in a row
         for _ in range(failures):
             manager.start_quorum()
             manager.report_error(RuntimeError("not a number"))
+            alone.backward()
+            assert manager.allreduce(late := torch.tensor([3.0])).wait() and late.item() == 3.0
             assert not manager.should_commit()
         step(alone)
     assert manager.current_step() == 3
