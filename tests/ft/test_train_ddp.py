@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from ft import LighthouseServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +87,7 @@ def job() -> Iterator[Callable[[int], Program]]:
         lighthouse.shutdown()
 
 
+@pytest.mark.timeout(200)  # three programs start
 def test_the_example_outlives_a_kill():
     with job() as start:
         left, right = start(0), start(1)
