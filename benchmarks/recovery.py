@@ -358,7 +358,7 @@ def lives(group: Group) -> Iterator[list[Line]]:
 
 
 def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
-    """Looked at for longer than a call of torchft's waits: who gives up has ended by then."""
+    """Who has not committed in the last ten seconds of twenty has stopped, whether it waits in vain or has ended."""
     rows = []
     for side in [side for _ in range(options.rounds) for side in sides]:
         try:
@@ -368,19 +368,21 @@ def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
                 at_s = job.kill_lighthouse()
                 time.sleep(2)
                 job.restart_lighthouse()
-                job.wait(60)
-                gone = sum(group.process is None or group.process.poll() is not None for group in job.groups)
-                gap_s, lost = longest_gap(job.groups, at_s), refused(job.groups, at_s)
-                ends = "" if gone else "equal" if equal(job.finish()) else "differ"
+                job.wait(20)
+                stopped = sum(not group.since(time.monotonic() - 10, "commit") for group in job.groups)
+                gap_s = float("inf") if stopped else longest_gap(job.groups, at_s)
+                lost = refused(job.groups, at_s)
+                ends = "" if stopped else "equal" if equal(job.finish()) else "differ"
         except Failed as error:
             print(f"{side.name}: {error}", file=sys.stderr)
             rows.append([side.name, "", "", "", "failed", ""])
             continue
         bounds = verdict(
-            side, {"gap": (gap_s, 1.0), "lost": (lost, 0), "ended": (gone, 0), "weights differ": (ends == "differ", 0)}
+            side,
+            {"gap": (gap_s, 1.0), "lost": (lost, 0), "stopped": (stopped, 0), "weights differ": (ends == "differ", 0)},
         )
-        rows.append([side.name, f"{gap_s:.2f}", str(lost), str(gone), ends, bounds])
-    print(table(["", "longest gap s", "lost", "groups that ended", "weights", "bounds"], rows))
+        rows.append([side.name, f"{gap_s:.2f}", str(lost), str(stopped), ends, bounds])
+    print(table(["", "longest gap s", "lost", "groups that stopped", "weights", "bounds"], rows))
 
 
 def staggered(sides: Sequence[Side], options: argparse.Namespace) -> None:
