@@ -148,13 +148,14 @@ def test_a_token_does_not_show():
 
 def test_settings_that_do_not_fit_the_environment():
     environment = Environment(lighthouse="http://head:29510", num_replica_groups=2)
-    environment.check(FaultTolerance(min_replica_size=2))
+    environment.check(FaultTolerance(enable=True, min_replica_size=2))
     with pytest.raises(
         ValueError, match=r"^fault_tolerance.min_replica_size = 3: there are NUM_REPLICA_GROUPS = 2; nearest: 2$"
     ):
-        environment.check(FaultTolerance(min_replica_size=3))
+        environment.check(FaultTolerance(enable=True, min_replica_size=3))
     with pytest.raises(ValueError, match=r"^TORCHFT_LIGHTHOUSE is not set: "):
-        Environment().check(FaultTolerance())
+        Environment().check(FaultTolerance(enable=True))
+    Environment().check(FaultTolerance())
 
 
 def test_reading_settings_loads_neither_torch_nor_grpc():
