@@ -30,9 +30,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     log.write_text(log.read_text().replace('"step": 9, "loss": ', '"step": 9, "loss": 1'))
     compared, differing = compare(runs, "bfloat16", "bfloat16-1")
     assert (
-        compared.endswith("12 steps")
-        and differing.startswith("ledger.ledger, ledger.step, m")
-        and "more" in differing
+        compared.endswith("12 steps") and differing.startswith("ledger.ledger, ledger.step, m") and "more" in differing
     )
 
 
