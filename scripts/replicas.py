@@ -28,7 +28,8 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 if TYPE_CHECKING:
     from configs.schema import Config
 
-RESTART_S = 1.0
+RESTART_S = 1.0  # before a group starts again; twice as long after each life that was short
+SHORT_LIFE_S, SHORT_LIVES = 30.0, 6  # so many of them in a row are no accident
 POLL_S = 0.1
 ENABLED = "--fault_tolerance.enable=true"
 
@@ -44,11 +45,14 @@ class Group:
     restarts: int
     process: subprocess.Popen[str] | None = None
     code: int | None = None  # of its end, for good
+    started_s: float = 0.0
     again_at_s: float = 0.0
+    short_lives: int = 0
     readers: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> int:
         """Its process number."""
+        self.started_s = time.monotonic()
         self.process = process = subprocess.Popen(
             self.command,
             env=self.env,
@@ -85,11 +89,12 @@ class Group:
         if code is None:
             return ""
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
-        if code in (0, 2) or self.restarts == 0:
+        self.short_lives = self.short_lives + 1 if now_s - self.started_s < SHORT_LIFE_S else 0
+        if code in (0, 2) or self.restarts == 0 or self.short_lives == SHORT_LIVES:
             self.code = 1 if code < 0 else code
             return "" if code == 0 else f"group {self.name} failed for good ({how})"
         self.restarts -= 1
-        self.process, self.again_at_s = None, now_s + RESTART_S
+        self.process, self.again_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_lives - 1)
         return f"group {self.name} died ({how})"
 
     def tell(self, number: signal.Signals) -> None:

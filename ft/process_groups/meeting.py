@@ -22,7 +22,9 @@ from ft.process_groups.store import StoreClient
 if TYPE_CHECKING:
     from ft.process_groups.forming import Formation
 
-POLL_S = (0.002, 0.05)  # the first pause, and the longest; each is half as long again as the one before
+POLL_S = 0.002  # the first pause between two looks; each is half as long again as the one before,
+MOST_POLL_S = 0.05  # up to this, and for few members up to what keeps the store as little busy:
+MEMBER_POLL_S = 0.002  # so long for each
 
 
 class Meeting:
@@ -54,7 +56,7 @@ class Meeting:
                 f"rank {self.rank} is in this store already: each generation needs a prefix of its own, each member a rank"
             )
         keys = [_key(rank) for rank in range(self.size)]
-        pause_s, longest_s = POLL_S
+        pause_s, longest_s = POLL_S, min(MOST_POLL_S, MEMBER_POLL_S * self.size)
         while not self.store.check(keys):
             if self._formation.given_up.wait(pause_s):
                 raise RendezvousFailed("given up")

@@ -1,0 +1,65 @@
+"""What run_replicas.sh does with a group that dies: again, and not for ever."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, read_groups
+
+
+def group(tmp_path: Path, program: str, restarts: int = 100) -> Group:
+    made = Group("0", [sys.executable, "-c", program], {}, tmp_path / "0.log", restarts)
+    made.start()
+    return made
+
+
+def ended(one: Group, now_s: float) -> str:
+    """What is said of it once its process is gone."""
+    assert one.process is not None
+    one.process.wait()
+    return one.look(now_s)
+
+
+def test_a_group_that_dies_at_once_is_tried_later_and_later_and_then_given_up(tmp_path: Path):
+    one, now_s, pauses = group(tmp_path, "raise SystemExit(1)"), time.monotonic(), []
+    while one.code is None:
+        said = ended(one, now_s)
+        if one.code is None:
+            assert said == "group 0 died (exit code 1)"
+            pauses.append(one.again_at_s - now_s)
+            assert one.look(now_s) == "", "not yet"
+            assert one.look(one.again_at_s).startswith("group 0 starts again (process ")
+    assert said == "group 0 failed for good (exit code 1)" and one.code == 1
+    assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16] and len(pauses) == SHORT_LIVES - 1
+
+
+def test_a_long_life_forgives_the_short_ones(tmp_path: Path):
+    one, now_s = group(tmp_path, "raise SystemExit(1)"), time.monotonic()
+    ended(one, now_s)
+    one.look(one.again_at_s)
+    assert ended(one, now_s + SHORT_LIFE_S + 60) == "group 0 died (exit code 1)"
+    assert one.short_lives == 0
+
+
+@pytest.mark.parametrize(("program", "code"), [("pass", 0), ("raise SystemExit(2)", 2)])
+def test_who_has_finished_or_was_told_wrong_does_not_come_again(tmp_path: Path, program: str, code: int):
+    one = group(tmp_path, program)
+    ended(one, time.monotonic())
+    assert one.code == code
+
+
+def test_its_words_are_in_its_log_without_colours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = group(tmp_path, r"print('\x1b[31mred\x1b[0m step 1')")
+    ended(one, time.monotonic())
+    one.end()
+    assert (tmp_path / "0.log").read_text() == "red step 1\n"
+    assert capsys.readouterr().out == "\x1b[31mred\x1b[0m step 1\n"
+
+
+def test_the_number_of_groups_may_stand_anywhere():
+    assert read_groups(["a.toml", "--groups", "3", "--training.steps=2"]) == (3, ["a.toml", "--training.steps=2"])
+    assert read_groups(["--groups=2", "a.toml"]) == (2, ["a.toml"])
