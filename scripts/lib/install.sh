@@ -265,9 +265,12 @@ take_lock() {
 }
 
 drop_lock() {
-  trap - EXIT INT TERM HUP
   # Now and then bash has reaped a child that it then waits for and says "wait_for: No record of process": nothing for the user.
-  { kill "$beater" && wait "$beater" || true; rm -rf "$held" || true; } 2>/dev/null
+  {
+    trap - EXIT INT TERM HUP
+    kill "$beater" && wait "$beater" || true
+    rm -rf "$held" || true
+  } 2>/dev/null
 }
 
 stop() {

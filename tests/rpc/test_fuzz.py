@@ -139,7 +139,7 @@ class GroupServer:
 
     def close(self) -> None:
         self.wire.close()
-        if self._thread.is_alive():
+        with suppress(RuntimeError):  # its loop is closed: it has ended by itself
             self._loop.call_soon_threadsafe(lambda: self._gone.done() or self._gone.set_result(None))
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
@@ -216,8 +216,8 @@ def test_whatever_comes_is_answered_and_the_server_goes_on(path: str, servers: d
         code, reason = _say(server.wire, method, path, sent)
         assert code in MEANT, f"{code}: {reason}"
         assert len(reason) <= 1000 and (reason or code is grpc.StatusCode.OK)
-        if name == "group" and method.name in ENDS and code is grpc.StatusCode.OK:
-            server.again()
+        if name == "group" and method.name in ENDS and (code is grpc.StatusCode.OK or method.client_streaming):
+            server.again()  # a stream may have been a rank's before it was refused
         assert server.wire.code(PROBES[name], b"\xff", WAIT_S)[0] == "INVALID_ARGUMENT", "it is not there any more"
 
     fuzz()
