@@ -36,7 +36,7 @@ def main() -> int:
     for one in failed[:5]:
         print(runs.tell(one))
     if len(failed) > 5:
-        print(f"failed, too: seeds {', '.join(str(one.seed) for one in failed[5:])}")
+        print(f"failed, too: seeds {', '.join(str(one.setting.seed) for one in failed[5:])}")
     never = runs.never_seen(found) if args.seeds >= runs.ENOUGH else []
     if never:
         print(f"never seen in {args.seeds} seeds: " + "; ".join(never))
