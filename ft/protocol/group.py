@@ -159,7 +159,7 @@ class Group:
             self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._round, self._answered_as = quorum, self._waiting, self.replica_id
-        self._waiting, self._calling = {}, None
+        self._nobody_waits()
         for rank in sorted(self._round):
             self._answer(rank, quorum)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
@@ -208,13 +208,18 @@ class Group:
     def _on_wants_restore(self, event: m.LighthouseWantsRestore, now_s: float) -> None:
         for rank in sorted(self._waiting):
             self._emit(m.RestoreRank(rank, event.settled))
-        self._waiting, self._calling = {}, None
+        self._nobody_waits()
         self.reason = f"a checkpoint has to be loaded: step {event.settled} was settled"
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
         for rank in sorted(self._waiting):
             self._emit(m.FailRank(rank, code, reason))
-        self._waiting, self._calling, self.reason = {}, None, reason
+        self._nobody_waits()
+        self.reason = reason
+
+    def _nobody_waits(self) -> None:
+        """Whoever asks next is the first: what came before has been answered, and says nothing about who is late."""
+        self._waiting, self._calling, self._joining_since_s = {}, None, None
 
     # ---- votes
 

@@ -201,7 +201,9 @@ class Lighthouse:
             newest = self.quorum.quorum_id if self.quorum else 0
             if known.quorum_id > newest:
                 self._epoch, self._settled = known.epoch, 0  # another history's, if the job has gone back since
+                old = self.quorum
                 self._adopt(known, now_s)
+                self._leave_behind(old)
             if known.quorum_id >= newest:
                 self._settled = max(self._settled, event.settled)
         self._see(replica_id, "pharos", now_s).stream = True
@@ -311,9 +313,15 @@ class Lighthouse:
         self._generation.change = ""
         self._persist(now_s)
         self._emit(m.Answer(ids, quorum))
-        if old and fresh:
+        if fresh:
+            self._leave_behind(old)
+
+    def _leave_behind(self, old: Quorum | None) -> None:
+        """Who was in the old quorum and is not in this one may be waiting on it, and nobody else would tell."""
+        if old and self.quorum:
             out = tuple(i for i in old.ids if i not in self._previous and i in self._peers)
-            self._notify(out, m.Abandoned(old.quorum_id, f"quorum {quorum.quorum_id} was formed without this group"))
+            why = f"quorum {self.quorum.quorum_id} was formed without this group"
+            self._notify(out, m.Abandoned(old.quorum_id, why))
 
     def _starts_a_generation(self, decision: Decision, ids: tuple[str, ...]) -> bool:
         """The id grows if the members changed or one of them reports a failed generation; else they keep what they have. It also grows

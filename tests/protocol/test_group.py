@@ -331,6 +331,18 @@ def test_a_rank_that_is_gone_ends_the_group():
     assert said(joined(), m.RankStream(1, False)) == [m.EndGroup("rank 1 is gone")]
 
 
+def test_a_call_that_was_repeated_while_all_waited_says_nothing_about_the_next_one():
+    """The group would be ended in the middle of its training (seeds 4459, 6070)."""
+    machine = group(2)
+    ask(machine, 0), ask(machine, 1)
+    ask(machine, 0)  # its call timed out, and the lighthouse has not answered yet
+    said(machine, m.LighthouseAnswered(quorum()), 5.0)
+    assert said(machine, m.Tick(), 1000.0) == []
+    ask(machine, 0, known=1)
+    machine.handle(RankCall(1, Member(""), known=1), 1001.0)
+    assert not any(isinstance(effect, m.EndGroup) for effect in said(machine, m.Tick(), 1002.0))
+
+
 def test_a_rank_that_never_asks_ends_the_group():
     """It died before its stream was open; the others' calls end and begin again meanwhile."""
     machine = group(2)

@@ -7,6 +7,7 @@ members where both have the rule; the second part is ours alone.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -538,6 +539,18 @@ def test_without_a_state_file_the_members_reports_count():
     again.say(m.StreamOpened("a:1", running, settled=12))
     assert again.quorum == (1, "ab")
     assert again.machine.saved.settled == 12 and again.machine.saved.epoch == "job"
+
+
+def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_over():
+    """It waits in that one, and its own members are in the newer (seed 5034)."""
+    older = formed("abc").machine.quorum
+    assert older is not None
+    newer = replace(older, quorum_id=older.quorum_id + 1, members=older.members[:2])
+    again = Talk(fresh=False)
+    assert notices(again.say(m.StreamOpened("c:1", older))) == []
+    said = again.say(m.StreamOpened("a:1", newer))
+    [told] = [effect for effect in said if isinstance(effect, m.Notify) and "c:1" in effect.replica_ids]
+    assert told.notice == m.Abandoned(older.quorum_id, f"quorum {newer.quorum_id} was formed without this group")
 
 
 def test_a_paused_lighthouse_blames_nobody():
