@@ -173,6 +173,7 @@ class Step:
         if part.heal:
             self._become_void(part)
         else:
+            self._settle(part.reference[0])
             self._agree_on_deal(part)
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
         self._emit(m.Configure(part, self._attempt))
@@ -357,7 +358,8 @@ class Step:
             self._offering = False
         owners = self.ledger.pending
         entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
-        self._settle(self.step)  # of this generation, or chosen by it: and it lives, for it commits
+        if self.commit_quorum_id == part.quorum_id:
+            self._settle(self.step)
         self.step += 1
         self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)

@@ -160,5 +160,5 @@ BUGS = {
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, "decides yes on"),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 105, "without healing; it goes on from"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 105, "second version of settled"),
 }
