@@ -56,8 +56,8 @@ def test_a_killed_server_is_told_to_a_rank_of_another_group():
 
 def test_a_trainer_that_is_stopped_counts_as_silent():
     """Its server lives and would beat: only the trainer does not run. When it goes on, its group is under another id."""
-    times = m.Times(beat_s=0.1, heartbeat_timeout_s=1.5)
-    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10, heartbeat_timeout_ms=1500)
+    times = m.Times(beat_s=0.1, heartbeat_timeout_s=4)
+    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10, heartbeat_timeout_ms=4000)
     groups = [GroupProcess(Settings(f"{name}:1", 1, server.address(), times=times)) for name in "ab"]
     ranks = [GroupClient(group.address, 0) for group in groups]
     told: list[m.Notice] = []
@@ -77,7 +77,7 @@ def test_a_trainer_that_is_stopped_counts_as_silent():
         assert trainer.stdout and trainer.stdout.readline() == "heard\n", "so its server knows the process"
         assert not Process(trainer.pid).is_stopped()
         os.kill(trainer.pid, signal.SIGSTOP)
-        assert heard.wait(WAIT_S) and told == [m.MemberLost(first, ("b:1",), "silent for 1.5 s")]
+        assert heard.wait(WAIT_S) and told == [m.MemberLost(first, ("b:1",), "silent for 4 s")]
         assert Process(trainer.pid).is_stopped() and groups[1].alive()
         os.kill(trainer.pid, signal.SIGCONT)
         assert trainer.stdout.readline() == "heard\n", "that its generation is over"
