@@ -91,6 +91,7 @@ def jobs() -> Iterator[list[Job]]:
         job.close()
 
 
+@pytest.mark.timeout(3 * WAIT_S)
 def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs: list[Job], tmp_path: Path):
     jobs.append(job := Job(tmp_path, "--groups=2", "--training.steps=100000"))
     text = job.until("both take part", lambda text: "2 groups" in text and re.search(r"\[1/0 \d+\] step \d+/", text))
