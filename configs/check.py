@@ -56,6 +56,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
             lambda: _check_schedule(config),
             lambda: _check_validation(config),
             lambda: _check_run_folder(config),
+            lambda: _check_fault_tolerance(config),
         ],
     )
 
@@ -89,6 +90,15 @@ def _check_batch(config: Config, world_size: int) -> None:
         f"training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
         f"nearest: {nearest}"
     )
+
+
+def _check_fault_tolerance(config: Config) -> None:
+    """Who trained on what can be said of positions only, and a stream has none."""
+    if config.fault_tolerance.enable and config.training.dataset == "huggingface":
+        raise ValueError(
+            'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
+            'nearest: "files", or fault_tolerance.enable = false'
+        )
 
 
 def _check_tensor_parallel(config: Config) -> None:

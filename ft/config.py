@@ -30,7 +30,11 @@ class FaultTolerance:
         Literal["gloo", "nccl", "baby_gloo", "baby_nccl"],
         "what gradients travel over between groups; baby: in a child process, which can be killed when it hangs",
     ] = "gloo"
-    min_replica_size: Annotated[int, "groups without which no step is committed", ">= 1"] = 1
+    min_replica_size: Annotated[
+        int,
+        "groups without which no step is committed; the lighthouse's --min_replicas, where run_replicas.sh starts it",
+        ">= 1",
+    ] = 1
     quorum: Annotated[
         Literal["on_change", "every_step"],
         "when the lighthouse is asked who takes part: when something has changed, or before each step as torchft does",
@@ -39,15 +43,6 @@ class FaultTolerance:
         bool,
         "keep this group's gradients until the step holds, so that a death costs the others no step; false: less memory",
     ] = True
-    keep_global_batch: Annotated[
-        bool, "who is alive takes over the batches of who is not, so that every step has slots_per_step of them"
-    ] = False
-    deterministic_reduce: Annotated[
-        bool, "sum gradients in the order of their batches, so that the bits do not depend on who computed which"
-    ] = False
-    slots_per_step: Annotated[
-        int, "batches that a step deals to the groups; 0: one for each group that takes part", ">= 0"
-    ] = 0
     interface: Annotated[
         str,
         'the network that other groups reach this machine by: an interface ("eth0") or addresses ("10.0.0.0/8"); '
@@ -77,30 +72,12 @@ class FaultTolerance:
         ">= 0",
     ] = 256 << 20
     heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
-    digest_interval: Annotated[
-        int, "steps between two comparisons of all groups' weights, bit by bit; 0: never", ">= 0"
-    ] = 100
 
     def check(self) -> None:
         for lower, x, upper, y in self.times.bad_rungs():
             raise ValueError(
                 f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: who waits for the longer one acts "
                 "on what the shorter one tells"
-            )
-        if self.keep_global_batch and not self.slots_per_step:
-            raise ValueError(
-                "fault_tolerance.keep_global_batch = true: needs fault_tolerance.slots_per_step, the batches of every step"
-            )
-        if self.keep_global_batch and not self.keep_gradients:
-            raise ValueError(
-                "fault_tolerance.keep_gradients = false: fault_tolerance.keep_global_batch = true needs what was "
-                "computed when a step is tried again; nearest: true"
-            )
-        if 0 < self.slots_per_step < self.min_replica_size:
-            raise ValueError(
-                f"fault_tolerance.slots_per_step = {self.slots_per_step}: must be at least "
-                f"fault_tolerance.min_replica_size = {self.min_replica_size}, or a group would have nothing to do; "
-                f"nearest: {self.min_replica_size}"
             )
 
     @property

@@ -315,3 +315,10 @@ def test_patterns_of_the_optimizer_meet_the_model(folder: Path) -> None:
     assert complaints(folder, '--optimizer.groups=[{pattern = "*norm.weight"}]') == []
     found = complaints(folder, '--optimizer.groups=[{pattern = "*norm.wieght"}]')
     assert found[0].startswith('--optimizer.groups[0].pattern = "*norm.wieght": matches no parameter')
+
+
+def test_a_stream_is_not_dealt_to_replica_groups(folder: Path) -> None:
+    [line] = complaints(
+        folder, "--fault_tolerance.enable=true", "--training.dataset=huggingface", "--training.dataset_path=a/b"
+    )
+    assert line.startswith('--training.dataset = "huggingface": a stream cannot be dealt to replica groups')

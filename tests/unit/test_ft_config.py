@@ -49,15 +49,6 @@ def test_every_length_of_the_protocol_can_be_set():
         (dict(stall_s=30.0), "fault_tolerance.takeover_s = 30: must be below fault_tolerance.stall_s = 30"),
         (dict(stall_s=601.0), "fault_tolerance.stall_s = 601: must be below fault_tolerance.collective_s = 600"),
         (dict(takeover_s=0, heal_grace_s=60.0), "fault_tolerance.heal_grace_s = 60: must be below fault_tolerance.stall_s = 60"),
-        (dict(keep_global_batch=True), "fault_tolerance.keep_global_batch = true: needs fault_tolerance.slots_per_step"),
-        (
-            dict(keep_global_batch=True, slots_per_step=4, keep_gradients=False),
-            "fault_tolerance.keep_gradients = false: fault_tolerance.keep_global_batch = true needs",
-        ),
-        (
-            dict(slots_per_step=2, min_replica_size=3),
-            "fault_tolerance.slots_per_step = 2: must be at least fault_tolerance.min_replica_size = 3",
-        ),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_each_other(settings: dict[str, object], message: str):
@@ -71,8 +62,6 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
         dict(heal_grace_s=20.0),
         dict(stall_s=600.0),
         dict(takeover_s=0.0, heal_grace_s=59.0),
-        dict(keep_global_batch=True, slots_per_step=4),
-        dict(slots_per_step=3, min_replica_size=3),
     ],
 )
 def test_settings_that_do(settings: dict[str, object]):
