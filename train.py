@@ -40,6 +40,7 @@ from parallelisms.seeds import make_deterministic, seed_slot
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
+from training.drill import Corruption
 from training.garbage import GarbageCollection
 from training.log import Log
 from training.loss import IGNORED, cross_entropy_sum
@@ -263,6 +264,7 @@ class Run:
         if (reached := max(self.manager.step, self.exported)) >= steps:
             return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
         watchdog, profiler, garbage = self.look_after()
+        corruption = self.corruption()
         while self.manager.step < steps and not self.manager.left:
             if not self.train_step():
                 continue  # it did not hold: begin again
@@ -278,6 +280,7 @@ class Run:
             watchdog.step_done()
             profiler.step(step)
             garbage.step(step)
+            corruption.step(step)
         if self.manager.step < steps:
             return self.sum_up("stopped at", next_command="the same command goes on")
         return self.finish()
@@ -420,6 +423,12 @@ class Run:
         profiler = Profiler(config.profiling, config.run_folder, global_rank=world.global_rank, log=self.log, cuda=cuda)
         garbage = GarbageCollection(config.training.gc_freq)
         return watchdog, cleanup.enter_context(profiler), cleanup.enter_context(closing(garbage))
+
+    def corruption(self) -> Corruption:
+        """What a fault drill may ask for (training/drill.py); nothing without PHAROS_DRILL=1."""
+        folder = group_folder(self.config.run_folder, self.config.fault_tolerance, self.environment)
+        enabled = os.environ.get("PHAROS_DRILL") == "1"
+        return Corruption(folder, self.world.global_rank, self.parameters, enabled=enabled, log=self.log)
 
 
 if __name__ == "__main__":

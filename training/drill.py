@@ -1,0 +1,58 @@
+"""The fault that only a comparison of weights finds: one bit of one weight flips in memory, when somebody asks for it.
+
+Floor 3, of no use but to proofs and tests: nothing of it is there without PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in
+group <id>, write the number of one of its ranks ("0") into <run>/groups/<id>/corrupt, whole at once (write another file, rename it). That
+rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from training.log import Log
+
+ORDER = "corrupt"  # the file
+
+
+class Corruption:
+    """Of one rank. `folder`: its group's own; `group_rank`: its number there. `weights`: the model's, as they are at that time."""
+
+    def __init__(
+        self, folder: Path, group_rank: int, weights: Callable[[], Iterable[Tensor]], *, enabled: bool, log: Log
+    ) -> None:
+        self._order, self._rank, self._weights = folder / ORDER, str(group_rank), weights
+        self._enabled, self._log = enabled, log
+
+    def step(self, step: int) -> None:
+        """At the boundary after `step`, on every rank."""
+        if not self._enabled:
+            return
+        with suppress(FileNotFoundError):
+            if self._order.read_text(encoding="ascii").strip() == self._rank:
+                flip_bit(next(shard for shard in map(_local, self._weights()) if shard.numel()))
+                self._log.warning("drill: after step %d a bit of this rank's first weight was flipped", step)
+                self._order.unlink()
+
+
+def flip_bit(shard: Tensor) -> None:
+    """In the element of largest magnitude, one in the middle of its mantissa: too little to be seen in a loss, too much to be rounded away
+    by the steps that follow."""
+    with torch.no_grad():
+        flat = shard.detach().view(-1)
+        where = int(flat.abs().argmax())
+        element = flat[where : where + 1].clone().view(torch.uint8)
+        element[max(0, shard.dtype.itemsize - 3)] ^= 16  # little-endian: bit 12 of 23 in float32, 4 of 7 in bfloat16
+        flat[where : where + 1] = element.view(shard.dtype)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
