@@ -254,7 +254,9 @@ class Run:
 
         if not config.fault_tolerance.enable:
             return sinks(resumed_step)
-        return Relay(folder / "metrics.jsonl", lambda: self.manager.writes, sinks).sinks()
+        relay = Relay(folder, lambda: self.manager.writes, sinks)
+        self.manager.register("figures", relay.state_dict, relay.load_state_dict)
+        return relay.sinks()
 
     def train(self) -> None:
         """Steps until training.steps are committed, or a signal asks to stop. Raises NonFinite, CheckpointFailed."""
@@ -333,6 +335,7 @@ class Run:
         self.log.step, self.mean_loss = self.manager.step, commit.mean_loss
         tokens = round(commit.divisor)
         self.meter.step(self.manager.step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens)
+        self.meter.samples(self.manager.step, slot_size=self.slot_size, slots=commit.slots, holes=commit.holes)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         with self.progress.phase("data"):

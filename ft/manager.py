@@ -226,7 +226,9 @@ class Manager:
         self._step_s.append(now_s - self._committed_s)
         self._committed_s = now_s
         self.left = self.left or turn.leave
-        return Commit(turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size)
+        return Commit(
+            turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size, slots=turn.slots, holes=turn.holes
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return to_checkpoint(self._machine.state_dict())

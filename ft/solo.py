@@ -49,15 +49,17 @@ class SoloManager:
         return Sums(tuple(tokens_per_slot), loss_sum, finite)
 
     def commit(self, sums: Sums) -> Commit | None:
-        divisor, slots = sum(sums.tokens_per_slot), tuple(self._ledger.pending)
+        divisor, deal = sum(sums.tokens_per_slot), self._ledger.pending
+        slots = tuple(deal)
         if not sums.finite:
             raise Stopped(f"step {self._step + 1}: the loss is not a number", slots)
         if divisor == 0:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self._step + 1}: none of the sequences from {named} on has a target to learn", slots)
         self._step, self.left = self._step + 1, self.left or self._last
-        self._ledger.commit(sums.tokens_per_slot)
-        return Commit(divisor, contributors=(0,), mean_loss=sums.loss_sum / divisor, quorum_size=1)
+        entry, mean_loss = self._ledger.commit(sums.tokens_per_slot), sums.loss_sum / divisor
+        trained = tuple((slot, deal[slot]) for slot in entry.contributed)
+        return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=tuple(self._ledger.holes))
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self._step, "commit_id": "", "commit_quorum_id": 0}

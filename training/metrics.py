@@ -1,6 +1,6 @@
-"""What a run shows of itself: the console line, metrics.jsonl and the charts.
+"""What a run shows of itself: the console line, metrics.jsonl and the charts; and what it was trained on, samples.jsonl.
 
-Floor 3. train.py calls Meter.step after each committed step and Meter.validation after each look at held-out text; the
+Floor 3. train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each look at held-out text; the
 figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and
 memory is read on logging steps only, from counters on the host.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,6 +150,13 @@ class Meter:
                 "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
             },
         )
+
+    def samples(self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int]) -> None:
+        """What step `step` was trained on: each slot, by the position of its first sequence, and whose gradients of it went in. `holes`:
+        slots that were dealt and have yet to be trained on. scripts/samples.py reads it."""
+        for sink in self._sinks.records:
+            row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
+            sink.write(step, row)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens}

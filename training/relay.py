@@ -1,80 +1,105 @@
 """Figures of a run that several replica groups train: one of them writes, the others remember what they would have written.
 
 Floor 3, between metrics.py and sinks.py. All groups have the same figures, for all have the same sums. When the role moves, whoever has it
-now writes first what the one before did not come to write: no step is missing in metrics.jsonl, and none is there twice.
+now writes first what the one before did not come to write, and takes back what that one wrote of steps that did not hold: no step is
+missing in metrics.jsonl and samples.jsonl, and none is there twice.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from training.sinks import Sinks
+from training.sinks import METRICS, SAMPLES, Sinks, last_rows
 
-STEPS_KEPT = 100  # rows; who writes is known anew with every quorum, so few steps can be missing
+ROWS_KEPT = 100  # who writes is known anew with every quorum, so few steps can be missing
 
-Kind = Literal["journals", "charts"]
+Kind = Literal["journals", "charts", "records"]
 
 
 class Row(NamedTuple):
     kind: Kind
     step: int
-    scalars: Mapping[str, float]
+    figures: Mapping[str, Any]
 
     @property
     def is_validation(self) -> bool:
         """A look at held-out text: a row of its own for the same step."""
-        return any(name.startswith("validation") for name in self.scalars)
+        return any(name.startswith("validation") for name in self.figures)
 
 
 class Relay:
-    """`open_sinks(resumed_step)` as sinks.open_sinks. `writes`: whether this group does, now."""
+    """`open_sinks(resumed_step)` as sinks.open_sinks, into `folder`. `writes`: whether this group does, now."""
 
-    def __init__(self, journal: Path, writes: Callable[[], bool], open_sinks: Callable[[int | None], Sinks]) -> None:
-        self._journal, self._writes, self._open_sinks = journal, writes, open_sinks
-        self._kept: deque[Row] = deque(maxlen=STEPS_KEPT)
+    def __init__(self, folder: Path, writes: Callable[[], bool], open_sinks: Callable[[int | None], Sinks]) -> None:
+        self._folder, self._writes, self._open_sinks = folder, writes, open_sinks
+        self._kept: deque[Row] = deque(maxlen=ROWS_KEPT)
         self._sinks: Sinks | None = None
 
     def sinks(self) -> Sinks:
         """What metrics.py writes to."""
-        return Sinks((_End(self, "journals"),), (_End(self, "charts"),))
+        return Sinks((_End(self, "journals"),), (_End(self, "charts"),), (_End(self, "records"),))
 
     def write(self, row: Row) -> None:
+        if any(_same_place(row, kept) and kept.step >= row.step for kept in self._kept):
+            self.close()  # the job has gone back to a checkpoint
+            self._keep(kept for kept in self._kept if kept.step < row.step)
         self._kept.append(row)
         if not self._writes():
             self.close()
-        elif self._sinks is not None:
-            self._put(row)
-        else:
+        elif self._sinks is None or self._sinks.replaced():
             self._take_over(row.step)
+        else:
+            self._put(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a group that heals: it may be the next to write."""
+        return {"rows": json.dumps(list(self._kept))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.close()
+        self._keep(Row(*row) for row in json.loads(state["rows"]))
 
     def close(self) -> None:
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
 
+    def _keep(self, rows: Iterable[Row]) -> None:
+        self._kept = deque(rows, maxlen=ROWS_KEPT)
+
     def _take_over(self, step: int) -> None:
-        """What lies at this step and past it is of a life that ended before it was saved."""
-        self._sinks = self._open_sinks(step - 1 or None)
-        there = self._rows_there()
+        """What lies at this step and past it is of a life that ended before it was saved; so is what lies before it, from the first step on
+        that this group knows otherwise: the one before wrote it, and the others went on without it."""
+        self.close()
+        written = self._written()
+        first = min(row.step for row in self._kept if row.step >= step or not written(row))
+        self._sinks = self._open_sinks(first - 1 or None)
         for row in self._kept:
-            if row.step == step or (row.step, row.is_validation) not in there:
+            if row.step >= first:
                 self._put(row)
 
-    def _rows_there(self) -> set[tuple[int, bool]]:
-        """Steps, and whether of a look at held-out text."""
-        if not self._journal.exists():
-            return set()
-        rows = map(json.loads, self._journal.read_text(encoding="utf-8").splitlines()[-2 * STEPS_KEPT :])
-        return {(row["step"], Row("journals", row["step"], row).is_validation) for row in rows}
+    def _written(self) -> Callable[[Row], bool]:
+        """Whether a row is in the files. Time and memory are each group's own; what was trained on is the same in all, and tells whether a
+        step is the same step. Charts are written after the journal, and not read."""
+        metrics = [Row("journals", row["step"], row) for row in last_rows(self._folder / METRICS, 2 * ROWS_KEPT)]
+        samples = last_rows(self._folder / SAMPLES, ROWS_KEPT)
+        there = {(row.step, row.is_validation) for row in metrics}
+
+        def written(row: Row) -> bool:
+            if row.kind == "records":
+                return {"step": row.step, **row.figures} in samples
+            return row.kind == "charts" or (row.step, row.is_validation) in there
+
+        return written
 
     def _put(self, row: Row) -> None:
         assert self._sinks is not None
         for sink in getattr(self._sinks, row.kind):
-            sink.write(row.step, row.scalars)
+            sink.write(row.step, row.figures)
 
 
 class _End:
@@ -82,8 +107,12 @@ class _End:
         self._relay = relay
         self._kind: Kind = kind
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         self._relay.write(Row(self._kind, step, dict(scalars)))
 
     def close(self) -> None:
         self._relay.close()
+
+
+def _same_place(one: Row, other: Row) -> bool:
+    return one.kind == other.kind and one.is_validation == other.is_validation

@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl, TensorBoard, Weights & Biases. One face, so that metrics.py knows none of them.
+"""Where figures go: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases. One face, so that metrics.py knows none of them.
 
 Floor 3, under metrics.py. Opened on global rank 0 only. A run has one folder over all its starts: what a resumed start
 will write again is taken out first, so every reader sees each step once.
@@ -17,23 +17,31 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
+
 
 class Sink(Protocol):
     """Takes the figures of one step; nothing it was given is lost when the process is killed after `write` returns."""
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Sinks(NamedTuple):
-    """Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags."""
+    """Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags; records get what every
+    step was trained on, with the keys of samples.jsonl."""
 
     journals: tuple[Sink, ...] = ()
     charts: tuple[Sink, ...] = ()
+    records: tuple[Sink, ...] = ()
+
+    def replaced(self) -> bool:
+        """Somebody else has opened the files of this folder since: what is written here reaches nobody."""
+        return any(isinstance(sink, JournalSink) and sink.replaced() for sink in (*self.journals, *self.records))
 
     def close(self) -> None:
-        for sink in (*self.journals, *self.charts):
+        for sink in (*self.journals, *self.charts, *self.records):
             sink.close()
 
 
@@ -52,8 +60,9 @@ def open_sinks(
     """
     keep_until = -1 if resumed_step is None else resumed_step
     run_folder.mkdir(parents=True, exist_ok=True)
-    journal = run_folder / "metrics.jsonl"
+    journal, record = run_folder / METRICS, run_folder / SAMPLES
     cut_journal(journal, keep_until)
+    cut_journal(record, keep_until)
     charts: list[Sink] = []
     if tensorboard_folder:
         folder = run_folder / tensorboard_folder
@@ -61,19 +70,26 @@ def open_sinks(
         charts.append(TensorBoardSink(folder, resumed_step=resumed_step))
     if wandb:
         charts.append(WandbSink(run_folder, fresh=resumed_step is None, settings=settings or {}))
-    return Sinks((JournalSink(journal),), tuple(charts))
+    return Sinks((JournalSink(journal),), tuple(charts), (JournalSink(record),))
 
 
 class JournalSink:
     """One JSON object per line, `step` first, in the system's hands when `write` returns. NaN and inf become null."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in scalars.items()}}
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        row = {"step": step, **{name: _or_null(value) for name, value in scalars.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
+
+    def replaced(self) -> bool:
+        """By `cut_journal`, of another process."""
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return True
 
     def close(self) -> None:
         self._file.close()
@@ -97,7 +113,7 @@ class TensorBoardSink:
             self._writer.add_event(Event(step=resumed_step + 1, session_log=restart))
             self._writer.flush()
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
@@ -127,7 +143,7 @@ class WandbSink:
         )
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **scalars})
 
     def close(self) -> None:
@@ -137,15 +153,19 @@ class WandbSink:
 def cut_journal(path: Path, keep_until: int) -> None:
     """Drops the lines of steps past `keep_until` and whatever is no JSON object (a line that a kill cut short).
 
-    The file is replaced in one step, or left alone where there is nothing to drop.
+    The file is replaced in one step, also where there is nothing to drop: a process that was stopped and has lost its role may wake and
+    write once more, into the old file, which nobody reads.
     """
     if not path.exists():
         return
-    before = path.read_bytes()
-    lines = (line for line in before.split(b"\n") if line)
-    after = b"".join(line + b"\n" for line in lines if _journal_step(line) <= keep_until)
-    if after != before:
-        _replace(path, after)
+    lines = (line for line in path.read_bytes().split(b"\n") if line)
+    _replace(path, b"".join(line + b"\n" for line in lines if _journal_step(line) <= keep_until))
+
+
+def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Of the last `count` lines of a journal those that are whole."""
+    lines = path.read_bytes().splitlines()[-count:] if path.exists() else []
+    return [json.loads(line) for line in lines if _journal_step(line) < math.inf]
 
 
 def cut_events(folder: Path, keep_until: int) -> None:
@@ -161,6 +181,10 @@ def cut_events(folder: Path, keep_until: int) -> None:
             path.unlink()
         elif after != before:
             _replace(path, after)
+
+
+def _or_null(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _journal_step(line: bytes) -> float:

@@ -363,11 +363,23 @@ class Step:
         self.step += 1
         self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
-        gave = {m.process_of(owners[slot]) for slot in entry.contributed}
+        slots = tuple((slot, owners[slot]) for slot in entry.contributed)
+        gave = {m.process_of(owner) for _, owner in slots}
         contributors = tuple(rank for rank, i in enumerate(part.members) if m.process_of(i) in gave)
         loss, leave = tail.loss_sum / tail.divisor, self._told_leaving and not held
         self._emit(
-            m.CommitStep(self.step, self.commit_id, tail.divisor, contributors, loss, len(part.members), held, leave)
+            m.CommitStep(
+                step=self.step,
+                commit_id=self.commit_id,
+                divisor=tail.divisor,
+                contributors=contributors,
+                mean_loss=loss,
+                quorum_size=len(part.members),
+                slots=slots,
+                holes=tuple(self.ledger.holes),
+                held=held,
+                leave=leave,
+            )
         )
         self._mine, self._excused, self._agains = None, False, 0
         self.reason = f"step {self.step} is committed"

@@ -89,8 +89,20 @@ def test_the_first_step():
     assert rank.see(Computed((10.0,), 25.0)) == [m.LaunchTail(1, 0, 0, (10.0, 0.0, 25.0, 1.0, 0.0))]
     assert only(m.CastVote, rank.reduced(10, 12, 55, 2, 0)).vote.verdict == "yes"
     [commit] = rank.outcome("commit")
-    assert commit == m.CommitStep(1, rank.machine.commit_id, 22, (0, 1), 2.5, 2)
+    assert commit == m.CommitStep(1, rank.machine.commit_id, 22, (0, 1), 2.5, 2, slots=((0, "a:1"), (8, "b:1")))
     assert rank.machine.state_dict()["step"] == 1
+
+
+def test_a_commit_says_whose_gradients_of_which_slot_went_in():
+    """b died before its sums went out; its slot is a hole, and the next deal's first."""
+    rank = Rank()
+    rank.enter()
+    commit = only(m.CommitStep, rank.finish(10, 0, 25, 2, 1, change=True))
+    assert (commit.slots, commit.holes) == (((0, "a:1"),), (8,))
+    rank.see(m.Begin())
+    rank.enter(part(2, step=1, commit=(1, commit.commit_id), members=("a:1", "c:1"), participants=("a:1", "c:1")))
+    commit = only(m.CommitStep, rank.finish())
+    assert (commit.slots, commit.holes) == (((8, "a:1"), (16, "c:1")), ())
 
 
 def test_a_steady_step_asks_nobody_for_a_quorum():

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,9 @@ class Job:
     def steps(self) -> list[int]:
         return [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
+    def samples(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "samples.jsonl").read_text().splitlines()]
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
@@ -94,7 +98,9 @@ def jobs() -> Iterator[list[Job]]:
 @pytest.mark.timeout(3 * WAIT_S)
 def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs: list[Job], tmp_path: Path):
     jobs.append(job := Job(tmp_path, "--groups=2", "--training.steps=100000"))
-    text = job.until("both take part", lambda text: "2 groups" in text and re.search(r"\[1/0 \d+\] step \d+/", text))
+    text = job.until(
+        "both take part", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1))
+    )
     [pid] = re.findall(r"1 \(process (\d+)\)", text)
     os.kill(int(pid), signal.SIGKILL)
     job.until("its second life", lambda text: re.search(r"group 1 starts again", text))
@@ -111,7 +117,9 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs
     last = steps[-1] + 20
     jobs.append(again := Job(tmp_path, "--groups=2", f"--training.steps={last}"))
     assert again.end() == 0, again.text[-3000:]
-    assert again.steps() == list(range(1, last + 1))
+    assert again.steps() == list(range(1, last + 1)) == [row["step"] for row in again.samples()]
+    trained = [slot for row in again.samples() for slot in row["slots"]]
+    assert sorted(map(int, trained)) == list(range(0, 2 * len(trained), 2)) and not again.samples()[-1]["holes"]
     assert "loaded from" in again.text and again.text.count(f"finished step {last}") >= 1
 
 

@@ -103,17 +103,25 @@ def test_cutting_the_journal(tmp_path: Path, content: str, kept: str) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_nothing_to_cut_leaves_the_files_alone(tmp_path: Path) -> None:
+def test_nothing_to_cut_leaves_the_charts_alone(tmp_path: Path) -> None:
     sinks = open_sinks(tmp_path, tensorboard_folder="tb")
     write(sinks, 1, 3)
     sinks.close()
-    files = [tmp_path / "metrics.jsonl", *(tmp_path / "tb").iterdir()]
+    files = list((tmp_path / "tb").iterdir())
     before = [file.stat().st_ino for file in files]
-    cut_journal(files[0], 3)
     cut_events(tmp_path / "tb", 3)
     cut_journal(tmp_path / "absent.jsonl", 3)
     cut_events(tmp_path / "absent", 3)
     assert [file.stat().st_ino for file in files] == before
+
+
+def test_who_had_the_journal_open_writes_to_nobody(tmp_path: Path) -> None:
+    before = open_sinks(tmp_path)
+    write(before, 1, 3)
+    write(after := open_sinks(tmp_path, resumed_step=3), 4, 4)
+    assert before.replaced() and not after.replaced()
+    write(before, 4, 5)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("lost", [1, 4, 20])

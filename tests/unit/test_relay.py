@@ -5,29 +5,39 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.relay import Relay
+from training.relay import Relay, Row
 from training.sinks import Sinks, open_sinks
 
 
 class Group:
     def __init__(self, folder: Path, *, writes: bool) -> None:
         self.folder, self.writes = folder, writes
-        self.relay = Relay(folder / "metrics.jsonl", lambda: self.writes, self.open)
+        self.relay = Relay(folder, lambda: self.writes, self.open)
         self.sinks = self.relay.sinks()
 
     def open(self, resumed_step: int | None) -> Sinks:
         return open_sinks(self.folder, tensorboard_folder="tb", resumed_step=resumed_step)
 
-    def commits(self, step: int, *, looks: bool = False) -> None:
+    def commits(self, step: int, *, looks: bool = False, of: str = "ab") -> None:
         self.sinks.journals[0].write(step, {"loss": float(step)})
         self.sinks.charts[0].write(step, {"loss_metrics/global_avg_loss": float(step)})
+        self.sinks.records[0].write(step, {"slots": {str(2 * step + n): owner for n, owner in enumerate(of)}})
         if looks:
             self.sinks.journals[0].write(step, {"validation_loss": float(step)})
 
 
 def rows(folder: Path) -> list[tuple[int, bool]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [(row["step"], "validation_loss" in row) for row in map(json.loads, lines)]
+    found = [(row["step"], "validation_loss" in row) for row in map(json.loads, lines)]
+    assert [step for step, look in found if not look] == list(owners(folder)), "both files have the same steps"
+    return found
+
+
+def owners(folder: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    found = {row["step"]: "".join(row["slots"].values()) for row in lines}
+    assert len(found) == len(lines), "a step is there twice"
+    return found
 
 
 def test_the_writer_dies_before_it_wrote_and_another_fills_in(tmp_path: Path):
@@ -60,3 +70,64 @@ def test_what_lies_past_the_first_step_is_of_a_life_that_ended(tmp_path: Path):
     after = Group(tmp_path, writes=True)  # all groups began again at the checkpoint of step 5
     after.commits(6)
     assert rows(tmp_path) == [(step, False) for step in range(1, 7)]
+
+
+def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: Path):
+    """The one that wrote held all sums of step 4, died, and the others reduced that step again."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in (1, 2, 3):
+        a.commits(step)
+        b.commits(step)
+    a.commits(4)
+    b.commits(4, of="b")
+    b.writes = True
+    b.commits(5, of="b")
+    assert owners(tmp_path) == {1: "ab", 2: "ab", 3: "ab", 4: "b", 5: "b"}
+
+
+def test_one_that_was_stopped_and_wakes_writes_to_nobody(tmp_path: Path):
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in (1, 2):
+        a.commits(step)
+        b.commits(step)
+    b.writes = True
+    b.commits(3)
+    b.relay.close()  # the job is over
+    rows_of_b = rows(tmp_path)
+    a.relay._put(Row("journals", 3, {"loss": 3.0}))
+    assert rows(tmp_path) == rows_of_b == [(1, False), (2, False), (3, False)]
+
+
+def test_one_that_wakes_and_opens_the_files_has_them_until_the_next_step(tmp_path: Path):
+    a, b = Group(tmp_path, writes=False), Group(tmp_path, writes=True)
+    for step in (1, 2, 3):
+        b.commits(step)
+    a.commits(1)
+    a.writes = True  # by a quorum that is long over
+    a.commits(2)
+    assert rows(tmp_path) == [(1, False), (2, False)]
+    b.commits(4)
+    assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4)]
+
+
+def test_a_job_that_goes_back_to_a_checkpoint_has_each_step_once(tmp_path: Path):
+    """The groups live on; only what they had is gone."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for first in (1, 4):
+        for step in range(first, 8):
+            a.commits(step)
+            b.commits(step, looks=step == 5)
+    b.writes = True
+    b.commits(8, of="b")
+    assert rows(tmp_path) == [(step, look) for step in range(1, 9) for look in ({False, step == 5})]
+
+
+def test_a_group_that_heals_can_fill_in_what_it_never_saw(tmp_path: Path):
+    """Two die in a row: the writer before a line of steps 2 and 3 was written, then the one that had them."""
+    a, b, healed = (Group(tmp_path, writes=writes) for writes in (True, False, True))
+    a.commits(1)
+    for step in (1, 2, 3):
+        b.commits(step)
+    healed.relay.load_state_dict(b.relay.state_dict())
+    healed.commits(4)
+    assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4)]

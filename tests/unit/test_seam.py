@@ -61,6 +61,14 @@ def test_a_commit_divides_by_the_tokens_that_went_in(manager: Seam):
     assert (commit.divisor, commit.mean_loss, commit.contributors, commit.quorum_size) == (100.0, 2.5, (0,), 1)
 
 
+def test_a_commit_says_what_went_in_and_whose(manager: Seam):
+    for slot in (0, 8):
+        commit = committed(manager)
+        assert commit is not None
+        [(named, owner)] = commit.slots
+        assert named == slot and owner == getattr(manager, "replica_id", "solo") and commit.holes == ()
+
+
 def test_step_and_data_move_on_commit_only(manager: Seam):
     first = manager.begin_step()
     assert manager.begin_step() == first and manager.step == 0

@@ -185,6 +185,8 @@ class CommitStep(Effect):
     contributors: tuple[int, ...]  # replica ranks
     mean_loss: float
     quorum_size: int
+    slots: tuple[tuple[int, str], ...] = ()  # what went in, and of whom: slot and replica_id
+    holes: tuple[int, ...] = ()  # slots that have yet to be trained on, all of them
     held: bool = False
     leave: bool = False  # the others know that this group goes now
 
