@@ -48,6 +48,17 @@ class FaultTolerance:
         'the network that other groups reach this machine by: an interface ("eth0") or addresses ("10.0.0.0/8"); '
         '"": the one that leads to the lighthouse',
     ] = ""
+    digest_interval: Annotated[
+        int,
+        "steps after which groups compare digests of their weights, shard by shard, to find memory or arithmetic that "
+        "went wrong; 0: never",
+        ">= 0",
+    ] = 100
+    on_corruption: Annotated[
+        Literal["heal", "leave"],
+        "what a group does whose weights are not those of most others: fetch theirs, or end with exit code 1 (a bad "
+        "machine stays bad); where nobody can tell, as of two groups, all end and go on from the newest checkpoint",
+    ] = "heal"
     max_retries: Annotated[int, "failed attempts in a row after which a group ends; -1: never", ">= -1"] = -1
     # The ladder: each length is below the next (heal_grace_s may equal takeover_s, stall_s collective_s).
     beat_s: Annotated[float, "a group says that it is alive, every so many seconds", "> 0"] = 1.0

@@ -21,8 +21,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ft.digest import digest
 from ft.gradients import Gradients
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import State
@@ -57,6 +59,8 @@ class Options:
     keep_gradients: bool = True
     heal_backlog: int = 2
     heal_copy_bytes: int = 256 << 20
+    digest_interval: int = 0  # steps between two comparisons of weights; 0: never
+    leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
     max_failures: int | None = None  # failed attempts in a row; None: any number
     skip_unable: bool = False
     init_sync: bool = True  # initial states differ: at step 0 all heal from one
@@ -109,7 +113,8 @@ class Manager:
         self._part: m.Part | None = None
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
-        self._tail: tuple[float, ...] = ()
+        self._weights: list[Tensor] = []
+        self._told_cost = False  # of comparing them
         self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
         self._deal: Deal | None = None
         self._restored: dict[str, Any] | None = None
@@ -125,6 +130,7 @@ class Manager:
             m.Configure: self._configure,
             m.Compute: self._take_compute,
             m.LaunchTail: self._launch,
+            m.WeightsDiffer: self._tell_of_difference,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
             m.DropGradients: lambda effect: self.gradients.drop(),
@@ -151,6 +157,8 @@ class Manager:
             every_step=wish.every_step,
             heal_backlog=options.heal_backlog,
             heal_grace_s=wish.times.heal_grace_s,
+            digest_interval=options.digest_interval,
+            leave_if_odd=options.leave_if_odd,
             max_failures=options.max_failures,
             skip_unable=options.skip_unable,
             init_sync=options.init_sync,
@@ -172,8 +180,9 @@ class Manager:
 
     @property
     def writes(self) -> bool:
-        """The first of those that held the state when the quorum was formed."""
-        return self._part is not None and self._part.participants[:1] == (self._part.replica_id,)
+        """The first of those that held the state when the quorum was formed, as long as it does."""
+        part = self._part
+        return part is not None and part.participants[:1] == (part.replica_id,) and not self._machine.void
 
     @property
     def part(self) -> m.Part | None:
@@ -186,6 +195,7 @@ class Manager:
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
             self.gradients.attach(part.parameters())
+            self._weights += part.parameters()
 
     def last_pass(self) -> AbstractContextManager[None]:
         """Around the last backward of a step: gradients go out as they get ready. Without it, all of them in `reduce`."""
@@ -211,8 +221,9 @@ class Manager:
             self._inbox.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite))
             turn = self._pump(before_vote=True)
         if turn is None:
-            *tokens, loss, _, _ = self._tail
-            return Sums(tuple(max(0.0, count) for count in tokens), loss, True)
+            tail = self._machine.tail
+            assert tail is not None, "all sums are there"
+            return Sums(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(turn, m.Compute):  # the deal was made anew
             return Sums((0.0,) * len(turn.slots), 0.0, False)
         return Sums((turn.divisor,), turn.mean_loss * turn.divisor, True)
@@ -352,16 +363,48 @@ class Manager:
 
     def _launch(self, effect: m.LaunchTail) -> None:
         self._open((effect.quorum_id, effect.attempt, effect.step))
-        self.gradients.launch(effect.tail, zeros=effect.zeros)
+        self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
         self._waits_since_s = time.monotonic()
         try:
-            self._tail = self.gradients.wait()
+            tail = self.gradients.wait()
         except GroupError as error:
             self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
         else:
-            self._inbox.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, self._tail))
+            self._inbox.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
         finally:
             self._waits_since_s = None
+
+    def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
+        """The tail, with what this rank's weights are, where others are to compare it."""
+        if not (at := effect.digest_at):
+            return effect.tail
+        figures = digest(self._weights)
+        if not self._told_cost and self._step_s:
+            self._told_cost = True
+            began_s = time.monotonic()
+            digest(self._weights)  # once more: on a GPU the first has waited for the backward
+            cost_s, step_s = time.monotonic() - began_s, statistics.median(self._step_s)
+            interval = self._options.digest_interval
+            log.info(
+                "weights are compared every %d steps: %.1f ms, %.3f%% of a step",
+                interval,
+                1e3 * cost_s,
+                100 * cost_s / interval / step_s,
+            )
+        return (*effect.tail[:at], *figures, *effect.tail[at + len(figures) :])
+
+    def _tell_of_difference(self, effect: m.WeightsDiffer) -> None:
+        assert self._part is not None
+        others = len(self._part.members) - len(effect.replica_ids)
+        log.error(
+            "after step %d rank %d of group %s holds other weights than %s",
+            effect.step,
+            self._wish.group_rank,
+            " and ".join(map(m.name_of, effect.replica_ids or self._part.members)),
+            f"the same rank of {others} others"
+            if effect.replica_ids
+            else "each other, and nobody can tell whose are right",
+        )
 
     def _cast_vote(self, effect: m.CastVote) -> None:
         """Waits for the group's word; not on a heal, whose end finds the ranks at different places."""

@@ -49,6 +49,8 @@ def open_manager(
         keep_gradients=settings.keep_gradients,
         heal_backlog=settings.heal_backlog,
         heal_copy_bytes=settings.heal_copy_bytes,
+        digest_interval=settings.digest_interval,
+        leave_if_odd=settings.on_corruption == "leave",
         max_failures=None if settings.max_retries < 0 else settings.max_retries,
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )

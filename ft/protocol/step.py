@@ -18,6 +18,9 @@ Where the rules leave a choice:
   bucket, which differs between the ranks of a group.
 - A group marks a slot that it cannot use by UNABLE in the tail, so all ledgers count alike, also those that were not there before.
 - Once a rank has an open heal, it asks for no quorum before the group's word on it: else one rank might ask as void, another as whole.
+- Weights are compared in the step before every digest_interval-th, so that what is saved there was compared just before. Of each group one
+  rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
+  holds: those before it were summed with the same wrong weights.
 - A group that is dealt nothing (it came in for a retry, or has just healed) gives zeros and announces a change, to be dealt next time.
 """
 
@@ -29,6 +32,7 @@ from enum import Enum
 from typing import Any
 
 from ft.protocol import messages as m
+from ft.protocol.compare import FIGURES, odd_ones
 from ft.protocol.ledger import MAX_UNABLE, Ledger
 from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, Vote
 from ft.protocol.tail import Tail, next_commit_id
@@ -44,6 +48,8 @@ class StepConfig:
     max_failures: int | None = None  # failed attempts in a row, then stop; None: never
     skip_unable: bool = False  # a slot that was unable too often is skipped instead of ending the job
     init_sync: bool = False  # initial states differ between groups
+    digest_interval: int = 0  # steps between two comparisons of weights; 0: never
+    leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
     writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
 
@@ -63,7 +69,9 @@ class Phase(Enum):
 class Step:
     """In: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving notices Tick.
     Out: AskQuorum Configure Compute LaunchTail StopWaiting CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums DropHeld
-    LoadState LoadCheckpoint Settled GiveUp Stop. What does not fit the phase (late, twice, of another generation) changes nothing."""
+    LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
+
+    What does not fit the phase (late, twice, of another generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
@@ -113,6 +121,11 @@ class Step:
         """step, commit_id, commit_quorum_id, ledger: JSON. To be read at a step's boundary; part of what is healed and saved."""
         state = {"step": self.step, "commit_id": self.commit_id, "commit_quorum_id": self.commit_quorum_id}
         return {**state, "ledger": self.ledger.state_dict()}
+
+    @property
+    def tail(self) -> Tail | None:
+        """What this attempt's sums say, once they are there."""
+        return self._tail
 
     @property
     def computed(self) -> bool:
@@ -262,11 +275,20 @@ class Step:
             loss_sum=mine.loss_sum if usable else 0.0,
             ok=0.0 if unable and not self._excused else 1.0,
             change=1.0 if self._wants_change or self._leaving else 0.0,
+            digests=(0.0,) * self._digests,
         )
         self._told_leaving = self._leaving
+        knows = self._digests > 0 and not self.void and self.step == self._place
+        place = len(tail.values) - self._digests + FIGURES * self.part.replica_rank
         self._emit(
             m.LaunchTail(
-                self.part.quorum_id, self._attempt, self._place, tail.values, not usable, again=again and usable
+                self.part.quorum_id,
+                self._attempt,
+                self._place,
+                tail.values,
+                not usable,
+                again=again and usable,
+                digest_at=place if knows else 0,
             )
         )
 
@@ -281,7 +303,7 @@ class Step:
 
     def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
         if self._at(event) and (self._mine or not self._slots()):
-            self._tail, self._failure = Tail.of(event.tail), None
+            self._tail, self._failure = Tail.of(event.tail, self._digests), None
             self._vote_on_commit()
 
     def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
@@ -303,7 +325,18 @@ class Step:
         self.reason = (
             "all sums are there" if able else f"{round(self._tail.ok)} of {len(self.part.members)} groups were able"
         )
-        self._vote("commit", "yes" if able else "again", change=self._tail.change > 0, reason=self.reason)
+        odd = odd_ones(self._tail.digests, self.part.members) if able else ()
+        if odd:
+            self._emit(m.WeightsDiffer(self.step, () if odd == self.part.members else odd))
+        change = self._tail.change > 0 or bool(odd)
+        self._vote("commit", "yes" if able else "again", change=change, reason=self.reason, blame=odd)
+
+    @property
+    def _digests(self) -> int:
+        """Figures in the tail of this step that are digests."""
+        interval = self.config.digest_interval
+        due = interval > 0 and (self._place + 1) % interval == 0
+        return FIGURES * len(self.part.members) if due and self.part else 0
 
     # ---- the outcome
 
@@ -314,8 +347,19 @@ class Step:
             self._fail(outcome.reason, now_s)
         elif outcome.verdict == "again":
             self._try_again()
+        elif self.part and set(outcome.blame) == set(self.part.members):
+            self._stop(f"after step {self.step} the groups hold different weights, and nobody can tell whose are right")
         else:
             self._commit_or_hold(self._tail, change=outcome.change, now_s=now_s)
+            if self.part and self.part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:
+                self._distrust()
+
+    def _distrust(self) -> None:
+        """This group's weights are not those of the others: what it holds is no state to go on from."""
+        self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
+        if self.config.leave_if_odd:
+            self._stop(f"{self.reason}; fault_tolerance.on_corruption says that it is to leave")
+        self.void = True
 
     def _try_again(self) -> None:
         """Somebody could not compute: no generation is to blame. The same one goes on, without that group's slot."""

@@ -16,14 +16,18 @@ class Tail:
     loss_sum: float
     ok: float  # groups whose gradients may be used
     change: float  # groups that want a quorum before the next step
+    digests: tuple[float, ...] = ()  # of weights, per member (compare.py), in the steps where they are compared
 
     @staticmethod
-    def of(values: Sequence[float]) -> Tail:
-        return Tail(tuple(values[:-3]), *values[-3:])
+    def of(values: Sequence[float], digests: int = 0) -> Tail:
+        """`digests`: how many of the values they are."""
+        end = len(values) - digests
+        loss_sum, ok, change = values[end - 3 : end]
+        return Tail(tuple(values[: end - 3]), loss_sum, ok, change, tuple(values[end:]))
 
     @property
     def values(self) -> tuple[float, ...]:
-        return (*self.tokens, self.loss_sum, self.ok, self.change)
+        return (*self.tokens, self.loss_sum, self.ok, self.change, *self.digests)
 
     @cached_property
     def divisor(self) -> float:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
+
 from ft.manager import GroupEnded
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
+from ft.seam import Stopped
 from tests.ft.groups import SLOT, Rank, job
 
 
@@ -143,3 +149,39 @@ def test_who_leaves_says_so_in_the_step_before():
         assert len(computed) == len(set(computed)), "nothing failed, so nothing was computed twice"
         assert a.commits[-1][1] == 1
         assert not any(isinstance(event, m.ReduceFailed) for _, event, _ in a.seen)
+
+
+# ------------------------------------------------------------------------------------------------ weights that went wrong
+
+
+def flips_a_bit(rank: Rank, step: int) -> None:
+    """In the last weight of group b's rank 0, after step 3."""
+    if step == 3 and (rank.name, rank.group_rank) == ("b", 0) and 4 not in rank.weights:
+        list(rank.model.parameters())[-1].data.view(torch.int32)[-1] ^= 1
+
+
+COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit}
+
+
+def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
+    """Of each group one rank sees it, and all ranks of the one that is odd heal."""
+    with job(min_replicas=3) as made, caplog.at_level("ERROR", "pharos.manager"):
+        a, b, c = (made.group(name, size=2, steps=10, together=3, **COMPARED) for name in "abc")
+        for rank in (*a, *b, *c):
+            assert rank.join().error is None
+            assert {size for _, size, _ in rank.commits} == {3}, "nobody went"
+            told = [m.name_of(odd) for effect in rank.seen_of(m.WeightsDiffer) for odd in effect.replica_ids]
+            assert told == (["b"] if rank.group_rank == 0 else [])
+            assert bool(rank.seen_of(m.LoadState)) == (rank.name == "b")
+        del b[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
+        text = "after step 3 rank 0 of group b holds other weights than the same rank of 2 others"
+        assert caplog.messages.count(text) == 3
+
+
+def test_of_two_groups_nobody_can_tell_and_both_stop():
+    with job(min_replicas=2) as made:
+        ranks = [made.group(name, steps=10, together=2, **COMPARED)[0] for name in "ab"]
+        for rank in ranks:
+            error = rank.join().error
+            assert isinstance(error, Stopped) and "nobody can tell" in str(error)
+            assert max(rank.weights) == 3, "the step that found it is not committed"

@@ -130,7 +130,8 @@ class Compute(Effect):
 @dataclass(frozen=True)
 class LaunchTail(Effect):
     """Append `tail` to the last bucket and launch what is not launched yet; then feed back Reduced or ReduceFailed.
-    zeros: all buckets as zeros; again: the kept gradients, on this attempt's generation (nothing was launched before)."""
+    zeros: all buckets as zeros; again: the kept gradients, on this attempt's generation (nothing was launched before).
+    digest_at: from there on the tail has room for the digest of this rank's weights, which the driver fills in; 0: it has none."""
 
     quorum_id: int
     attempt: int
@@ -138,6 +139,16 @@ class LaunchTail(Effect):
     tail: tuple[float, ...]
     zeros: bool = False
     again: bool = False
+    digest_at: int = 0
+
+
+@dataclass(frozen=True)
+class WeightsDiffer(Effect):
+    """To be told to people: what this rank holds of the weights after `step` is not what the same rank of other groups holds.
+    `replica_ids`: the odd ones; empty where nobody can tell who they are."""
+
+    step: int
+    replica_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)

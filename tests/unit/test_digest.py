@@ -1,0 +1,82 @@
+"""The digest of weights: any bit, any place, any dtype; and what groups conclude from several of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft.digest import BLOCK, digest
+from ft.protocol.compare import FIGURES, odd_ones
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    elements=st.sampled_from([1, 3, 8, BLOCK * 2 - 1, BLOCK * 2, BLOCK * 5 + 3]),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_any_bit_counts(elements: int, where: float, bit: int):
+    weights = torch.arange(elements, dtype=torch.float32) / 7
+    before = digest([weights])
+    octets = weights.view(torch.uint8)
+    octets[int(where * octets.numel())] ^= 1 << bit
+    assert digest([weights]) != before
+    octets[int(where * octets.numel())] ^= 1 << bit
+    assert digest([weights]) == before
+
+
+def test_where_things_lie_counts():
+    a, b = torch.randn(BLOCK), torch.randn(BLOCK)
+    blocks = torch.cat((torch.randn(2 * BLOCK), torch.zeros(2 * BLOCK)))
+    assert digest([a, b]) != digest([b, a])
+    assert digest([blocks]) != digest([blocks.roll(2 * BLOCK)])
+    assert digest([torch.zeros(3)]) != digest([torch.zeros(3), torch.zeros(3)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_it_is_of_the_values_alone(dtype: torch.dtype):
+    """Not of how they lie in memory: a view of odd size at an odd place, a transposed one, one without elements."""
+    base = torch.arange(1, 200).to(dtype)
+    odd = base[1:100]
+    assert digest([odd]) == digest([odd.clone()])
+    table = base[:99].view(9, 11)
+    assert digest([table.t()]) == digest([table.t().contiguous()])
+    assert digest([odd[:0]]) == digest([torch.empty(0, dtype=dtype)])
+
+
+def test_its_figures_survive_a_sum_in_fp32():
+    for seed in range(50):
+        figures = digest([torch.full((4,), float(seed))])
+        assert len(figures) == FIGURES and any(figures)
+        assert torch.tensor(figures, dtype=torch.float32).tolist() == list(figures)
+    assert any(digest([]))
+
+
+# ------------------------------------------------------------------------------------------------ the rule
+
+A, B, C, NONE = (1.0, 2.0), (1.0, 3.0), (4.0, 2.0), (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [
+        ([], ""),
+        ([A], ""),
+        ([A, A, A], ""),
+        ([A, B, A], "b"),
+        ([B, A, A], "a"),
+        ([A, B, C, A, A], "bc"),
+        ([A, B], "ab"),
+        ([A, B, C], "abc"),
+        ([A, A, B, B], "abcd"),
+        ([A, NONE, A], ""),
+        ([NONE, B, A], "abc"),
+        ([A, NONE, B, A], "c"),
+        ([NONE, NONE], ""),
+    ],
+)
+def test_who_is_odd(digests: list[tuple[float, float]], odd: str):
+    members = "abcde"[: len(digests)]
+    assert odd_ones([figure for digest in digests for figure in digest], members) == tuple(odd)
