@@ -295,7 +295,8 @@ class Run:
         batch = self.next_batch(batches)
         while batch is not None:
             following = self.next_batch(batches)
-            with self.progress.phase("compute"), nullcontext() if following else self.manager.last_pass():
+            goes_on = following is not None and following.slot == batch.slot
+            with self.progress.phase("compute"), nullcontext() if goes_on else self.manager.last_pass(batch.slot):
                 if not losses or losses[-1][0].slot != batch.slot:
                     seed_slot(self.config.training.seed, deal.step, batch.slot, self.seat)
                 inputs = batch.inputs.to(self.device, non_blocking=True)

@@ -43,6 +43,22 @@ class FaultTolerance:
         bool,
         "keep this group's gradients until the step holds, so that a death costs the others no step; false: less memory",
     ] = True
+    keep_global_batch: Annotated[
+        bool,
+        "every step trains on slots_per_step slots (batches of one group), whoever is there: the others compute, in the same step, "
+        "what a group that dies leaves; false: a step has one slot for each group, and a dead group's comes in a later step",
+    ] = False
+    slots_per_step: Annotated[
+        int,
+        "with keep_global_batch: slots of a step, dealt to the groups in turns; groups beyond it stand by; "
+        "0: as many as NUM_REPLICA_GROUPS",
+        ">= 0",
+    ] = 0
+    deterministic_reduce: Annotated[
+        bool,
+        "with keep_global_batch: sum each slot's gradients apart, then in the slots' order, so that the bits of the weights do not depend "
+        "on who was there either; slots_per_step times the traffic between groups, and the memory of their sums",
+    ] = False
     interface: Annotated[
         str,
         'the network that other groups reach this machine by: an interface ("eth0") or addresses ("10.0.0.0/8"); '
@@ -85,6 +101,15 @@ class FaultTolerance:
     heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
 
     def check(self) -> None:
+        for key, wanted in (
+            ("slots_per_step", self.slots_per_step),
+            ("deterministic_reduce", self.deterministic_reduce),
+        ):
+            if wanted and not self.keep_global_batch:
+                raise ValueError(
+                    f"fault_tolerance.{key} = {str(wanted).lower()}: needs fault_tolerance.keep_global_batch = true, without which a step "
+                    "has a slot for each group that is there"
+                )
         for lower, x, upper, y in self.times.bad_rungs():
             raise ValueError(
                 f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: who waits for the longer one acts "
@@ -158,6 +183,17 @@ class Environment:
             raise ValueError(f"RANK = {made.group_rank}: must be below WORLD_SIZE = {made.world_size}")
         return made
 
+    def slots_per_step(self, settings: FaultTolerance) -> int:
+        """0: as many as groups are there. Raises ValueError where nobody says how many."""
+        if not settings.keep_global_batch:
+            return 0
+        slots = settings.slots_per_step or self.num_replica_groups
+        if not slots:
+            raise ValueError(
+                "fault_tolerance.slots_per_step = 0: means NUM_REPLICA_GROUPS, which is not set; say how many slots a step has"
+            )
+        return slots
+
     def check(self, settings: FaultTolerance) -> None:
         """What can be known to be wrong before anything is connected. Raises ValueError."""
         if not settings.enable:
@@ -167,6 +203,7 @@ class Environment:
                 "TORCHFT_LIGHTHOUSE is not set: fault_tolerance.enable = true needs the lighthouse's address, such as "
                 "http://localhost:29510; scripts/run_lighthouse.sh starts one"
             )
+        self.slots_per_step(settings)
         groups = self.num_replica_groups
         if groups is not None and settings.min_replica_size > groups:
             raise ValueError(

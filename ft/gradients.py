@@ -22,6 +22,11 @@ Memory, with G = bytes of this rank's gradients, on top of those that autograd m
 filled and the one before, which is `.grad` until zeroed); one G more while an abandoned group has not ended, and per step that is held.
 With keep=False: 2 S, where S counts gradients below 1 MiB alone, since the others are reduced where they are; a failure then loses them.
 With keep=False and shared=True: 2 G, but no gradient of autograd's outlives its copy. 2 U for tensors that a user hands over.
+
+Slots apart (`slots` = S > 0), for sums whose bits do not depend on who computed what: addition of floats is not associative, so each
+slot's gradients have places of their own in the buckets, as if there were S times as many parameters. Whoever owns a slot gives its
+gradients there, all others zeros; to add zeros is exact in any order. Then each rank adds the S sums in the order of the slots. This
+costs S times the traffic, S times the scratch above (2 S G), and, kept for a retry, G for each slot that this group owns.
 """
 
 from __future__ import annotations
@@ -65,8 +70,9 @@ class _Attempt:
 
 
 class Gradients:
-    """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `bucket_bytes`: what travels
-    together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
+    """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `slots`: of each step, summed
+    apart and added in their order; 0: each group's are one sum from the start. `bucket_bytes`: what travels together at most, unless a
+    gradient is larger. `device`: of the tail where there are no parameters.
 
     Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns.
     """
@@ -76,17 +82,20 @@ class Gradients:
         *,
         keep: bool = True,
         shared: bool = False,
+        slots: int = 0,
         bucket_bytes: int = 25 << 20,
         device: torch.device | str = "cpu",
     ) -> None:
         self._keep, self._shared, self._bucket_bytes = keep, shared, bucket_bytes
+        self._apart, self._places = slots > 0, max(1, slots)  # gradients of one parameter in the layout
+        self._place = 0  # of the slot that is computed
         self._device = torch.device(device)
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
         self._buffers = Buffers(shared=shared)
         self._attempt: _Attempt | None = None
-        self._kept: dict[int, Tensor] = {}  # gradients of the step that is tried, by parameter
+        self._kept: dict[int, Tensor] = {}  # gradients of the step that is tried, by number
         self._is_kept = False  # they are all there: a launch had them
         self._is_lost = False  # an attempt has used them up
         self._in_last_pass = self._after_last_pass = False
@@ -117,15 +126,15 @@ class Gradients:
     @cached_property
     def _layout(self) -> Layout:
         return lay_out(
-            [local_of(parameter.detach()) for parameter in self._parameters],
+            [local_of(parameter.detach()) for parameter in self._parameters] * self._places,
             bucket_bytes=self._bucket_bytes,
-            in_place=not self._keep and not self._shared,
+            in_place=not self._keep and not self._shared and not self._apart,
             device=self._device,
         )
 
     @cached_property
     def _sets(self) -> Sets:
-        return Sets(self._layout, self._parameters, shared=self._shared)
+        return Sets(self._layout, self._parameters * self._places, shared=self._shared)
 
     def prepare(self) -> None:
         """Makes and touches what `open` takes, so that nobody who is in a generation already waits for it. Free from the second time on."""
@@ -151,14 +160,31 @@ class Gradients:
             self._attempt = attempt = _Attempt(group, participants, contributes, self._sets.take(), self._layout)
             attempt.missing = [len(bucket.members) for bucket in self._layout.buckets]
 
+    def begin(self, places: Sequence[int] = (0,)) -> None:
+        """Before the backwards of this attempt, if some came before it: their gradients are added to those that are kept. `places`: of the
+        slots that they are for, in the step's order of slots, where slots are apart."""
+        attempt = self._open_attempt()
+        self._after_last_pass = False
+        if self._apart:
+            awaited = {index for place in places for index in self._of(place)}
+            attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in attempt.layout.buckets]
+            self._is_kept = False
+            return
+        for index, local in self._kept.items():  # autograd goes on from there
+            self._parameters[index].grad = like(self._parameters[index], local)
+        self._kept, self._is_kept = {}, False
+
     @contextmanager
-    def last_pass(self) -> Iterator[None]:
-        """Around the backward that completes the gradients: inside, they are sent as they come. Without it all goes at `launch`."""
-        self._in_last_pass = True
+    def last_pass(self, place: int = 0) -> Iterator[None]:
+        """Around the backward that completes the gradients: inside, they are sent as they come. Without it all goes at `launch`. Where
+        slots are apart, around the last backward of each, at `place` in the order of the step's slots; .grad is none after it."""
+        self._in_last_pass, self._place = True, place if self._apart else 0
         try:
             yield
         finally:
             self._in_last_pass = False
+        if self._apart:
+            self._set_aside()
         self._after_last_pass = True
 
     def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
@@ -197,6 +223,12 @@ class Gradients:
             attempt, self._attempt = self._attempt, None
             if attempt is None:
                 return lambda: None
+            if (
+                self._keep and self._after_last_pass and not self._is_kept
+            ):  # the trainer may zero .grad before more is added
+                for index in range(len(self._parameters) * self._places):
+                    self._gradient(index)
+                self._is_kept = True
             buffers = [buffer for user in self._users if (buffer := user.give_up()) is not None]
             if not self._keep and attempt.copied:
                 self._is_lost = True
@@ -251,7 +283,9 @@ class Gradients:
         failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
 
         Each group hands over the same ones in the same order, before the last backward or after it. Raises ValueError for the mean of
-        integers, RuntimeError where no attempt is open for it."""
+        integers, RuntimeError where no attempt is open for it, or slots are apart."""
+        if self._apart:
+            raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
         with self._lock:
@@ -267,10 +301,30 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    def _completed(self, index: int, parameter: Tensor) -> None:
+    # Gradients have numbers: parameter by parameter, for the last slot first. So a backward of the first slot, which is computed first,
+    # completes them from the highest number on, and the layout sends them in that order.
+
+    def _of(self, place: int) -> range:
+        """The numbers of a slot's gradients, in the order of the parameters."""
+        count = len(self._parameters)
+        first = (self._places - 1 - place) * count
+        return range(first, first + count)
+
+    def _parameter(self, index: int) -> nn.Parameter:
+        return self._parameters[index % len(self._parameters)]
+
+    def _set_aside(self) -> None:
+        """The gradients of the slot that was computed, out of the way of the next one's."""
+        with self._lock:
+            attempt = self._open_attempt()
+            if attempt.contributes:
+                self._copy(attempt, self._of(self._place))
+            self._drop_gradients()
+
+    def _completed(self, number: int, parameter: Tensor) -> None:
         """The hook of one parameter: its gradient is complete. Never raises, never waits."""
         with self._lock:
-            attempt = self._attempt
+            attempt, index = self._attempt, self._of(self._place)[number]
             if not self._in_last_pass or attempt is None or not attempt.contributes or self._problem:
                 return
             if index in attempt.ready:
@@ -294,7 +348,7 @@ class Gradients:
             attempt.copied.add(index)
             gradient = self._gradient(index)
             if index not in attempt.scratch.sums:
-                local = local_of(self._parameters[index].detach())
+                local = local_of(self._parameter(index).detach())
                 attempt.in_place[index] = torch.zeros_like(local) if gradient is None else gradient.contiguous()
             elif gradient is None:
                 attempt.scratch.sums[index].zero_()
@@ -302,7 +356,7 @@ class Gradients:
                 into.append(attempt.scratch.sums[index])
                 given.append(gradient)
                 if not self._keep:
-                    self._parameters[index].grad = None
+                    self._parameter(index).grad = None
         for stream in attempt.streams:  # that they came on
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         if into:
@@ -310,9 +364,9 @@ class Gradients:
 
     def _gradient(self, index: int) -> Tensor | None:
         """What this rank holds of it: the one that is kept, else .grad, which is kept from now on."""
-        if self._is_kept:
+        if self._is_kept or (self._apart and (index in self._kept or index not in self._of(self._place))):
             return self._kept.get(index)
-        gradient = self._parameters[index].grad
+        gradient = self._parameter(index).grad
         if gradient is None:
             return None
         if gradient.layout != torch.strided:
@@ -335,7 +389,7 @@ class Gradients:
             self._copy(attempt, bucket.members)
         elif bucket.in_place:
             [index] = bucket.members
-            attempt.in_place[index] = torch.zeros_like(local_of(self._parameters[index].detach()))
+            attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
         else:
             attempt.scratch.of(bucket).zero_()
         self._reduce(attempt, attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket))
@@ -384,7 +438,9 @@ class Gradients:
         return attempt
 
     def _hand_out(self, attempt: _Attempt, users: Sequence[UserSum]) -> None:
-        for index, parameter in enumerate(self._parameters):
+        if self._apart:
+            self._add_up(attempt)
+        for index, parameter in zip(self._of(0), self._parameters, strict=True):
             if index in attempt.in_place:
                 parameter.grad = like(parameter, attempt.in_place[index])
             else:
@@ -395,6 +451,17 @@ class Gradients:
         if self._delivered is not None:
             self._sets.give(self._delivered)
         self._delivered = attempt.scratch
+
+    def _add_up(self, attempt: _Attempt) -> None:
+        """The sums of the slots, in their order, into the first one's."""
+        first, *others = ([attempt.scratch.sums[index] for index in self._of(place)] for place in range(self._places))
+        if first:
+            torch._foreach_add_(
+                first, 0.0
+            )  # -0.0 alone becomes the 0.0 that it is beside others' zeros: it is never seen again
+        for added in others:
+            if added:
+                torch._foreach_add_(first, added)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -420,4 +487,4 @@ class Gradients:
             self._buffers.give(buffer)
 
     def _name(self, index: int) -> str:
-        return f"parameter {index} of shape {tuple(self._parameters[index].shape)}"
+        return f"parameter {index % len(self._parameters)} of shape {tuple(self._parameter(index).shape)}"

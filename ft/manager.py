@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,8 @@ class Options:
 
     slot_size: int = 1  # sequences of one group's batch
     keep_gradients: bool = True
+    slots_per_step: int = 0  # each step's data is so many slots, whoever is there; 0: one for each group
+    deterministic_reduce: bool = False  # sums are the same bits, whoever computed which slot; needs slots_per_step
     heal_backlog: int = 2
     heal_copy_bytes: int = 256 << 20
     digest_interval: int = 0  # steps between two comparisons of weights; 0: never
@@ -93,7 +95,11 @@ class Manager:
     ) -> None:
         self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
         self._seen = seen
-        self.gradients = gradients or Gradients(keep=options.keep_gradients, shared=group.IN_CHILD)
+        self.gradients = gradients or Gradients(
+            keep=options.keep_gradients,
+            shared=group.IN_CHILD,
+            slots=options.slots_per_step if options.deterministic_reduce else 0,
+        )
         self._state = State()
         self._membership = join(wish, store)
         self.replica_id = self._membership.replica_id
@@ -163,7 +169,7 @@ class Manager:
             skip_unable=options.skip_unable,
             init_sync=options.init_sync,
         )
-        self._machine = Step(config, Ledger(options.slot_size))
+        self._machine = Step(config, Ledger(options.slot_size, options.slots_per_step))
         self._inbox = Inbox(self._machine, self._stop_waiting, self._seen)
         self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine takes it by itself
 
@@ -197,9 +203,19 @@ class Manager:
             self.gradients.attach(part.parameters())
             self._weights += part.parameters()
 
-    def last_pass(self) -> AbstractContextManager[None]:
-        """Around the last backward of a step: gradients go out as they get ready. Without it, all of them in `reduce`."""
-        return self.gradients.last_pass()
+    def last_pass(self, slot: int | None = None) -> AbstractContextManager[None]:
+        """Around the last backward of a slot: gradients go out as they get ready. Without it, all of them in `reduce`. None: there is but
+        one slot."""
+        if slot is None or self._deal is None:
+            return self.gradients.last_pass()
+        if self._options.deterministic_reduce:
+            return self.gradients.last_pass(self._places[slot])
+        return self.gradients.last_pass() if slot == self._deal.slots[-1] else nullcontext()
+
+    @property
+    def _places(self) -> dict[int, int]:
+        """Of each slot of the step, which one of them it is."""
+        return {slot: place for place, slot in enumerate(self._machine.ledger.pending)}
 
     def begin_step(self, *, last: bool = False) -> Deal:
         """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
@@ -210,7 +226,12 @@ class Manager:
                 self._inbox.feed(m.Begin())
             turn = self._pump()
             assert turn is not None
-            self._deal = Deal(turn.step, turn.slots) if isinstance(turn, m.Compute) else Deal(turn.step - 1, ())
+            if isinstance(turn, m.Compute):
+                places = self._places
+                self.gradients.begin([places[slot] for slot in turn.slots])
+                self._deal = Deal(turn.step, turn.slots)
+            else:
+                self._deal = Deal(turn.step - 1, ())
         return self._deal
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:

@@ -94,8 +94,9 @@ class Seam(Protocol):
         """The modules whose gradients are to be summed with other groups'. Called once, before the first step."""
         ...
 
-    def last_pass(self) -> AbstractContextManager[None]:
-        """Around the step's last backward: what it completes may go out while it still runs."""
+    def last_pass(self, slot: int) -> AbstractContextManager[None]:
+        """Around the last backward of each slot, in the order of the deal: what it completes may go out while it still runs. The gradients
+        that it leaves are the manager's until `commit`; those of the next slot's backwards may be added to them, or begin anew."""
         ...
 
     def begin_step(self, *, last: bool = False) -> Deal:

@@ -38,7 +38,7 @@ class SoloManager:
     def attach(self, model_parts: Sequence[Any]) -> None:
         """Nothing to sum with: the gradients of one group are the gradients."""
 
-    def last_pass(self) -> AbstractContextManager[None]:
+    def last_pass(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin_step(self, *, last: bool = False) -> Deal:

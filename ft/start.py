@@ -33,6 +33,7 @@ def open_manager(
     from ft.membership import Wish
     from ft.rpc.access import Access
 
+    slots_per_step = environment.slots_per_step(settings)
     wish = Wish(
         name=environment.name,
         group_rank=environment.group_rank,
@@ -47,6 +48,8 @@ def open_manager(
     options = Options(
         slot_size=slot_size,
         keep_gradients=settings.keep_gradients,
+        slots_per_step=slots_per_step,
+        deterministic_reduce=settings.deterministic_reduce,
         heal_backlog=settings.heal_backlog,
         heal_copy_bytes=settings.heal_copy_bytes,
         digest_interval=settings.digest_interval,
@@ -54,6 +57,7 @@ def open_manager(
         max_failures=None if settings.max_retries < 0 else settings.max_retries,
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
+    shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     return Manager(process_group(settings), wish, options, store=store, shape=shape, restore=restore)
 
 

@@ -4,16 +4,22 @@ A slot is the batch of one group in one step, named by the position of its first
 quorum: to the participants in the order of their replica_rank, first the holes (slots that were dealt before and never made it into
 a commit), then new positions. A deal takes nothing out of the ledger; only a commit does. So a deal may be dropped at any time, and
 the ledger that is saved knows nothing of groups and ranks.
+
+With a number of slots per step the data of a step does not depend on who is there: each deal has so many, a group may own several of
+them or none, and what belonged to one that is gone is computed by the others in the same step (`redeal`). So a step leaves no holes,
+but for slots that were unable. Without it a step has a slot for each group that was there when it was dealt.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
-from ft.protocol.messages import UNABLE
+from ft.protocol.messages import UNABLE, process_of
 
 MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job stops, or goes on without it
 
@@ -30,8 +36,9 @@ class Entry:
 class Ledger:
     """Tiny, and identical in every group: it changes by commits alone, and their tails are identical."""
 
-    def __init__(self, slot_size: int) -> None:
+    def __init__(self, slot_size: int, slots_per_step: int = 0) -> None:
         self.slot_size = slot_size
+        self.slots_per_step = slots_per_step  # 0: one for each participant
         self.position = 0  # all sequences before it were committed, but for the holes
         self.holes: list[int] = []  # sorted
         self.unable: dict[int, int] = {}  # hole -> times
@@ -40,13 +47,32 @@ class Ledger:
             int, str
         ] = {}  # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
 
+    def width(self, participants: int) -> int:
+        """Slots of a deal to so many groups."""
+        return self.slots_per_step or participants
+
     def deal(self, participants: Sequence[str]) -> dict[int, str]:
-        """The deal of the coming step. An open one is kept, whoever is there now: a dead group's slots become holes at the commit."""
+        """The deal of the coming step, in turns. An open one is kept, whoever is there now: `redeal` is for that."""
         if not self.pending:
-            new = len(participants) - len(self.holes)
-            slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)]
-            self.pending = dict(zip(slots, participants, strict=False))
+            count = self.width(len(participants))
+            new = count - len(self.holes)
+            slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)][:count]
+            self.pending = dict(zip(slots, cycle(participants), strict=False))
         return dict(self.pending)
+
+    def redeal(self, participants: Sequence[str]) -> None:
+        """Of the open deal, the slots of those who are gone: they become holes at the commit; with slots_per_step others are to compute
+        them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
+        if not self.slots_per_step:
+            return
+        there = {process_of(replica_id) for replica_id in participants}
+        owned = Counter(map(process_of, self.pending.values()))
+        deal = dict(self.pending)
+        for slot, owner in self.pending.items():
+            if process_of(owner) not in there:
+                deal[slot] = heir = min(participants, key=lambda replica_id: owned[process_of(replica_id)])
+                owned[process_of(heir)] += 1
+        self.pending = deal
 
     @property
     def deal_id(self) -> str:

@@ -17,6 +17,8 @@ Where the rules leave a choice:
 - commit_id is made of the tokens per slot alone: whole numbers, exact in fp32. The loss's last bits depend on where it lies in the
   bucket, which differs between the ranks of a group.
 - A group marks a slot that it cannot use by UNABLE in the tail, so all ledgers count alike, also those that were not there before.
+  It has one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
+- With slots_per_step the slots of a group that died are dealt to the others in the same step. They compute what was added, and no more.
 - Once a rank has an open heal, it asks for no quorum before the group's word on it: else one rank might ask as void, another as whole.
 - Weights are compared in the step before every digest_interval-th, so that what is saved there was compared just before. Of each group one
   rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
@@ -95,6 +97,7 @@ class Step:
         self._deal: dict[int, str] = {}
         self._owned: tuple[int, ...] = ()  # of that deal, the slots of this group
         self._mine: m.Computed | None = None  # this group's figures; its gradients are kept
+        self._tokens: dict[int, float] = {}  # by slot, of those that went into them
         self._excused = False  # the others know that this group's slot is of no use
         self._failure: m.ReduceFailed | None = None
         self._tail: Tail | None = None
@@ -179,7 +182,7 @@ class Step:
         same = part.known and self.part is not None and part.reference[0] == self._place
         self._attempt = self._attempt + 1 if same else 0
         self.part, self._place = part, part.reference[0]
-        self._width = part.dealt or len(part.participants)
+        self._width = part.dealt or self.ledger.width(len(part.participants))
         self._due, self._failed, self._doomed, self._wants_change, self._failure = False, False, "", "", None
         self._agains, self._emptied, self._late = 0, False, False
         self._offering = bool(part.heals)
@@ -192,12 +195,14 @@ class Step:
         self._emit(m.Configure(part, self._attempt))
 
     def _agree_on_deal(self, part: Part) -> None:
-        """The open deal is kept if all hold the same; else all return theirs and make a new one. Kept gradients follow the slots."""
-        before = self._slots()
-        if part.dealt == 0:
+        """The open deal is kept if all hold the same, but for what is dealt again of it; else all return theirs and make a new one. Kept
+        gradients follow the slots."""
+        if part.dealt:
+            self.ledger.redeal(part.participants)
+        else:
             self.ledger.drop()
             self.ledger.deal(part.participants)
-        if self._slots() != before:
+        if not self._tokens.keys() <= set(self._slots()):
             self._drop_gradients()
 
     def _become_void(self, part: Part) -> None:
@@ -231,10 +236,11 @@ class Step:
         assert self.part is not None
         self._tail = self._failure = None
         self.phase = Phase.COMPUTING
-        slots = self._slots()
-        if slots and self._mine is None:
-            self.reason = f"step {self._place}: slots {slots}"
-            self._emit(m.Compute(self._place, slots, self._attempt))
+        slots, missing = self._slots(), self._missing()
+        if missing:
+            self._excused = False  # of what is new the others know nothing
+            self.reason = f"step {self._place}: slots {missing}"
+            self._emit(m.Compute(self._place, missing, self._attempt))
             return
         self.reason = f"step {self._place}: " + (
             "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
@@ -253,6 +259,10 @@ class Step:
             self._owned = tuple(slot for slot, owner in deal.items() if m.process_of(owner) == me)
         return self._owned
 
+    def _missing(self) -> tuple[int, ...]:
+        """Of this group's slots, those that are still to be computed."""
+        return tuple(slot for slot in self._slots() if slot not in self._tokens)
+
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None
         if self._doomed:
@@ -262,10 +272,10 @@ class Step:
             self._vote_on_commit()
             return
         mine, slots = self._mine or m.Computed(), self._slots()
-        usable = bool(slots) and mine.able and any(count > 0 for count in mine.tokens)
+        usable = bool(slots) and mine.able and any(self._tokens[slot] > 0 for slot in slots)
         unable = bool(slots) and not usable
         figures = (
-            dict(zip(slots, mine.tokens, strict=False))
+            {slot: self._tokens[slot] if self._tokens[slot] > 0 else UNABLE for slot in slots}
             if usable
             else dict.fromkeys(slots, UNABLE if self._excused else 0.0)
         )
@@ -293,16 +303,18 @@ class Step:
         )
 
     def _on_computed(self, event: m.Computed, now_s: float) -> None:
-        if self._mine is not None or not self._slots():
+        missing = self._missing()
+        if not missing:
             return
-        self._mine, self.reason = event, "the gradients are complete"
+        self._tokens |= {**dict.fromkeys(missing, 0.0), **dict(zip(missing, event.tokens, strict=False))}
+        self._mine, self.reason = _together(self._mine, event), "the gradients are complete"
         if self._failure:
             self._vote_on_commit()
         else:
             self._launch(again=False)
 
     def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
-        if self._at(event) and (self._mine or not self._slots()):
+        if self._at(event) and not self._missing():
             self._tail, self._failure = Tail.of(event.tail, self._digests), None
             self._vote_on_commit()
 
@@ -310,7 +322,7 @@ class Step:
         if not self._at(event):
             return
         self._failure, self.reason = self._failure or event, event.reason
-        if self._mine or not self._slots():
+        if not self._missing():
             self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
@@ -387,7 +399,7 @@ class Step:
             self._held.append((tail, self._due))
             self._place += 1
             assert self.part is not None
-            self._width = len(self.part.participants)
+            self._width = self.ledger.width(len(self.part.participants))
             self._emit(m.HoldSums(self._place))
             self._go_on(now_s)
         else:
@@ -425,7 +437,7 @@ class Step:
                 leave=leave,
             )
         )
-        self._mine, self._excused, self._agains = None, False, 0
+        self._mine, self._tokens, self._excused, self._agains = None, {}, False, 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
             self._width = len(self.ledger.deal(part.participants))
@@ -459,7 +471,7 @@ class Step:
     def _drop_gradients(self) -> None:
         if self._mine:
             self._emit(m.DropGradients())
-        self._mine, self._excused = None, False
+        self._mine, self._tokens, self._excused = None, {}, False
 
     # ---- healing
 
@@ -619,6 +631,14 @@ class _Heal:
     step: int
     voted: bool = False
     state: dict[str, Any] = field(default_factory=dict)
+
+
+def _together(before: m.Computed | None, added: m.Computed) -> m.Computed:
+    """The figures of a group that has computed some of its slots before."""
+    if before is None:
+        return added
+    able, kept = before.able and added.able, before.kept and added.kept
+    return m.Computed(before.tokens + added.tokens, before.loss_sum + added.loss_sum, able, kept)
 
 
 _INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}

@@ -32,7 +32,7 @@ class Machines:
     lighthouse: Callable[..., Lighthouse] = Lighthouse
     group: Callable[..., Group] = Group
     step: Callable[..., Step] = Step
-    ledger: Callable[[int], Ledger] = Ledger
+    ledger: Callable[[int, int], Ledger] = Ledger
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,14 @@ class Setting:
     sum_s: tuple[float, float]  # how long an all-reduce between the groups takes, and a rendezvous
     checkpoint_every: int
     lighthouse: LighthouseConfig
+    slots_per_step: int  # 0: as many as groups are there
     step: dict[str, Any]  # of StepConfig
     faults: tuple[Fault, ...]
 
 
 def setting(seed: int, groups: int, steps: int) -> Setting:
     """Everything that is drawn for a run, but for what happens inside it."""
-    dice, more = World(seed).dice("setting"), World(seed).dice("sums")
+    dice, more, slots = World(seed).dice("setting"), World(seed).dice("sums"), World(seed).dice("whole")
     compute_s = dice.between(0.15, 0.4)
     # Most jobs compute for longer than they sum. In the others much may happen to a sum.
     sum_s, breaks = ((0.02, 0.08), False) if more.chance(0.75) else ((0.1, 0.6), True)
@@ -73,6 +74,7 @@ def setting(seed: int, groups: int, steps: int) -> Setting:
             join_timeout_s=dice.pick((2.0, 10.0)),
             tick_s=0.25,
         ),
+        slots_per_step=1 + slots.index(groups + 2) if slots.chance(0.3) else 0,
         step={
             "keep_gradients": dice.chance(0.8),
             "every_step": dice.chance(0.1),

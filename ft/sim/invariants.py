@@ -215,6 +215,7 @@ class Truth:
         self.commits_by_id[effect.commit_id] = record
         before = parent.step if parent is not None else 0
         require(record.step == before + 1, f"step {record.step} follows step {before}")
+        self._whole(record)
         if self.settled is not None and record.step <= self.settled.step:
             # It held all sums when it was stopped, and wakes after the others have gone on: nobody can know, and it will heal.
             away = part.quorum_id < self.last_id and part.replica_id not in self.newest.ids
@@ -232,6 +233,20 @@ class Truth:
             require(not twice, f"slot {slot} is trained on in step {record.step} and in step {[t.step for t in twice]}")
             self._trained.setdefault(slot, []).append(record)
         return record
+
+    def _whole(self, record: Committed) -> None:
+        """With slots_per_step a step's data does not depend on who is there; unless one could not use its own."""
+        count = self.cluster.setting.slots_per_step
+        if not count:
+            return
+        if any(fault.kind == "not a number" for fault in self.cluster.setting.faults):
+            require(len(record.slots) <= count, f"step {record.step} has slots {record.slots}, more than {count}")
+            return
+        self.cluster.world.seen["slots per step: a whole step"] += 1
+        expected = list(range((record.step - 1) * count, record.step * count))
+        require(
+            sorted(record.slots) == expected, f"step {record.step} has slots {sorted(record.slots)}, not {expected}"
+        )
 
     def settles(self, rank: RankNode, step: int) -> None:
         own = self.commits_by_id.get(rank.commit_id)

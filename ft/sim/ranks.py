@@ -75,7 +75,7 @@ class RankNode:
         self.group_rank = group_rank
         host = group.name if group_rank == 0 or not cluster.setting.spread else f"{group.name}.{group_rank}"
         self.process = Process(f"{group.process.name}/{group_rank}", host, group.name)
-        self.machine = cluster.machines.step(config, cluster.machines.ledger(1))
+        self.machine = cluster.machines.step(config, cluster.machines.ledger(1, cluster.setting.slots_per_step))
         self.weights: int | None = INITIAL  # None: void, the state is arriving
         self.commit_id = ""  # of the weights, as the truth knows them
         self.waiting = False
@@ -230,8 +230,9 @@ class RankNode:
 
     def _computed(self, effect: m.Compute, able: bool) -> None:
         tokens = {slot: 100.0 + digest(slot) % 50 for slot in effect.slots}
-        weights = self.weights
-        self._kept = Given((), dict.fromkeys(effect.slots, weights or 0) if able else {}, tokens)
+        gradients = dict.fromkeys(effect.slots, self.weights or 0) if able else {}
+        kept = self._kept  # of this step, if some of its slots were computed before
+        self._kept = Given((), {**kept.gradients, **gradients}, {**kept.tokens, **tokens})
         self.feed(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 
     def _launch(self, effect: m.LaunchTail) -> None:
@@ -306,6 +307,7 @@ class RankNode:
     def _commit(self, effect: m.CommitStep) -> None:
         sums = self._held.pop(effect.step) if effect.held else self._sums
         assert self.weights is not None, f"{self.process.name} commits on a void state"
+        self._kept = Given((), {}, {})
         self.weights = digest(self.weights, sums.text, effect.divisor)
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s = self.world.now_s

@@ -131,8 +131,8 @@ class Rank:
         deal = self.manager.begin_step()
         if deal.slots:
             self.computed.append((deal.step, deal.slots))
-        with self.manager.last_pass():
-            for slot in deal.slots:
+        for slot in deal.slots:
+            with self.manager.last_pass(slot):
                 self.backward(float(slot + 1))
         able = self.able(self, deal.slots)
         tokens = [1.0 if able else 0.0] * len(deal.slots)

@@ -12,7 +12,7 @@ from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
-from ft.seam import Stopped
+from ft.seam import Stopped, from_checkpoint
 from tests.ft.groups import SLOT, Rank, job
 
 
@@ -58,6 +58,34 @@ def test_a_death_costs_the_others_no_step():
             assert len(computed) == len(set(computed)), "no step was computed twice"
             sizes = {step: size for step, size, _ in rank.commits}
             assert sizes[died_at[0]] == 3 and sizes[steps[-1]] == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool):
+    """Each commit has all three slots, with kept gradients and added ones in one sum: job.check looks at the weights."""
+    died_at: list[int] = []
+
+    def dies(rank: Rank, slots: tuple[int, ...]) -> bool:
+        """When its gradients are computed and not yet sent."""
+        if len(rank.together_commits) == 4:
+            died_at.append(rank.manager.step)
+            rank.kill()
+            raise GroupEnded("killed")
+        return True
+
+    options = {"slots_per_step": 3, "deterministic_reduce": deterministic}
+    with job(min_replicas=2) as made:
+        a, b = (made.group(name, steps=12, together=3, options=options)[0] for name in "ab")
+        victim = made.group("c", steps=12, together=3, able=dies, options=options)[0]
+        for rank in (a, b):
+            assert rank.join().error is None
+        assert isinstance(victim.join().error, GroupEnded)
+        for rank in (a, b):
+            ledger = from_checkpoint(rank.manager.state_dict())["ledger"]
+            assert ledger["holes"] == [] and ledger["position"] == rank.manager.step * 3 * SLOT
+        computed = [slot for rank in (a, b) for step, slots in rank.computed for slot in slots if step == died_at[0]]
+        first = 3 * died_at[0] * SLOT
+        assert sorted(computed) == [first, first + SLOT, first + 2 * SLOT], "each of them once"
 
 
 def test_a_newcomer_heals_and_takes_part():
@@ -155,8 +183,8 @@ def test_who_leaves_says_so_in_the_step_before():
 
 
 def flips_a_bit(rank: Rank, step: int) -> None:
-    """In the last weight of group a's rank 0, after step 3."""
-    if step == 3 and (rank.name, rank.group_rank) == ("a", 0) and 4 not in rank.weights:
+    """In the last weight of group b's rank 0, after step 3."""
+    if step == 3 and (rank.name, rank.group_rank) == ("b", 0) and 4 not in rank.weights:
         list(rank.model.parameters())[-1].data.view(torch.int32)[-1] ^= 1
 
 
@@ -165,25 +193,16 @@ COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit
 
 def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
     """Of each group one rank sees it, and all ranks of the one that is odd heal."""
-    wrote: dict[tuple[str, int, int], bool] = {}
-
-    def at(rank: Rank, step: int) -> None:
-        wrote.setdefault((rank.name, rank.group_rank, step), rank.manager.writes)
-        flips_a_bit(rank, step)
-
     with job(min_replicas=3) as made, caplog.at_level("ERROR", "pharos.manager"):
-        a, b, c = (made.group(name, size=2, steps=10, together=3, **{**COMPARED, "at": at}) for name in "abc")
+        a, b, c = (made.group(name, size=2, steps=10, together=3, **COMPARED) for name in "abc")
         for rank in (*a, *b, *c):
             assert rank.join().error is None
             assert {size for _, size, _ in rank.commits} == {3}, "nobody went"
             told = [m.name_of(odd) for effect in rank.seen_of(m.WeightsDiffer) for odd in effect.replica_ids]
-            assert told == (["a"] if rank.group_rank == 0 else [])
-            assert bool(rank.seen_of(m.LoadState)) == (rank.name == "a")
-            assert wrote["a", rank.group_rank, 3] and not wrote["a", rank.group_rank, 4], (
-                "no checkpoint of wrong weights"
-            )
-        del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
-        text = "after step 3 rank 0 of group a holds other weights than the same rank of 2 others"
+            assert told == (["b"] if rank.group_rank == 0 else [])
+            assert bool(rank.seen_of(m.LoadState)) == (rank.name == "b")
+        del b[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
+        text = "after step 3 rank 0 of group b holds other weights than the same rank of 2 others"
         assert caplog.messages.count(text) == 3
 
 

@@ -17,9 +17,9 @@ from ft.protocol.step import Phase, Step, StepConfig
 
 
 class Rank:
-    def __init__(self, group: GroupOfRanks, group_rank: int, **config: Any) -> None:
+    def __init__(self, group: GroupOfRanks, group_rank: int, *, slots_per_step: int = 0, **config: Any) -> None:
         self.group, self.group_rank = group, group_rank
-        self.machine = Step(StepConfig(group_rank=group_rank, **config), Ledger(slot_size=8))
+        self.machine = Step(StepConfig(group_rank=group_rank, **config), Ledger(8, slots_per_step))
         self.weights = "initial"
         self.sums: m.Reduced | None = None
         self.held: dict[int, m.Reduced] = {}

@@ -62,6 +62,26 @@ def test_a_killed_group_costs_the_others_no_step_and_its_slot_is_dealt_again(siz
     job.check()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_with_slots_per_step_every_step_has_its_slots_whoever_dies(size: int):
+    job = Job("abcd", size=size, slots_per_step=3)  # one of four stands by
+    for step, victim in ((6, "b"), (11, "d"), (16, "a")):
+        job.steps(step)
+        hanging = job.groups[victim]
+        for rank in hanging.ranks:
+            rank.machine.phase = rank.machine.phase.STOPPED
+        job.steps(step + 1)
+        job.kill(victim)
+        job.settle()
+        job.steps(step + 2)
+        job.start(victim)
+    job.steps(22)
+    assert {rank.machine.step for rank in job.ranks()} == {22}
+    assert job.ranks()[0].machine.ledger.holes == [] and slots_of(job) == list(range(0, 22 * 3 * 8, 8))
+    assert all(commit.divisor == 30 for rank in job.ranks() for commit in rank.commits)
+    job.check()
+
+
 def test_a_killed_group_returns():
     job = Job("abc", size=2)
     job.steps(4)

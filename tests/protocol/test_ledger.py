@@ -27,6 +27,61 @@ def test_a_retry_keeps_the_deal_and_the_dead_groups_slot_becomes_a_hole():
     assert ledger.deal(("a", "c")) == {8: "a", 24: "c"}  # holes first, then new positions
 
 
+def test_with_a_number_of_slots_per_step_they_are_dealt_in_turns():
+    ledger = Ledger(8, slots_per_step=4)
+    assert ledger.deal(("a", "b", "c")) == {0: "a", 8: "b", 16: "c", 24: "a"}
+    ledger.drop()
+    assert ledger.deal(("a", "b", "c", "d", "e")) == {0: "a", 8: "b", 16: "c", 24: "d"}  # e stands by
+    assert ledger.width(5) == 4
+
+
+def test_the_slots_of_who_is_gone_go_to_those_with_the_fewest_and_all_others_stay():
+    ledger = Ledger(8, slots_per_step=5)
+    ledger.deal(("a:1", "b:1", "c:1", "d:1"))
+    ledger.redeal(("b:1.2", "c:1", "d:1"))  # b was lost and is back, the same process; a had two
+    assert ledger.pending == {0: "b:1.2", 8: "b:1", 16: "c:1", 24: "d:1", 32: "c:1"}
+    before = ledger.deal_id
+    ledger.redeal(("b:1.2", "c:1", "d:1"))
+    assert ledger.deal_id == before
+    ledger.redeal(("d:1", "e:1"))
+    assert ledger.pending == {0: "e:1", 8: "d:1", 16: "e:1", 24: "d:1", 32: "d:1"}
+
+
+def test_without_a_number_of_slots_per_step_nothing_is_dealt_again():
+    ledger = Ledger(8)
+    ledger.deal(("a", "b"))
+    ledger.redeal(("a",))
+    assert ledger.pending == {0: "a", 8: "b"}
+
+
+def test_more_open_holes_than_a_step_has_slots_come_in_their_order():
+    ledger = Ledger(8)
+    ledger.deal(("a", "b", "c", "d"))
+    ledger.commit((0, 0, 0, 10))
+    resumed = Ledger(8, slots_per_step=2)
+    resumed.load_state_dict(ledger.state_dict(), keep_deal=False)
+    assert resumed.deal(("a",)) == {0: "a", 8: "a"}
+    resumed.commit((10, 10))
+    assert resumed.deal(("a",)) == {16: "a", 32: "a"}
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 31), min_size=1, max_size=3), max_size=20))
+def test_a_steps_slots_do_not_depend_on_who_is_there(history: list[list[int]]):
+    """Each step is dealt, and dealt again, to any groups; those that are left have every slot."""
+    ledger = Ledger(8, slots_per_step=3)
+    for step, attempts in enumerate(history):
+        for number, there in enumerate(attempts):
+            groups = tuple(f"g{i}:1" for i in range(5) if there >> i & 1)
+            if number:
+                ledger.redeal(groups)
+            else:
+                ledger.deal(groups)
+            assert list(ledger.pending) == [8 * (3 * step + place) for place in range(3)]
+            assert set(ledger.pending.values()) <= set(groups)
+        assert ledger.commit([10.0] * 3).holes == ()
+
+
 def test_a_deal_that_is_dropped_never_was():
     ledger = Ledger(8)
     before = ledger.state_dict()

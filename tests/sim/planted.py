@@ -1,16 +1,17 @@
-"""Ten bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
+"""Eleven bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
 
 Where a peer or an earlier draft had the bug, it says so. `search` looks for the first seed that finds one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group
+from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.rules import View
 from ft.protocol.step import Step
@@ -133,6 +134,13 @@ class ChangeIsPrivate(Step):
         return super().handle(event, now_s)
 
 
+class DeadSlotsAreHoles(Ledger):
+    """With slots_per_step, too, a dead group's slots wait for another step: the data of a step depends on who was alive."""
+
+    def redeal(self, participants: Sequence[str]) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Bug:
     machines: Machines
@@ -160,5 +168,6 @@ BUGS = {
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, "decides yes on"),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
+    "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
     "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 105, "second version of settled"),
 }

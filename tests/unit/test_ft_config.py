@@ -48,6 +48,8 @@ def test_every_length_of_the_protocol_can_be_set():
         (dict(heal_grace_s=31.0), "fault_tolerance.heal_grace_s = 31: must be below fault_tolerance.takeover_s = 30"),
         (dict(stall_s=30.0), "fault_tolerance.takeover_s = 30: must be below fault_tolerance.stall_s = 30"),
         (dict(stall_s=601.0), "fault_tolerance.stall_s = 601: must be below fault_tolerance.collective_s = 600"),
+        (dict(slots_per_step=4), "fault_tolerance.slots_per_step = 4: needs fault_tolerance.keep_global_batch = true"),
+        (dict(deterministic_reduce=True), "fault_tolerance.deterministic_reduce = true: needs fault_tolerance.keep_global_batch"),
         (dict(takeover_s=0, heal_grace_s=60.0), "fault_tolerance.heal_grace_s = 60: must be below fault_tolerance.stall_s = 60"),
     ],
 )  # fmt: skip
@@ -151,3 +153,13 @@ def test_reading_settings_loads_neither_torch_nor_grpc():
     script = "import sys, ft.config, ft.addresses; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_slots_of_a_step_are_as_many_as_groups_unless_it_is_said():
+    several, unknown = Environment.read({"NUM_REPLICA_GROUPS": "3"}), Environment()
+    assert several.slots_per_step(FaultTolerance()) == 0
+    assert several.slots_per_step(FaultTolerance(keep_global_batch=True)) == 3
+    assert unknown.slots_per_step(FaultTolerance(keep_global_batch=True, slots_per_step=5)) == 5
+    with pytest.raises(ValueError, match="slots_per_step = 0: means NUM_REPLICA_GROUPS, which is not set"):
+        lighthouse = Environment.read({"TORCHFT_LIGHTHOUSE": "http://localhost:1"})
+        lighthouse.check(FaultTolerance(enable=True, keep_global_batch=True))

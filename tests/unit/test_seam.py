@@ -132,7 +132,7 @@ def test_leaving_ends_with_a_step_at_the_latest(manager: Seam):
 
 
 def test_closing_twice_is_harmless(manager: Seam):
-    with manager.last_pass():
+    with manager.last_pass(0):
         pass
     manager.close()
     manager.close()
