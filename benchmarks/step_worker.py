@@ -21,8 +21,14 @@ from torch import Tensor
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
-def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack) -> Step:
-    """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group."""
+def pharos(
+    sizes: dict[str, int],
+    setting: str,
+    device: torch.device,
+    cleanup: ExitStack,
+    show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
+) -> Step:
+    """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
     from models.llama import Config, build
     from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
@@ -56,6 +62,7 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     )
     optimizer = build_optimizer(OptimizerConfig(lr=3e-4), parallel.parts)
     parameters = list(parallel.parts[0].parameters())
+    show(parameters)
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         parallel.forward_backward(inputs, labels)

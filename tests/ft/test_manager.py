@@ -183,8 +183,8 @@ def test_who_leaves_says_so_in_the_step_before():
 
 
 def flips_a_bit(rank: Rank, step: int) -> None:
-    """In the last weight of group b's rank 0, after step 3."""
-    if step == 3 and (rank.name, rank.group_rank) == ("b", 0) and 4 not in rank.weights:
+    """In the last weight of group a's rank 0, after step 3."""
+    if step == 3 and (rank.name, rank.group_rank) == ("a", 0) and 4 not in rank.weights:
         list(rank.model.parameters())[-1].data.view(torch.int32)[-1] ^= 1
 
 
@@ -193,16 +193,25 @@ COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit
 
 def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
     """Of each group one rank sees it, and all ranks of the one that is odd heal."""
+    wrote: dict[tuple[str, int, int], bool] = {}
+
+    def at(rank: Rank, step: int) -> None:
+        wrote.setdefault((rank.name, rank.group_rank, step), rank.manager.writes)
+        flips_a_bit(rank, step)
+
     with job(min_replicas=3) as made, caplog.at_level("ERROR", "pharos.manager"):
-        a, b, c = (made.group(name, size=2, steps=10, together=3, **COMPARED) for name in "abc")
+        a, b, c = (made.group(name, size=2, steps=10, together=3, **{**COMPARED, "at": at}) for name in "abc")
         for rank in (*a, *b, *c):
             assert rank.join().error is None
             assert {size for _, size, _ in rank.commits} == {3}, "nobody went"
             told = [m.name_of(odd) for effect in rank.seen_of(m.WeightsDiffer) for odd in effect.replica_ids]
-            assert told == (["b"] if rank.group_rank == 0 else [])
-            assert bool(rank.seen_of(m.LoadState)) == (rank.name == "b")
-        del b[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
-        text = "after step 3 rank 0 of group b holds other weights than the same rank of 2 others"
+            assert told == (["a"] if rank.group_rank == 0 else [])
+            assert bool(rank.seen_of(m.LoadState)) == (rank.name == "a")
+            assert wrote["a", rank.group_rank, 3] and not wrote["a", rank.group_rank, 4], (
+                "no checkpoint of wrong weights"
+            )
+        del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
+        text = "after step 3 rank 0 of group a holds other weights than the same rank of 2 others"
         assert caplog.messages.count(text) == 3
 
 

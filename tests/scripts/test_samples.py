@@ -1,0 +1,150 @@
+"""scripts/samples.py as a user would run it, on made-up records: from any folder, before anything is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "samples.py"
+A, B, C = "0:3c1868b9", "1:77aa01f2", "2:5d0e9c4b"
+AGAIN = "1:e0b1f46d"  # the second life of B
+
+
+def row(step: int, slots: dict[int, str], *holes: int, slot_size: int = 4) -> dict[str, Any]:
+    return {
+        "step": step,
+        "slot_size": slot_size,
+        "slots": {str(s): owner for s, owner in slots.items()},
+        "holes": holes,
+    }
+
+
+def three_groups(steps: int) -> list[dict[str, Any]]:
+    return [row(n + 1, {12 * n: A, 12 * n + 4: B, 12 * n + 8: C}) for n in range(steps)]
+
+
+B_DIES = [  # in step 4; its slot is the first of the next deal
+    *three_groups(3),
+    row(4, {36: A, 44: C}, 40),
+    row(5, {40: A, 48: C}),
+    row(6, {52: A, 56: C}),
+    row(7, {60: A, 64: C}),
+    row(8, {68: A, 72: AGAIN, 76: C}),
+    row(9, {80: A, 84: AGAIN, 88: C}),
+]
+
+
+def samples(folder: Path, rows: list[dict[str, Any]], *arguments: str, tail: str = "") -> tuple[int, str, str]:
+    (folder / "run").mkdir(exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows) + tail
+    (folder / "run" / "samples.jsonl").write_text(text)
+    command = [sys.executable, "-I", "-S", SCRIPT, "run", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_hole_that_is_filled_later(tmp_path: Path):
+    assert samples(tmp_path, B_DIES) == (
+        0,
+        (
+            f"steps  positions     by, in their order                open holes\n"
+            f"1-3    0-35          {A} {B} {C}\n"
+            f"4      36-39, 44-47  {A} {C}             40-43\n"
+            f"5      40-43, 48-51  {A} {C}\n"
+            f"6-7    52-67         {A} {C}\n"
+            f"8-9    68-91         {A} {AGAIN} {C}\n"
+            "\n"
+            "exact: 92 sequences in 9 steps by 3 groups in 4 lives; every position from 0 to 91 was trained on once\n"
+        ),
+        "",
+    )
+
+
+def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
+    code, out, _ = samples(tmp_path, B_DIES[:4])
+    assert code == 0 and "once, but for the open holes 40-43, which the next step begins with" in out
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        (
+            [*B_DIES[:4], row(5, {48: A, 52: C})],
+            ["missing: positions 40-43, below the highest, and no holes of the last step"],
+        ),
+        (
+            [*three_groups(2), row(3, {16: A, 24: C}), row(4, {28: A})],
+            ["doubled: positions 16-19, trained on at step 2 and at step 3"],
+        ),
+        (
+            [row(1, {0: A}, slot_size=8), row(2, {4: A, 12: B}, slot_size=4)],  # half of a slot, and a gap
+            [
+                "doubled: positions 4-7, trained on at step 1 and at step 2",
+                "missing: positions 8-11, below the highest, and no holes of the last step",
+            ],
+        ),
+        ([row(1, {0: A, 4: B}, 4)], ["positions 4-7 are holes of the last step, and were trained on"]),
+        ([row(1, {0: A}), row(3, {4: A})], ["step 3 comes after step 1"]),
+        ([row(1, {0: A}), row(1, {4: A})], ["step 1 comes after step 1"]),
+        ([row(1, {4: A})], ["missing: positions 0-3, below the highest, and no holes of the last step"]),
+    ],
+    ids=["missing", "doubled", "overlap", "hole", "step", "twice", "first"],
+)
+def test_what_is_not_exact_is_named(tmp_path: Path, rows: list[dict[str, Any]], wrong: list[str]):
+    code, out, _ = samples(tmp_path, rows)
+    assert code == 1
+    assert out.partition("NOT exact: ")[2].splitlines()[1:] == [f"  {each}" for each in wrong]
+    code, out, _ = samples(tmp_path, rows, "--json")
+    assert code == 1 and json.loads(out)["wrong"] == wrong
+
+
+def test_for_programs(tmp_path: Path):
+    found = json.loads(samples(tmp_path, B_DIES[:4], "--json")[1])
+    assert (found["exact"], found["open"], found["missing"], found["doubled"]) == (True, [[40, 44]], [], [])
+    assert found["table"][0] == {"steps": [1, 4], "positions": [[0, 36]], "by": [A, B, C], "holes": []}
+
+
+def test_one_step_and_one_position(tmp_path: Path):
+    assert samples(tmp_path, B_DIES, "--step", "4")[:2] == (
+        0,
+        f"step 4: positions 36-39, by {A}\nstep 4: positions 44-47, by {C}\n",
+    )
+    assert samples(tmp_path, B_DIES, "--position", "42")[:2] == (0, f"step 5: positions 40-43, by {A}\n")
+    assert samples(tmp_path, B_DIES, "--position", "92")[:2] == (1, "position 92 was not trained on\n")
+    assert samples(tmp_path, B_DIES, "--step", "10")[:2] == (1, "step 10 is not in it\n")
+    assert json.loads(samples(tmp_path, B_DIES, "--step", "5", "--json")[1]) == [
+        {"step": 5, "positions": [40, 44], "by": A},
+        {"step": 5, "positions": [48, 52], "by": C},
+    ]
+
+
+def test_a_group_with_several_slots_is_named_once(tmp_path: Path):
+    out = samples(tmp_path, [row(1, {0: A, 4: B, 8: A})])[1]
+    assert f"0-11       {A} x 2 {B}" in out
+
+
+def test_the_line_that_is_being_written_is_left_out(tmp_path: Path):
+    assert samples(tmp_path, B_DIES, tail='{"step": 8, "slo')[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("tail", "message"),
+    [
+        ('{"step": 8}\n', 'samples: run/samples.jsonl: line 10 is no line of samples.jsonl: {"step": 8}\n'),
+        ("[1]\n", "samples: run/samples.jsonl: line 10 is no line of samples.jsonl: [1]\n"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, tail: str, message: str):
+    assert samples(tmp_path, B_DIES, tail=tail) == (2, "", message)
+    assert samples(tmp_path, [], tail="")[::2] == (2, "samples: run/samples.jsonl: no step is in it\n")
+
+
+def test_no_run_is_one_line(tmp_path: Path):
+    command = [sys.executable, SCRIPT, "outputs/llma"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (2, "samples: outputs/llma/samples.jsonl: No such file or directory\n")
