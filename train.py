@@ -41,6 +41,7 @@ from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, Opti
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.drill import Corruption
+from training.events import Events
 from training.garbage import GarbageCollection
 from training.log import Log
 from training.loss import IGNORED, cross_entropy_sum
@@ -113,6 +114,7 @@ class Run:
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device = world.device.torch_device
         self.progress = Progress()
+        self.events = Events(group_folder(config.run_folder, config.fault_tolerance, environment))
         with self.progress.phase("start"):
             if config.job.description:
                 log.info("about     %s", config.job.description)
@@ -183,6 +185,8 @@ class Run:
                     store=self.world.store,
                     shape=what_groups_share(config),
                     restore=lambda: self.checkpointer.load(),  # made later
+                    accounts=self.progress,
+                    happened=self.events,
                 )
             )
         )
@@ -317,6 +321,7 @@ class Run:
             raise self.nonfinite(deal.step, losses)
         with self.progress.phase("optimizer"):
             self.update(deal.step, commit, grad_norm / commit.divisor)
+        self.progress.settle()
         return True
 
     def nonfinite(self, step: int, losses: Sequence[tuple[Batch, Tensor]]) -> NonFinite:
@@ -335,8 +340,25 @@ class Run:
         self.optimizer.zero_grad()
         self.log.step, self.mean_loss = self.manager.step, commit.mean_loss
         tokens = round(commit.divisor)
-        self.meter.step(self.manager.step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens)
+        self.meter.step(
+            self.manager.step,
+            loss=commit.mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            groups=self.groups(commit),
+        )
         self.meter.samples(self.manager.step, slot_size=self.slot_size, slots=commit.slots, holes=commit.holes)
+
+    def groups(self, commit: Commit) -> dict[str, float]:
+        """Of a job of replica groups; empty for one group alone."""
+        if not self.config.fault_tolerance.enable:
+            return {}
+        return {
+            "quorum_size": commit.quorum_size,
+            "contributors": len(commit.contributors),
+            "heals": self.events.heals,
+        }
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         with self.progress.phase("data"):
@@ -406,6 +428,7 @@ class Run:
             saved=str(self.checkpointer.folder),
             next_command=next_command,
             verb=verb,
+            groups=self.events.summary(),
         )
         self.log.info("%s", text)
 

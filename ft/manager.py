@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ft.accounts import Accounts, Events, NoAccounts, no_events
 from ft.digest import digest
 from ft.gradients import Gradients
 from ft.healer import MACHINE, Healer
@@ -45,6 +46,15 @@ from ft.seam import Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to
 ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
 VOTE_S, VOTE_TRIES = 30.0, 10
 STEPS_KEPT = 21  # of whose lengths the median is told
+HEALS = (Phase.AWAITING, Phase.CLOSING)  # where nothing but the end of a heal is waited for
+SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account's
+    m.AskQuorum: "quorum",
+    m.Configure: "rebuild",
+    m.AbandonGeneration: "rebuild",
+    m.Fence: "heal",
+    m.LoadState: "heal",
+    m.DropHeld: "heal",
+}
 GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
 log = logging.getLogger("pharos.manager")
 
@@ -75,6 +85,7 @@ class Options:
 class Manager:
     """`group`: the process group to other groups' ranks; configured and closed here. `store`: this group's own, where it has several ranks.
     `restore`: loads the newest valid checkpoint, and with it this manager's state (load_state_dict), or does nothing if there is none.
+    `accounts`, `happened`: are told where the time goes, and what happened (accounts.py).
     `seen`: gets every event of the machine with what came of it.
 
     Raises RuntimeError where the group's server does not start.
@@ -91,10 +102,12 @@ class Manager:
         gradients: Gradients | None = None,
         shape: Sequence[tuple[str, str]] = (),
         restore: Callable[[], object] | None = None,
+        accounts: Accounts | None = None,
+        happened: Events = no_events,
         seen: Seen | None = None,
     ) -> None:
         self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
-        self._seen = seen
+        self._accounts, self._happened, self._seen = accounts or NoAccounts(), happened, seen
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
             shared=group.IN_CHILD,
@@ -127,6 +140,7 @@ class Manager:
         self.settled = 0  # checkpoints up to this step may be published
         self.left = False  # the others know that this group goes, and the step is committed: close
         self._waits_since_s: float | None = None  # for other groups, in a reduction
+        self._reduce_s: deque[float] = deque(maxlen=STEPS_KEPT)  # waits for sums
         self._step_s: deque[float] = deque(maxlen=STEPS_KEPT)
         self._began_s = self._committed_s = time.monotonic()
         self._mean_loss = 0.0
@@ -139,7 +153,7 @@ class Manager:
             m.WeightsDiffer: self._tell_of_difference,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
-            m.DropGradients: lambda effect: self.gradients.drop(),
+            m.DropGradients: self._drop_gradients,
             m.Fence: lambda effect: self._healer.fence(),
             m.CommitStep: self._take_commit,
             m.HoldSums: self._hold,
@@ -250,9 +264,11 @@ class Manager:
         return Sums((turn.divisor,), turn.mean_loss * turn.divisor, True)
 
     def commit(self, sums: Sums) -> Commit | None:
-        turn, self._deal = self._pump(), None
+        turn, deal, self._deal = self._pump(), self._deal, None
         if not isinstance(turn, m.CommitStep):
             return None
+        if deal and deal.slots and not {slot for slot, _ in turn.slots}.intersection(deal.slots):
+            self._lose()
         self._turn, now_s = None, time.monotonic()
         self._step, self._commit_id, self._mean_loss = turn.step, turn.commit_id, turn.mean_loss
         self._step_s.append(now_s - self._committed_s)
@@ -293,8 +309,10 @@ class Manager:
         """Does what the machine wants until it is the trainer's turn, and says what for. before_vote: or until all that is left is this
         rank's own word that the step holds; then None. Raises Stopped, GroupEnded, MustExit."""
         while self._turn is None and not (before_vote and _says_that_it_holds(self._inbox.next())):
-            effect = self._inbox.take()
-            self._carry[type(effect)](effect)
+            with self._spends("heal" if self._machine.phase in HEALS else ""):
+                effect = self._inbox.take()
+            with self._spends(SPENDS.get(type(effect), "")):
+                self._carry[type(effect)](effect)
         return self._turn
 
     def _take_compute(self, effect: m.Compute) -> None:
@@ -344,9 +362,10 @@ class Manager:
         part = self._part = effect.part
         self.replica_id = part.replica_id
         self._say(part)
-        self._healer.offer(part)
-        if part.heal:
-            self._healer.fetch(part)
+        with self._spends("heal"):
+            self._healer.offer(part)
+            if part.heal:
+                self._healer.fetch(part)
         if part.known:
             self._inbox.feed(m.Configured(part.quorum_id, ok=True))
             return
@@ -370,6 +389,7 @@ class Manager:
         self._group.interrupt(effect.reason)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
+        self._tell("failed", reason=self._machine.reason)
         free = self.gradients.give_up() if self._attempt else None
         self._attempt = None
         self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
@@ -385,13 +405,18 @@ class Manager:
     def _launch(self, effect: m.LaunchTail) -> None:
         self._open((effect.quorum_id, effect.attempt, effect.step))
         self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
-        self._waits_since_s = time.monotonic()
+        self._waits_since_s = began_s = time.monotonic()
+        account = "heal" if self._machine.void else "waiting"
         try:
-            tail = self.gradients.wait()
+            with self._spends(account):
+                tail = self.gradients.wait()
         except GroupError as error:
             self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
         else:
             self._inbox.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
+            self._reduce_s.append(time.monotonic() - began_s)
+            # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
+            self._accounts.move(min(self._reduce_s), account, "reduce")
         finally:
             self._waits_since_s = None
 
@@ -414,8 +439,14 @@ class Manager:
             )
         return (*effect.tail[:at], *figures, *effect.tail[at + len(figures) :])
 
+    def _drop_gradients(self, effect: m.DropGradients) -> None:
+        self.gradients.drop()
+        self._lose()
+
     def _tell_of_difference(self, effect: m.WeightsDiffer) -> None:
         assert self._part is not None
+        rank, odd = self._wish.group_rank, [m.name_of(replica_id) for replica_id in effect.replica_ids]
+        self._happened("weights differ", effect.step, rank=rank, groups=odd)
         others = len(self._part.members) - len(effect.replica_ids)
         log.error(
             "after step %d rank %d of group %s holds other weights than %s",
@@ -473,6 +504,7 @@ class Manager:
         self._healer.load()
         self._step, self._commit_id = effect.step, self._part.reference[2]
         log.info("step %d is healed", effect.step)
+        self._tell("healed", bytes=self._healer.received_bytes)
 
     def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
         self._healer.drop()
@@ -518,11 +550,28 @@ class Manager:
                 report,
                 phase=machine.phase.value,
                 healed_bytes=self._healer.received_bytes,
+                goodput_s=self._accounts.goodput_s,
                 wall_s=time.monotonic() - self._began_s,
                 mean_loss=self._mean_loss,
             )
 
+    def _spends(self, account: str) -> AbstractContextManager[None]:
+        return self._accounts.phase(account) if account else nullcontext()
+
+    def _lose(self) -> None:
+        self._accounts.lose()
+        self._tell("lost work")
+
+    def _tell(self, event: str, **what: object) -> None:
+        """Of what all ranks of the group see, one tells."""
+        if self._wish.group_rank == 0:
+            self._happened(event, self._step, **what)
+
     def _say(self, part: m.Part) -> None:
+        healing = [m.name_of(member) for member in part.members if member not in part.participants]
+        self._tell("quorum", quorum_id=part.quorum_id, groups=[*map(m.name_of, part.members)], healing=healing)
+        if part.heal:
+            self._tell("heal", sources=[m.name_of(part.members[source.replica_rank]) for source in part.sources])
         names = ", ".join(m.name_of(member) for member in part.members)
         heals = (
             f"; this group heals from {' and '.join(part.members[s.replica_rank] for s in part.sources)}"

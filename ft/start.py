@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ft.accounts import Accounts, Events, no_events
 from ft.config import Environment, FaultTolerance
 from ft.seam import Seam
 from ft.solo import SoloManager
@@ -21,10 +22,12 @@ def open_manager(
     store: Any = None,
     shape: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
+    accounts: Accounts | None = None,
+    happened: Events = no_events,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `store`: the group's own. `shape`: what all groups must have alike, by name. `restore`:
-    loads the newest valid checkpoint, and with it this manager's state. Raises ValueError for settings, RuntimeError where the group's
-    server does not start."""
+    loads the newest valid checkpoint, and with it this manager's state. `accounts`, `happened`: see accounts.py.
+    Raises ValueError for settings, RuntimeError where the group's server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
     # Not on the way of those who train alone: grpc, and threads.
@@ -58,7 +61,16 @@ def open_manager(
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
-    return Manager(process_group(settings), wish, options, store=store, shape=shape, restore=restore)
+    return Manager(
+        process_group(settings),
+        wish,
+        options,
+        store=store,
+        shape=shape,
+        restore=restore,
+        accounts=accounts,
+        happened=happened,
+    )
 
 
 def process_group(settings: FaultTolerance) -> ProcessGroup:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from training.extras import need
-from training.progress import LONG_PHASES, Progress, duration
+from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration
 from training.sinks import Sinks
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class Meter:
         self._after_first_s = 0.0
         self._interval = _Interval()
         self._spent = self._clocks()
+        self._events: Mapping[str, float] = {}
+        self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def open(self, sinks: Sinks) -> None:
         """From here on figures go to `sinks`, on the one rank that calls this; `close` closes them.
@@ -88,11 +90,20 @@ class Meter:
         self._sinks = sinks
 
     def step(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int, max_loss: float | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        max_loss: float | None = None,
+        groups: Mapping[str, float] | None = None,
     ) -> None:
         """Step `step` is committed. Loss in nats per token over all ranks; `tokens` valid in this step, over all ranks.
 
-        `max_loss` is the largest of the ranks' own losses, where somebody measured it.
+        `max_loss` is the largest of the ranks' own losses, where somebody measured it. `groups`: of a job of replica groups,
+        such as quorum_size; charted on logging steps and wherever they change.
         """
         lap = self._lap()
         self.tokens += tokens
@@ -114,7 +125,12 @@ class Meter:
             step_s=lap.step_s,
             data_s=lap.data_s,
             checkpoint_s=lap.checkpoint_s,
+            **(groups or {}),
         )
+        events = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
+        if not logging_step and events != self._events:
+            self._chart(step, events)
+        self._events = events
         if logging_step:
             rates = self._rates()
             self._log.info(self._line(step, loss, grad_norm, lr, rates))
@@ -126,7 +142,8 @@ class Meter:
             }
             if max_loss is not None:
                 scalars["loss_metrics/global_max_loss"] = max_loss
-            self._chart(step, {**scalars, **rates, **self._memory.scalars})
+            times = self._group_times() if groups else {}
+            self._chart(step, {**scalars, **rates, **times, **events, **self._memory.scalars})
             self._interval = _Interval()
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
@@ -194,6 +211,13 @@ class Meter:
             if self._peak_tflops:
                 rates["mfu(%)"] = 100 * rates["tflops"] / self._peak_tflops
         return rates
+
+    def _group_times(self) -> dict[str, float]:
+        """What other groups cost: means over the steps since the last logging step; and the share of all time that was none of it."""
+        before, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
+        steps, progress = self._interval.steps, self._progress
+        times = {f"time_metrics/{name}(s)": (now - before[name]) / steps for name, now in self._group_s.items()}
+        return {**times, "goodput(%)": 100 * _per(progress.goodput_s, progress.total())}
 
     def _line(self, step: int, loss: float, grad_norm: float, lr: float, rates: dict[str, float]) -> str:
         paint = self._log.paint

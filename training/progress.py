@@ -21,11 +21,18 @@ PHASES = {
     "data": "data loading",
     "compute": "forward and backward",
     "reduce": "gradient reduction",
+    "waiting": "gradient reduction, where other groups are waited for",
+    "quorum": "quorum of replica groups",
+    "rebuild": "process group of replica groups",
+    "heal": "state from another group",
     "optimizer": "optimizer step",
     "checkpoint": "checkpoint",
     "validation": "validation",
     "sample": "text sample",
 }
+# A step's that is committed. Of one that is thrown away, what was computed is counted as lost.
+_WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"), "lost"
+GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
 # Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
 LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample"})
 
@@ -49,6 +56,8 @@ class Progress:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
+        self.goodput_s = 0.0  # spent on steps that were committed; any thread may ask
+        self._settled: dict[str, float] = {}  # `seconds` at the last commit
         self._clock = clock
         self._began = clock()
         self._mark = self._began  # up to here every second is on some phase's account
@@ -87,6 +96,22 @@ class Progress:
         """Seconds counted for the phases `names` together, including those of a block that is still open."""
         self._account()
         return sum(self.seconds.get(name, 0.0) for name in names)
+
+    def settle(self) -> None:
+        """A step is committed: what was computed for it counts."""
+        self.goodput_s, self._settled = self.spent(*_WORK), dict(self.seconds)
+
+    def lose(self) -> None:
+        """What was computed since the last commit was for nothing."""
+        self._account()
+        for name in _COMPUTED:
+            self.move(self.seconds.get(name, 0.0) - self._settled.get(name, 0.0), name, _LOST)
+
+    def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
+        """What was counted for one phase was another's."""
+        self._account()
+        for name, more in ((from_phase, -seconds), (to_phase, seconds)):
+            self.seconds[name] = self.seconds.get(name, 0.0) + more
 
     def _account(self) -> None:
         now = self._clock()
@@ -159,7 +184,7 @@ class Bar:
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
 _ACCOUNTS = {
     "start": ("start",),
-    "compute": ("compute", "reduce", "optimizer"),
+    "compute": _WORK,
     "data": ("data",),
     "checkpoint": ("checkpoint",),
     "validation": ("validation",),
@@ -177,19 +202,25 @@ def summary(
     saved: str = "",
     next_command: str = "",
     verb: str = "finished",
+    groups: str = "",
 ) -> str:
     """The run's closing lines: what was done, what it cost, what came of it, what to type next.
 
     `steps` is the last committed step and `first_step` the step this start resumed from (0: none); `tokens` are those
-    of this start alone. `saved` names the last checkpoint.
+    of this start alone. `saved` names the last checkpoint, `groups` says what happened among replica groups. Goodput
+    is the share of the time that went into steps that were committed.
     """
     total = progress.total()
     counted = {name: progress.spent(*phases) for name, phases in _ACCOUNTS.items()}
+    if groups:
+        counted |= {name: progress.spent(name) for name in GROUP_PHASES}
     counted["other"] = max(0.0, total - sum(counted.values()))
     shares = ", ".join(f"{name} {seconds:.1f} s ({_share(seconds, total)})" for name, seconds in counted.items())
     since = f" (resumed at {first_step})" if first_step else ""
     rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
     lines = [f"{verb} step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
+    if groups:
+        lines.append(f"  groups: {groups}; goodput {_share(progress.goodput_s, total)}")
     losses = [f"training {loss:.4f}"] if loss is not None else []
     losses += [f"validation {validation_loss:.4f}"] if validation_loss is not None else []
     if losses:

@@ -26,6 +26,7 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.lighthouse_server import LighthouseServer
 from ft.seam import from_checkpoint
+from training.progress import Progress
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
 SLOT = 4  # sequences
@@ -50,6 +51,7 @@ class Rank:
     times: m.Times = field(default_factory=m.Times)
 
     manager: Manager = field(init=False)
+    progress: Progress = field(init=False)
     model: torch.nn.Module = field(init=False)
     commits: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, quorum size, contributors
     computed: list[tuple[int, tuple[int, ...]]] = field(
@@ -57,6 +59,7 @@ class Rank:
     )  # step, slots: forward and backward were run
     weights: dict[int, torch.Tensor] = field(default_factory=dict)  # after that step
     seen: list[tuple[float, m.Event, m.Out]] = field(default_factory=list)
+    told: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)  # events
     error: BaseException | None = None
 
     def start(self) -> Rank:
@@ -96,6 +99,7 @@ class Rank:
                 self.manager.close()
 
     def _train(self) -> None:
+        self.progress = Progress()
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
         wish = Wish(
             name=self.name,
@@ -108,7 +112,15 @@ class Rank:
             every_step=self.every_step,
         )
         options = Options(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
-        self.manager = Manager(self.group(), wish, options, store=self.store, seen=lambda *what: self.seen.append(what))
+        self.manager = Manager(
+            self.group(),
+            wish,
+            options,
+            store=self.store,
+            accounts=self.progress,
+            happened=lambda event, step, **what: self.told.append((event, step, what)),
+            seen=lambda *what: self.seen.append(what),
+        )
         self.manager.register("model", self.model.state_dict, self.model.load_state_dict)
         self.manager.attach([self.model])
         with torch.no_grad():
@@ -132,7 +144,7 @@ class Rank:
         if deal.slots:
             self.computed.append((deal.step, deal.slots))
         for slot in deal.slots:
-            with self.manager.last_pass(slot):
+            with self.progress.phase("compute"), self.manager.last_pass(slot):
                 self.backward(float(slot + 1))
         able = self.able(self, deal.slots)
         tokens = [1.0 if able else 0.0] * len(deal.slots)
@@ -144,6 +156,7 @@ class Rank:
             for parameter in self.model.parameters():
                 parameter -= parameter.grad
         self.model.zero_grad()
+        self.progress.settle()
         step = self.manager.step
         self.commits.append((step, commit.quorum_size, commit.contributors))
         self.weights[step] = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).clone()

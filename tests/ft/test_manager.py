@@ -222,3 +222,33 @@ def test_of_two_groups_nobody_can_tell_and_both_stop():
             error = rank.join().error
             assert isinstance(error, Stopped) and "nobody can tell" in str(error)
             assert max(rank.weights) == 3, "the step that found it is not committed"
+
+
+# ------------------------------------------------------------------------------------------------ where the time goes
+
+
+def test_what_happens_is_told_and_the_time_accounted():
+    """A group comes in late, and dies; gradients are not kept, so the others lose what they had computed."""
+
+    def dies(rank: Rank, step: int) -> None:
+        if len(rank.together_commits) == 3:
+            rank.kill()
+
+    def waits(rank: Rank, step: int) -> None:
+        if step == 2 and not late:
+            late.extend(made.group("b", steps=20, together=2, options=options, at=dies))
+
+    late: list[Rank] = []
+    options = {"keep_gradients": False}
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=20, together=2, options=options, at=waits)[0]
+        assert a.join().error is None and isinstance(late[0].join().error, GroupEnded)
+        b = late[0]
+        assert a.told[0] == ("quorum", 0, {"quorum_id": 1, "groups": ["a"], "healing": []})
+        assert [event for event, _, _ in b.told[:3]] == ["quorum", "heal", "healed"]
+        assert b.told[0][2]["healing"] == ["b"] and b.told[1][2] == {"sources": ["a"]} and b.told[2][2]["bytes"] > 0
+        assert [event for event, _, _ in a.told if event not in ("quorum", "heal")] == ["failed", "lost work"]
+        assert {"quorum", "rebuild", "waiting", "reduce", "compute", "lost"} <= a.progress.seconds.keys()
+        assert {"quorum", "rebuild", "heal"} <= b.progress.seconds.keys() and a.progress.seconds["lost"] > 0
+        assert min(a.progress.seconds.values()) >= 0 and sum(a.progress.seconds.values()) <= a.progress.total()
+        assert 0 < a.progress.goodput_s <= a.progress.spent("compute", "reduce")

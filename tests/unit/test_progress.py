@@ -108,6 +108,36 @@ def test_another_thread_may_ask_but_not_enter(clock: Clock) -> None:
     assert seen == [("compute", 1), "phase 'data': entered by a foreign thread"]
 
 
+def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Clock) -> None:
+    progress = Progress(clock)
+
+    def spend(phase: str, seconds: float) -> None:
+        with progress.phase(phase):
+            clock.now += seconds
+
+    spend("data", 1), spend("compute", 3), spend("reduce", 2), spend("optimizer", 1)
+    progress.settle()
+    spend("data", 0.5), spend("compute", 4), spend("waiting", 8)
+    assert progress.goodput_s == 6
+    progress.lose()
+    assert progress.seconds == {"data": 1, "compute": 3, "reduce": 2, "optimizer": 1, "waiting": 8, "lost": 4.5}
+    progress.lose()
+    assert progress.seconds["lost"] == 4.5, "once"
+    spend("compute", 5)
+    progress.settle()
+    assert progress.goodput_s == 11 and progress.seconds["lost"] == 4.5
+
+
+def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock) -> None:
+    progress = Progress(clock)
+    with progress.phase("reduce"):
+        clock.now += 1
+        with progress.phase("waiting"):
+            clock.now += 5
+        progress.move(2, "waiting", "reduce")
+    assert progress.seconds == {"reduce": 3, "waiting": 3}
+
+
 def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
     log = Lines()
     with Bar(200, "tokenising", "MB", log=log, clock=clock, interval_s=5) as bar:
@@ -167,6 +197,26 @@ def test_summary_accounts_for_every_second(clock: Clock) -> None:
         "  loss: training 1.2346, validation 1.4000",
         "  checkpoint: outputs/llama/checkpoint/step-200",
         "  next: ./scripts/generate.py outputs/llama",
+    ]
+
+
+def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock) -> None:
+    progress = Progress(clock)
+    for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
+        with progress.phase(phase):
+            clock.now += seconds
+    progress.settle()
+    with progress.phase("compute"):
+        clock.now += 10
+    progress.lose()
+    clock.now += 10
+    text = summary(progress, steps=2, first_step=0, tokens=1, loss=None, groups="2 quorums")
+    assert text.splitlines()[1:] == [
+        (
+            "  time: start 0.0 s (0%), compute 60.0 s (60%), data 0.0 s (0%), checkpoint 0.0 s (0%), validation 0.0 s (0%), "
+            "quorum 5.0 s (5%), rebuild 4.0 s (4%), heal 3.0 s (3%), waiting 8.0 s (8%), lost 10.0 s (10%), other 10.0 s (10%)"
+        ),
+        "  groups: 2 quorums; goodput 60%",
     ]
 
 
