@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume kills parity quorum recovery
+.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -7,6 +7,7 @@ help:
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
+	@echo "make bits    groups that are killed do not change a bit of the weights; renews docs/bits.md (15 minutes)"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make sim     10,000 runs of the protocol"
@@ -38,6 +39,9 @@ resume:
 
 kills:
 	@.venv/bin/python proofs/last_bucket.py
+
+bits:
+	@.venv/bin/python proofs/bits.py --write docs/bits.md
 
 parity:
 	@.venv/bin/python proofs/parity.py --ranks 1,2,4 --write docs/parity.md

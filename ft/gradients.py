@@ -456,9 +456,7 @@ class Gradients:
         """The sums of the slots, in their order, into the first one's."""
         first, *others = ([attempt.scratch.sums[index] for index in self._of(place)] for place in range(self._places))
         if first:
-            torch._foreach_add_(
-                first, 0.0
-            )  # -0.0 alone becomes the 0.0 that it is beside others' zeros: it is never seen again
+            torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
         for added in others:
             if added:
                 torch._foreach_add_(first, added)

@@ -1,0 +1,35 @@
+"""proofs/bits.py, the quick one: one kill does not reach the weights, and the proof can tell when it does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from proofs.bits import QUICK, Job, apart, compare
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "proofs" / "bits.py"), "--quick", "--keep", str(tmp_path)]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"killed: \d in step \d+; (\d+) steps .* equal$", done.stdout.strip())
+    assert found, done.stdout
+
+    last = int(found[1])
+    killed, calm = (Job(tmp_path, "", f"both-options-{history}", QUICK[0], ()) for history in ("killed", "calm"))
+    assert compare(killed, calm, last)[1] == [] and apart(killed, calm, last) == 0
+    shutil.rmtree(calm.checkpoint(last))
+    shutil.copytree(calm.checkpoint(last - 20), calm.checkpoint(last))  # as if one step had trained on something else
+    log = tmp_path / "both-options-calm" / "metrics.jsonl"
+    log.write_text(re.sub(r'("step": 9, .*"grad_norm": )', r"\g<1>1", log.read_text()))
+    differing = compare(killed, calm, last)[1]
+    assert "logged step 9" in differing and "ledger.position" in differing and differing[0].startswith("model.")
+    assert apart(killed, calm, last) > 0
