@@ -28,7 +28,7 @@ from configs.load import load
 from configs.saved import check_saved, save, to_toml, what_groups_share
 from configs.schema import Config
 from ft.config import Environment, group_folder
-from ft.seam import Commit, GroupEnded, Stopped
+from ft.seam import BadInput, Commit, GroupEnded, Stopped
 from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
@@ -97,6 +97,9 @@ def main(argv: Sequence[str]) -> int:
             return 1
         try:
             run.train()
+        except BadInput as error:
+            print(f"pharos: {error}", file=sys.stderr)
+            return 2
         except (CheckpointFailed, NonFinite, Stopped, GroupEnded) as failure:
             log.error("%s", failure)
             return 1
@@ -183,8 +186,8 @@ class Run:
                     self.environment,
                     slot_size=self.slot_size,
                     store=self.world.store,
-                    shape=what_groups_share(config),
-                    restore=lambda: self.checkpointer.load(),  # made later
+                    shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
+                    restore=self.restore,
                     accounts=self.progress,
                     happened=self.events,
                 )
@@ -233,14 +236,24 @@ class Run:
         )
         self.exported = self.checkpointer.exported_step() or 0  # a finished run may hold nothing else of its end
         finished = self.exported >= config.training.steps
-        resumed = self.exported if finished else self.checkpointer.load()
-        self.first_step, self.first_tokens = self.manager.step, self.meter.tokens
+        seed = config.checkpoint.create_seed_checkpoint
+        healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
+        resumed = self.exported if finished or healed else self.checkpointer.load()  # healed, or see `restore`
+        self.first_step, self.first_tokens, self.commits = self.manager.step, self.meter.tokens, 0
         self.mean_loss, self.wishes = nan, 0
         self.look: ValidationLoss | None = None  # the last one
         if self.world.global_rank == 0:
             save(config, folder)
             self.meter.open(self.figures(resumed))
         self.cleanup.enter_context(closing(self.meter))
+
+    def restore(self) -> None:
+        """From the newest checkpoint: of several groups none holds anything, so there is nothing to heal from. Raises BadInput."""
+        with self.progress.phase("checkpoint"):
+            try:
+                self.checkpointer.load()
+            except ValueError as error:
+                raise BadInput(self.config.origin.explain(str(error))) from None
 
     def figures(self, resumed_step: int | None) -> Sinks:
         """Where this start's figures go. Of several groups one writes, and which one may change."""
@@ -295,6 +308,8 @@ class Run:
         """One step over the slots that this group was dealt. False: it does not hold, and nothing became visible."""
         with self.progress.phase("quorum"):
             deal = self.manager.begin_step(last=self.manager.step + 1 == self.config.training.steps)
+        if deal.step >= self.config.training.steps:
+            return False  # so far was the checkpoint
         batches, losses = self.loader.load(deal.slots), list[tuple[Batch, Tensor]]()
         batch = self.next_batch(batches)
         while batch is not None:
@@ -338,6 +353,9 @@ class Run:
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if not self.commits:
+            self.first_step, self.first_tokens = step, self.meter.tokens
+        self.commits += 1
         self.log.step, self.mean_loss = self.manager.step, commit.mean_loss
         tokens = round(commit.divisor)
         self.meter.step(

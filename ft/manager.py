@@ -180,6 +180,7 @@ class Manager:
             digest_interval=options.digest_interval,
             leave_if_odd=options.leave_if_odd,
             max_failures=options.max_failures,
+            restores=self._restore is not None,
             skip_unable=options.skip_unable,
             init_sync=options.init_sync,
         )

@@ -54,6 +54,10 @@ class Stopped(RuntimeError):
         self.slots = tuple(slots)
 
 
+class BadInput(ValueError):
+    """What the user has to change, and only the work itself could find: said in one line, and nothing is tried again."""
+
+
 class GroupEnded(RuntimeError):
     """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
 

@@ -200,6 +200,10 @@ class Checkpointer:
         self.wait()
         return self._ranks.first(lambda: files.newest(self.folder, kind="model") or None)
 
+    def newest_step(self) -> int | None:
+        """Of what `load` would try first; nothing of it is read."""
+        return self._ranks.first(lambda: files.newest(self.folder))
+
     def wait(self) -> None:
         """Returns when nothing is being written. Raises what a save in the background failed with, once."""
         if self._background is not None:

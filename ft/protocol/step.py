@@ -52,6 +52,7 @@ class StepConfig:
     init_sync: bool = False  # initial states differ between groups
     digest_interval: int = 0  # steps between two comparisons of weights; 0: never
     leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
+    restores: bool = False  # it begins with nothing in hand: others have a state, or all are told to load a checkpoint
     writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
 
@@ -80,7 +81,7 @@ class Step:
         self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
         self.step, self.commit_id, self.commit_quorum_id = 0, "", 0  # of the state in hand
         self.settled = 0
-        self.void = False
+        self.void = config.restores  # holds no state: neither source nor contributor
         self.part: Part | None = None
         self._due = True  # the next step begins with a quorum
         self._failed = False  # the generation did
@@ -537,7 +538,7 @@ class Step:
         self.ledger.load_state_dict(state["ledger"], keep_deal=keep_deal)
 
     def _drop_held(self) -> None:
-        if self._held or self.void:
+        if self._held or (self.void and self.part is not None):
             self._emit(m.DropHeld())
         self._held = []
 

@@ -189,7 +189,7 @@ class GroupNode:
         ] = []  # the collectives inside the group, in order, as the first rank entered them
         self._counts = [0] * world_size
         self._inside: list[tuple[Callable[[Any, bool], None], Any, Process]] = []
-        steps = [StepConfig(group_rank=rank, **cluster.setting.step) for rank in range(world_size)]
+        steps = [StepConfig(group_rank=rank, restores=True, **cluster.setting.step) for rank in range(world_size)]
         self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: self._call_lighthouse,

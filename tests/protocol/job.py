@@ -51,6 +51,7 @@ class Job:
         self.limit = 0
         self.notices: list[m.Notice] = []
         self.asked: Counter[str] = Counter()
+        self.loads: Counter[str] = Counter()  # of checkpoints
         self.starts = 0
         for name in names:
             self.start(name)
@@ -231,6 +232,7 @@ class Job:
 
     def _do_LoadCheckpoint(self, rank: Rank, effect: m.LoadCheckpoint) -> None:  # noqa: N802
         rank.weights = "initial"
+        self.loads[m.name_of(rank.group.machine.replica_id)] += 1
         self.queue.append((self._rank, rank, m.Restored(None)))
 
     def _do_GiveUp(self, rank: Rank, effect: m.GiveUp) -> None:  # noqa: N802

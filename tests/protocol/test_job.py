@@ -157,6 +157,25 @@ def test_all_groups_killed_at_once_go_on_from_what_they_restore():
     job.check()
 
 
+def test_a_checkpoint_is_read_by_a_cold_start_alone():
+    job = Job("ab", restores=True)
+    job.steps(4)
+    assert job.loads == {"a": 1}  # b came when a held the initial state
+    job.kill("a")
+    job.steps(5)
+    job.start("a")
+    job.steps(8)
+    assert job.loads == {"a": 1} and {rank.machine.step for rank in job.ranks()} == {8}
+    job.kill("a")
+    job.kill("b")
+    job.start("a")
+    job.start("b")
+    job.steps(9)
+    job.tick(2)
+    assert job.loads == {"a": 2, "b": 1} and {rank.machine.step for rank in job.ranks()} == {9}
+    job.check()
+
+
 def test_a_newcomer_never_takes_over_before_its_time():
     job = Job("ab")
     job.steps(4)

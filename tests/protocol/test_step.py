@@ -551,8 +551,28 @@ def test_a_checkpoint_on_demand():
     assert ask.call.member.dealt == 0
 
 
-def test_a_checkpoint_before_the_first_step():
-    rank = Rank()
+def test_a_cold_start_holds_nothing_until_it_is_told_that_nobody_does():
+    rank = Rank(restores=True)
+    assert only(m.AskQuorum, rank.see(m.Begin())).call.member.void
+    assert rank.see(m.WantsRestore(0)) == [m.LoadCheckpoint(0)]
+    ask = only(m.AskQuorum, rank.see(m.Restored(None)))  # there is none: a new job
+    assert (ask.call.member.step, ask.call.member.restored, ask.call.member.void) == (0, 0, False)
+    assert rank.enter() == [m.Compute(0, (0,), 0)]
+
+
+def test_a_start_among_others_loads_no_checkpoint():
+    rank = Rank(restores=True)
+    rank.see(m.Begin())
+    assert names(rank.see(part(2, heal=True, step=5, commit=(1, "c5")))) == ["DropHeld", "Configure"]
+    rank.see(m.Configured(2, True))
+    assert names(rank.outcome("configured")) == ["LaunchTail"]  # zeros, while the state arrives
+    rank.see(m.HealEnded(2, True, source_state(5)))
+    assert names(rank.see(Outcome("healed", 2, 0, 5, "yes"))) == ["LoadState"]
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_checkpoint_before_the_first_step(restores: bool):
+    rank = Rank(restores=restores)
     assert rank.see(m.Restored(source_state(8))) == []
     assert only(m.AskQuorum, rank.see(m.Begin())).call.member.restored == 8
 

@@ -161,7 +161,7 @@ def search(machines: Machines, seeds: range, tell: Callable[[str], None] = print
 BUGS = {
     "no majority rule": Bug(Machines(lighthouse=NoMajority), 0, "less than half"),
     "ids that restart": Bug(Machines(lighthouse=IdsRestart), 6, "ids must grow"),
-    "ghost caller": Bug(Machines(lighthouse=GhostCaller), 21, "who do not listen"),
+    "ghost caller": Bug(Machines(lighthouse=GhostCaller), 31, "who do not listen"),
     "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, "is void and adds"),
     "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
     "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 0, "its ranks wait for each other"),
@@ -169,5 +169,5 @@ BUGS = {
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, "decides yes on"),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
     "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 105, "second version of settled"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 24, "second version of settled"),
 }
