@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery
+.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery drill e2e
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -8,6 +8,8 @@ help:
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
 	@echo "make bits    groups that are killed do not change a bit of the weights; renews docs/bits.md (15 minutes)"
+	@echo "make drill   every fault there is, three seeds, each beside its twin (half an hour)"
+	@echo "make e2e     every fault on every layout of the groups (15 minutes)"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make sim     10,000 runs of the protocol"
@@ -58,3 +60,9 @@ quorum:
 
 recovery:
 	@for what in kill stop storm lighthouse staggered killstorm; do .venv/bin/python benchmarks/recovery.py $$what $(if $(PEER),--peer $(PEER)); done
+
+drill:
+	@for seed in 1 2 3; do .venv/bin/python proofs/drill.py proofs/drill.toml --groups 4 --minutes 3 --seed $$seed || exit 1; done
+
+e2e:
+	@PHAROS_E2E=all ./scripts/run_tests.sh tests/e2e

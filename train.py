@@ -32,6 +32,7 @@ from ft.seam import BadInput, Commit, GroupEnded, Stopped
 from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
+from parallelisms.fsdp import let_go
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
@@ -185,6 +186,7 @@ class Run:
                     config.fault_tolerance,
                     self.environment,
                     slot_size=self.slot_size,
+                    folder=group_folder(config.run_folder, config.fault_tolerance, self.environment),
                     store=self.world.store,
                     shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
                     restore=self.restore,
@@ -335,7 +337,8 @@ class Run:
         if not isfinite(grad_norm):
             raise self.nonfinite(deal.step, losses)
         with self.progress.phase("optimizer"):
-            self.update(deal.step, commit, grad_norm / commit.divisor)
+            # Not the deal's step: a group that has healed since then commits a later one
+            self.update(self.manager.step - 1, commit, grad_norm / commit.divisor)
         self.progress.settle()
         return True
 
@@ -410,6 +413,7 @@ class Run:
             self.look = look = validate(
                 self.held_out.load(slots), self.model.evaluate, token_bytes, self.device, counts=self.seat.counts
             )
+            let_go(self.model.parts)
             seconds = self.progress.total() - began
         loss, bits = look.nats_per_token, look.bits_per_byte
         self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)

@@ -151,6 +151,8 @@ class Environment:
     quorum_retries: int | None = None
     manager_port: int | None = None
 
+    drill: bool = False  # PHAROS_DRILL=1: see diary.py
+
     @property
     def name(self) -> str:
         """Of this group."""
@@ -178,6 +180,7 @@ class Environment:
             connect_timeout_s=read("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1), None),
             quorum_retries=read("TORCHFT_QUORUM_RETRIES", _whole(0), None),
             manager_port=read("TORCHFT_MANAGER_PORT", _whole(0, 65535), None),
+            drill=environ.get("PHAROS_DRILL") == "1",
         )
         if made.group_rank >= made.world_size:
             raise ValueError(f"RANK = {made.group_rank}: must be below WORLD_SIZE = {made.world_size}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft.accounts import Accounts, Events, no_events
@@ -19,19 +21,21 @@ def open_manager(
     environment: Environment,
     *,
     slot_size: int,
+    folder: Path,
     store: Any = None,
     shape: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
     accounts: Accounts | None = None,
     happened: Events = no_events,
 ) -> Seam:
-    """`slot_size`: sequences of one group's batch. `store`: the group's own. `shape`: what all groups must have alike, by name. `restore`:
-    loads the newest valid checkpoint, and with it this manager's state. `accounts`, `happened`: see accounts.py.
+    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `shape`: what all groups must have alike, by name.
+    `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`, `happened`: see accounts.py.
     Raises ValueError for settings, RuntimeError where the group's server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
     # Not on the way of those who train alone: grpc, and threads.
     from ft.addresses import advertised
+    from ft.diary import Diarist
     from ft.manager import Manager, Options
     from ft.membership import Wish
     from ft.rpc.access import Access
@@ -61,7 +65,8 @@ def open_manager(
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
-    return Manager(
+    manager: Callable[..., Manager] = partial(Diarist, folder) if environment.drill else Manager
+    return manager(
         process_group(settings),
         wish,
         options,

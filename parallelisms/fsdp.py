@@ -64,6 +64,15 @@ def apply_fsdp(
             _sum_only(module)
 
 
+def let_go(parts: Iterable[nn.Module]) -> None:
+    """What a forward without a backward has gathered is given back. Weights are written to the shards, by a heal for one; a forward that
+    finds whole weights in place would not look there."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
     """Whether gathered parameters are freed between forward and backward."""
     return {"default": shards > 1 and stages == 1, "always": True, "never": False}[config.fsdp_reshard_after_forward]

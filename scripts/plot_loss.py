@@ -17,14 +17,15 @@ from html import escape
 from pathlib import Path
 
 Points = list[tuple[float, float]]  # (step, loss)
+Marks = Sequence[tuple[float, str]]  # (step, what happened then)
 
 WIDTH, HEIGHT = 880, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 36, 64, 52  # margins around the plot's area
 
 STYLE = """
-  svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --train: #0969da; --held: #bc4c00; }
+  svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --train: #0969da; --held: #bc4c00; --mark: #cf222e; }
   @media (prefers-color-scheme: dark) {
-    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --grid: #30363d; --train: #58a6ff; --held: #f0883e; }
+    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --grid: #30363d; --train: #58a6ff; --held: #f0883e; --mark: #f85149; }
   }
   text { font: 13px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft); }
   .title { font-size: 17px; font-weight: 600; fill: var(--ink); }
@@ -34,6 +35,8 @@ STYLE = """
   .train { stroke: var(--train); stroke-width: 2.25; }
   .held { stroke: var(--held); stroke-width: 2.25; }
   .dot { fill: var(--held); stroke: var(--paper); stroke-width: 1.5; }
+  line.mark { stroke: var(--mark); stroke-width: 1; opacity: .6; }
+  text.mark { font-size: 11px; fill: var(--mark); }
   polyline { fill: none; stroke-linejoin: round; stroke-linecap: round; }
 """
 
@@ -75,8 +78,8 @@ def read(journal: Path) -> tuple[Points, Points]:
     return training, validation
 
 
-def draw(name: str, training: Points, validation: Points) -> str:
-    """The whole SVG."""
+def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> str:
+    """The whole SVG. `marks`: each an upright line with its words."""
     losses = [loss for _, loss in training + validation]
     x_ticks = ticks(training[0][0], training[-1][0], finest=1.0)
     y_ticks = ticks(min(losses), max(losses))
@@ -109,6 +112,13 @@ def draw(name: str, training: Points, validation: Points) -> str:
     parts.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">optimizer step</text>')
     turned = f'transform="rotate(-90 18 {(TOP + bottom) / 2})"'
     parts.append(f'<text x="18" y="{(TOP + bottom) / 2}" text-anchor="middle" {turned}>loss, nats per token</text>')
+    for step, words in marks:
+        x = place((step, y_low))[0]
+        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        turned = f'transform="rotate(-90 {x - 4:.1f} {TOP + 4})"'
+        parts.append(
+            f'<text class="mark" x="{x - 4:.1f}" y="{TOP + 4}" text-anchor="end" {turned}>{escape(words)}</text>'
+        )
     parts.append(_line("raw", [place(point) for point in thin(training)]))
     parts.append(_line("train", [place(point) for point in thin(smooth(training))]))
     if validation:

@@ -43,6 +43,7 @@ class Group:
     env: dict[str, str]
     log: Path
     restarts: int
+    shown: bool = True  # on the console
     process: subprocess.Popen[str] | None = None
     code: int | None = None  # of its end, for good
     started_s: float = 0.0
@@ -73,8 +74,9 @@ class Group:
         """A line in one write, so those of several groups don't mix."""
         with lines, self.log.open("a", encoding="utf-8") as log:
             for line in lines:
-                sys.stdout.write(line)
-                sys.stdout.flush()
+                if self.shown:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
                 log.write(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line))
                 log.flush()
 
@@ -211,11 +213,13 @@ def threads_per_group(groups: int) -> str:
     return threads_per_rank(groups)
 
 
-def start_lighthouse(config: Config, env: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
-    """Raises RuntimeError where it does not start."""
+def start_lighthouse(
+    config: Config, env: dict[str, str], *, bind: str = "127.0.0.1:0", through: Sequence[str] = ()
+) -> tuple[subprocess.Popen[str], str]:
+    """`through`: a command that becomes the one behind it. Raises RuntimeError where it does not start."""
     settings = config.fault_tolerance
     flags = {
-        "--bind": "127.0.0.1:0",
+        "--bind": bind,
         "--http": "127.0.0.1:0",
         "--min_replicas": str(settings.min_replica_size),
         "--join_timeout_ms": "5000",
@@ -227,7 +231,7 @@ def start_lighthouse(config: Config, env: dict[str, str]) -> tuple[subprocess.Po
     words = [word for flag in flags.items() for word in flag]
     log = (config.run_folder / "groups" / "lighthouse.log").open("a")
     process = subprocess.Popen(
-        [sys.executable, "-m", "ft.rpc.lighthouse_main", *words],
+        [*through, sys.executable, "-m", "ft.rpc.lighthouse_main", *words],
         env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

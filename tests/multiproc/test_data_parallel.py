@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from models import llama
 from parallelisms.clip import gradient_norm, scale_gradients
+from parallelisms.fsdp import let_go
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Layout, parallelize
 from parallelisms.precision import Precision
@@ -90,3 +92,30 @@ def test_bf16_gradients_are_near(pool: Pool, alone: dict):
         reference = torch.cat([g.flatten() for g in alone["gradients"].values()])
         assert (whole - reference).norm() / reference.norm() < 0.03
         assert whole.dtype == torch.float32  # accumulated and reduced in fp32
+
+
+def losses_around_a_write(parallelism: ParallelismConfig) -> tuple[float, float]:
+    """Nats per token of a forward without a backward, and of one after all weights have become 0."""
+    with torch.device("meta"):
+        model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
+    layout = Layout(parallelism, precision=Precision(compute=torch.float32))
+    mesh = build_mesh(degrees(parallelism, dist.get_world_size()), "cpu")
+    options: dict[str, Any] = {"local_batch_size": 1, "seq_len": T, "device": torch.device("cpu"), "seed": 0}
+    parallel = parallelize(model, mesh, cross_entropy_sum, layout, **options)
+    shards, tokens = list(model.parameters()), torch.arange(T).view(1, T)
+    before = parallel.evaluate(tokens, tokens).item() / T
+    let_go(parallel.parts)
+    with torch.no_grad():
+        for shard in shards:
+            shard.zero_()
+    return before, parallel.evaluate(tokens, tokens).item() / T
+
+
+@pytest.mark.parametrize("axes", [{}, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_are_written_after_a_look_are_those_of_the_next_forward(
+    pool: Pool, ranks: int, axes: dict[str, int]
+):
+    parallelism = ParallelismConfig(fsdp_reshard_after_forward="never", **(axes if ranks == 2 else {}))
+    for before, after in pool.run(ranks, losses_around_a_write, parallelism):
+        assert before != pytest.approx(math.log(V), abs=1e-4) and after == pytest.approx(math.log(V), abs=1e-6)

@@ -1,0 +1,82 @@
+"""What a rank of a fault drill writes down of its steps. Where PHAROS_DRILL is not 1, nobody makes this.
+
+start.py makes a Diarist in place of a Manager; proofs/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`,
+`at_s` (the machine's monotonic clock), `pid` and `step`:
+
+    start                    a life of this rank begins
+    commit                   commit_id, contributors (groups), and `digest`: of this rank's weights as the next step finds them
+    refused                  a step was thrown away, with its gradients
+    healed, restored         the state came from other groups, or from a checkpoint
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft.manager import Manager
+from ft.protocol import messages as m
+from ft.scratch import local_of
+from ft.seam import Commit, Deal, Sums
+
+
+class Diarist(Manager):
+    """A Manager that writes down what it does."""
+
+    def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"diary.{self._wish.group_rank}.jsonl").open("a", encoding="utf-8")
+        self._untold: dict[str, Any] | None = None  # a commit whose weights are not there yet
+        self._write_line("start")
+
+    def begin_step(self, *, last: bool = False) -> Deal:
+        self._write_commit()
+        return super().begin_step(last=last)
+
+    def commit(self, sums: Sums) -> Commit | None:
+        commit = super().commit(sums)
+        if commit is None:
+            self._write_line("refused")
+        else:
+            self._untold = {"at_s": time.monotonic(), "contributors": len(commit.contributors)}
+        return commit
+
+    def close(self) -> None:
+        if self.left:  # else it may have stopped before the optimizer did
+            self._write_commit()
+        super().close()
+        self._file.close()
+
+    def _load_state(self, effect: m.LoadState) -> None:
+        super()._load_state(effect)
+        self._write_line("healed")
+
+    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
+        super()._load_checkpoint(effect)
+        self._write_line("restored")
+
+    def _write_commit(self) -> None:
+        if self._untold is not None:
+            figures, self._untold = self._untold, None
+            self._write_line("commit", **figures, commit_id=self.commit_id, digest=self._digest())
+
+    def _write_line(self, event: str, **figures: Any) -> None:
+        if self._file.closed:
+            return
+        line = {"event": event, "at_s": time.monotonic(), "pid": os.getpid(), "step": self.step, **figures}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for weight in self._weights:
+            shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
+            digest.update(shard.cpu().numpy().data)
+        return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""What the ranks of a job wrote under PHAROS_DRILL=1 (ft/diary.py), read while it runs.
+
+Flow: drill_job.py waits by it, drill_rules.py judges by it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Line:
+    event: str
+    at_s: float
+    pid: int
+    step: int
+    commit_id: str = ""
+    digest: str = ""
+    contributors: int = 0
+
+
+class Diary:
+    """Of one group over all its lives: the lines of each rank, oldest first."""
+
+    def __init__(self, name: str, folder: Path, ranks: int) -> None:
+        self.name, self.folder = name, folder
+        self.ranks: list[list[Line]] = [[] for _ in range(ranks)]
+        self._read_to = [0] * ranks
+
+    def read(self) -> None:
+        """What is there by now; a line that is not whole yet comes with the next call."""
+        for rank, lines in enumerate(self.ranks):
+            path = self.folder / f"diary.{rank}.jsonl"
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read_to[rank])
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read_to[rank] += len(whole)
+            lines += [Line(**json.loads(line)) for line in whole.splitlines()]
+
+    def since(self, at_s: float, *events: str, rank: int = 0) -> list[Line]:
+        return [line for line in self.ranks[rank] if line.at_s >= at_s and line.event in events]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks' latest lives, those that have begun."""
+        starts = [[line.pid for line in lines if line.event == "start"] for lines in self.ranks]
+        return [pids[-1] for pids in starts if pids]
+
+    @property
+    def step(self) -> int:
+        """The last that it has committed."""
+        return next((line.step for line in reversed(self.ranks[0]) if line.event == "commit"), 0)
+
+    def is_with(self, groups: int, steps: int, since_s: float) -> bool:
+        """Its last steps, so many since then, had the gradients of so many groups, on all its ranks."""
+        for rank in range(len(self.ranks)):
+            last = self.since(since_s, "commit", "start", rank=rank)[-steps:]
+            if [line.contributors for line in last] != [groups] * steps:
+                return False
+        return True

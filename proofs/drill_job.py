@@ -1,0 +1,174 @@
+"""A job of replica groups as run_replicas.sh starts one, whose groups and lighthouse can be harmed. Leaving the context ends all processes.
+
+Flow: drill.py makes one; drill_faults.py does the harm; what the groups did is in their diaries (drill_diary.py).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import descendants
+from proofs.drill_diary import Diary
+from proofs.drill_net import HUB, HUB_ADDRESS, Network
+from scripts.replicas import ENABLED, Group, prepare, start_lighthouse, threads_per_group, token_file
+
+ROOT = Path(__file__).resolve().parents[1]
+POLL_S = 0.02
+STEADY = 5  # steps of all together, after which the next fault may come
+LIMIT_S = 300.0  # for what must come
+
+
+class Failed(RuntimeError):
+    """What had to happen did not; the message says what, and the last words of the groups."""
+
+
+class Job:
+    """`argv`: a configuration and overrides. `network`: where groups are machines of their own. Raises ValueError for bad settings."""
+
+    def __init__(
+        self, argv: Sequence[str], groups: int, *, network: Network | None = None, drilled: bool = True
+    ) -> None:
+        from scripts.launch import Plan, ranks_here
+
+        self._argv = [*argv, ENABLED]
+        self.config, self._restarts, self.grace_s = prepare(self._argv, groups)
+        self.ranks = ranks_here(Plan.read(os.environ))
+        self.network = network
+        self.run = self.config.run_folder
+        self.folder = self.run / "groups"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._env = {
+            **os.environ,
+            "NUM_REPLICA_GROUPS": str(groups),
+            "PHAROS_TOKEN_FILE": str(token_file(self.run).resolve()),
+            "PHAROS_DRILL": str(int(drilled)),
+            "MAX_RESTARTS": "0",
+        }
+        self._env.pop("PHAROS_TOKEN", None)
+        self._env.setdefault("OMP_NUM_THREADS", threads_per_group(groups))
+        self.groups: dict[str, Group] = {}  # all that ever were
+        self.diaries: dict[str, Diary] = {}
+        self.gone: set[str] = set()  # on purpose
+        self._bind = f"{HUB_ADDRESS if network else '127.0.0.1'}:0"
+        self.start_lighthouse()
+        for _ in range(groups):
+            self.add()
+
+    # ------------------------------------------------------------------------------------------------ its parts
+
+    @property
+    def live(self) -> list[str]:
+        """The groups that are to be there; one of them may be between two lives."""
+        return [name for name in self.groups if name not in self.gone]
+
+    def start_lighthouse(self) -> None:
+        """Again at the same address, with the state that the last one left."""
+        through = self.network.through(HUB) if self.network else ()
+        self.lighthouse, self.address = start_lighthouse(self.config, self._env, bind=self._bind, through=through)
+        self._bind = self.address.partition("//")[2]
+
+    def add(self) -> str:
+        """One more group; its name."""
+        name = str(len(self.groups))
+        command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *self._argv]
+        through = self.network.through(name) if self.network else []
+        env = {**self._env, "TORCHFT_LIGHTHOUSE": self.address, "REPLICA_GROUP_ID": name}
+        log = self.folder / f"{name}.log"
+        group = self.groups[name] = Group(name, [*through, *command], env, log, self._restarts, shown=False)
+        self.diaries[name] = Diary(name, self.folder / name, self.ranks)
+        group.start()
+        return name
+
+    def drain(self, name: str) -> None:
+        """It is told to leave, and does not come again."""
+        self.gone.add(name)
+        self.groups[name].restarts = 0
+        self.groups[name].tell(signal.SIGTERM)
+
+    def processes(self, name: str) -> list[int]:
+        """The launcher, its ranks, their server, and whatever else they have started."""
+        process = self.groups[name].process
+        return [process.pid, *descendants(process.pid)] if process else []
+
+    def signal(self, pids: Iterable[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    # ------------------------------------------------------------------------------------------------ time
+
+    def look(self) -> None:
+        """Starts again who died, as run_replicas.sh does, and reads. Raises Failed where a group ended that must not."""
+        for name, group in self.groups.items():
+            group.short_lives = 0  # its deaths are ours
+            group.look(time.monotonic())
+            self.diaries[name].read()
+            if group.code is not None and (name not in self.gone or group.code != 0):
+                raise self.failure(f"group {name} ended with exit code {group.code}")
+
+    def until(self, what: str, holds: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
+        end_s = time.monotonic() + limit_s
+        while True:
+            self.look()
+            if holds():
+                return
+            if time.monotonic() > end_s:
+                raise self.failure(f"not in {limit_s:g} s: {what}")
+            time.sleep(POLL_S)
+
+    def hold(self, seconds: float) -> None:
+        """A fault lasts so long."""
+        end_s = time.monotonic() + seconds
+        self.until("the end of a fault", lambda: time.monotonic() >= end_s, seconds + LIMIT_S)
+
+    def together(self, since_s: float) -> None:
+        """Until the last steps were of all groups that are to be there."""
+
+        def holds() -> bool:
+            live = self.live
+            return all(self.diaries[name].is_with(len(live), STEADY, since_s) for name in live)
+
+        self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
+
+    def end(self) -> None:
+        """All save and leave."""
+        for name in self.live:
+            self.drain(name)
+        self.ended()
+
+    def ended(self) -> None:
+        """Until all have finished by themselves."""
+        self.gone |= set(self.groups)
+        self.until("the end of all groups", lambda: all(group.code == 0 for group in self.groups.values()))
+
+    def failure(self, what: str) -> Failed:
+        words = []
+        for name, group in self.groups.items():
+            said = group.log.read_text(errors="replace").splitlines() if group.log.exists() else []
+            words.append(f"group {name} at step {self.diaries[name].step}: {' | '.join(said[-4:])}")
+        return Failed("\n  ".join([what, *words]))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, group in self.groups.items():
+            self.signal(
+                self.processes(name), signal.SIGKILL
+            )  # a stopped one, too; what it has started has other sessions
+            group.end()
+        self.lighthouse.kill()
+        self.lighthouse.communicate()
+
+
+def pick(dice: random.Random, names: Sequence[str]) -> str:
+    """By the seed alone: not by who came first to what."""
+    return dice.choice(sorted(names, key=int))

@@ -1,0 +1,101 @@
+"""Replica groups as machines of their own: a network namespace each, joined by one bridge, so that a cable can be cut (Linux, root).
+
+Flow: drill_job.py starts the lighthouse and each group through `ip netns exec`; drill_faults.py cuts, blinds and narrows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+
+SUBNET = "10.77.0"  # seen by nobody outside these namespaces
+HUB, HUB_ADDRESS = "hub", f"{SUBNET}.254"
+
+
+class Network:
+    """Raises RuntimeError where this machine makes no namespaces, or cannot narrow a link. To be closed when no process of it lives."""
+
+    def __init__(self) -> None:
+        self._prefix = f"pharos-{os.getpid()}-"
+        self._addresses: dict[str, str] = {}
+        self._spaces: list[str] = []
+        if why := missing():
+            raise RuntimeError(why)
+        try:
+            self._make(HUB)
+            self._at(HUB, "ip link add bridge type bridge", f"ip addr add {HUB_ADDRESS}/24 dev bridge")
+            self._at(HUB, "ip link set bridge up")
+        except RuntimeError:
+            self.close()
+            raise
+
+    def through(self, name: str) -> list[str]:
+        """What becomes the command behind it, as the same process, on that machine: the hub or a group, which gets a cable first."""
+        if name != HUB and name not in self._addresses:
+            self._plug(name)
+        return ["ip", "netns", "exec", self._prefix + name]
+
+    def cut(self, name: str, down: bool) -> None:
+        """Nothing gets to it or from it."""
+        self._at(HUB, f"ip link set {_cable(name)} {'down' if down else 'up'}")
+
+    def blind(self, name: str, on: bool) -> None:
+        """What it sends is lost; what others send arrives."""
+        for address in [HUB_ADDRESS, *(other for who, other in self._addresses.items() if who != name)]:
+            self._at(name, f"ip route {'add' if on else 'del'} blackhole {address}/32")
+
+    def narrow(self, name: str, megabits: float | None) -> None:
+        """Per second, each way; None: as wide as before."""
+        for space, device in ((HUB, _cable(name)), (name, "eth0")):
+            if megabits is None:
+                self._at(space, f"tc qdisc del dev {device} root")
+            else:
+                shape = f"tbf rate {round(megabits * 1000)}kbit burst 32kbit latency 400ms"
+                self._at(space, f"tc qdisc add dev {device} root {shape}")
+
+    def close(self) -> None:
+        while self._spaces:
+            with suppress(RuntimeError):
+                _run("ip", "netns", "delete", self._spaces.pop())
+
+    def _make(self, name: str) -> None:
+        _run("ip", "netns", "add", self._prefix + name)
+        self._spaces.append(self._prefix + name)
+        self._at(name, "ip link set lo up")
+
+    def _plug(self, name: str) -> None:
+        address = self._addresses[name] = f"{SUBNET}.{len(self._addresses) + 1}"
+        self._make(name)
+        self._at(
+            HUB,
+            f"ip link add {_cable(name)} type veth peer name eth0 netns {self._prefix + name}",
+            f"ip link set {_cable(name)} master bridge",
+            f"ip link set {_cable(name)} up",
+        )
+        self._at(name, f"ip addr add {address}/24 dev eth0", "ip link set eth0 up")
+
+    def _at(self, name: str, *commands: str) -> None:
+        for command in commands:
+            _run("ip", "netns", "exec", self._prefix + name, *command.split())
+
+
+def missing() -> str:
+    """Why there can be no such network here; empty: nothing is missing that can be seen beforehand."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root on Linux"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"there is no {' and no '.join(absent)} (iproute2)" if absent else ""
+
+
+def _cable(name: str) -> str:
+    """Its end in the hub; an interface's name has at most 15 characters."""
+    return f"to-{name}"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

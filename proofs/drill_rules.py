@@ -1,0 +1,173 @@
+"""The pass rule of the drill: what must hold of a job that was harmed, each with its figure.
+
+Flow: drill.py hands over the diaries and the incidents when the job has ended. Pure, but for the run's files.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from proofs.drill_diary import Diary, Line
+from proofs.drill_faults import Incident
+from scripts import samples
+
+LOSS_NATS = 0.02  # from the twin, at most
+
+
+@dataclass(frozen=True)
+class Verdict:
+    name: str
+    holds: bool
+    words: str
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.holds else 'NO '}  {self.name}: {self.words}"
+
+
+# ------------------------------------------------------------------------------------------------ survivors
+
+
+def survivors_went_on(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -> Verdict:
+    """No survivor of a fault died, threw a step away, passed over one, or came to a halt."""
+    problems, steps = list[str](), list[int]()
+    for incident in incidents:
+        for name in sorted(incident.survivors):
+            problems += [f"{incident.kind}: group {name} {what}" for what in _lost(diaries[name], incident)]
+            steps.append(len(_commits(diaries[name], incident)))
+    lost = len(problems)
+    words = (
+        f"{lost} problems in {len(steps)} cases; at least {min(steps, default=0)} steps while a fault lasted and healed"
+    )
+    return Verdict("survivors went on, 0 steps lost", lost == 0, "; ".join([words, *problems[:10]]))
+
+
+def _lost(diary: Diary, incident: Incident) -> Iterator[str]:
+    commits = _commits(diary, incident)
+    if diary.since(incident.at_s, "start") and diary.since(incident.at_s, "start")[0].at_s <= incident.back_s:
+        yield "died"
+    for line in diary.since(incident.at_s, "refused", "healed", "restored"):
+        if line.at_s <= incident.back_s:
+            yield f"{line.event} at step {line.step}"
+    for before, line in pairwise(commits):
+        if line.step != before.step + 1:
+            yield f"has no step between {before.step} and {line.step}"
+    if not commits:
+        yield "has committed nothing since"
+
+
+def _commits(diary: Diary, incident: Incident) -> list[Line]:
+    return [line for line in diary.since(incident.at_s, "commit") if line.at_s <= incident.back_s]
+
+
+def next_commit_s(diaries: Mapping[str, Diary], incident: Incident) -> float:
+    """From the fault to the job's next commit: of a survivor, if there is one."""
+    who = incident.survivors or incident.hit
+    return min(diaries[name].since(incident.at_s, "commit")[0].at_s for name in who) - incident.at_s
+
+
+def longest_gap_s(diaries: Mapping[str, Diary], incident: Incident) -> float:
+    """Between two commits of a survivor that follow each other, from the fault until all were back."""
+    who = incident.survivors or incident.hit
+    gaps = [
+        after.at_s - before.at_s
+        for name in who
+        for before, after in pairwise(diaries[name].since(0.0, "commit"))
+        if incident.at_s <= after.at_s <= incident.back_s
+    ]
+    return max(gaps, default=float("nan"))
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+def bitwise_equal(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -> Verdict:
+    """Of each rank: the same commit, the same weights; and of each step one commit that anybody went on from, until all state was lost."""
+    problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
+    gone_on: dict[tuple[int, int, int], str] = {}  # era, rank, step
+    eras = [incident.at_s for incident in incidents if incident.kind == "all"]
+    for name, diary in diaries.items():
+        for rank in range(len(diary.ranks)):
+            lines = _trusted(diary, rank, incidents)
+            for line in lines:
+                compared += (state := (rank, line.step, line.commit_id)) in weights
+                if weights.setdefault(state, line.digest) != line.digest:
+                    problems.append(f"group {name}, rank {rank}, step {line.step}: other weights")
+            for line, after in pairwise(lines):
+                era = bisect(eras, line.at_s)
+                went_on = after.step == line.step + 1 and after.pid == line.pid
+                if went_on and gone_on.setdefault((era, rank, line.step), line.commit_id) != line.commit_id:
+                    problems.append(f"group {name}, rank {rank} went on from another commit of step {line.step}")
+    least = min((_steps_of_all(diaries, incident) for incident in incidents), default=0)
+    if incidents and least == 0:
+        problems.append("after a fault no step was everybody's")
+    words = f"{compared} digests beside another group's, {len(problems)} problems; {least} or more steps of all groups after each fault"
+    return Verdict("replicas bitwise equal", compared > 0 and not problems, "; ".join([words, *problems[:10]]))
+
+
+def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[Line]:
+    """Its commits, but for those between a bit that was flipped on purpose and the heal or new life that mends it."""
+    commits = diary.since(0.0, "commit", rank=rank)
+    for incident in incidents:
+        if incident.kind == "corrupt" and diary.name in incident.hit:
+            flipped_s = max((line.at_s for line in commits if line.at_s < incident.at_s), default=0.0)  # told after it
+            mended_s = diary.since(incident.at_s, "healed", "start", rank=rank)[0].at_s
+            commits = [line for line in commits if not flipped_s <= line.at_s < mended_s]
+    return commits
+
+
+def _steps_of_all(diaries: Mapping[str, Diary], incident: Incident) -> int:
+    """How many steps all groups that were to be there have in common, with equal weights on the rank that has fewest, until `back_s`."""
+    seen: dict[tuple[int, int, str, str], set[str]] = defaultdict(set)
+    ranks = range(len(next(iter(diaries.values())).ranks))
+    for name in incident.live:
+        for rank in ranks:
+            for line in diaries[name].since(incident.at_s, "commit", rank=rank):
+                if line.at_s <= incident.back_s:
+                    seen[rank, line.step, line.commit_id, line.digest].add(name)
+    whole = [rank for (rank, *_), names in seen.items() if names == incident.live]
+    return min(whole.count(rank) for rank in ranks)
+
+
+# ------------------------------------------------------------------------------------------------ data and loss
+
+
+def ledger_exact(run: Path) -> Verdict:
+    """Every sample below the highest was trained on once, but for the holes of the last step."""
+    found = samples.prove(samples.read(run / samples.FILE_NAME))
+    words = f"{found.sequences:,} sequences in {found.steps} steps; missing {samples.listed(found.missing) or 'none'}, "
+    words += f"doubled {samples.listed(found.doubled) or 'none'}, open {samples.listed(found.open) or 'none'}"
+    return Verdict("ledger exact", found.exact, "; ".join([words, *found.wrong[:10]]))
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    """Of metrics.jsonl."""
+    journal = run / "metrics.jsonl"
+    return [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()] if journal.exists() else []
+
+
+def looks(run: Path) -> list[tuple[float, float]]:
+    """(tokens trained on, loss on held-out text), nats per token."""
+    tokens, found = 0.0, []
+    for row in rows(run):
+        tokens = row.get("tokens", tokens)
+        if "validation_loss" in row:
+            found.append((tokens, row["validation_loss"]))
+    return found
+
+
+def loss_of_twin(run: Path, twin: Path) -> Verdict:
+    """The last look of the run beside the twin's after as many tokens: on the line between the looks before and after."""
+    name, (tokens, loss) = f"validation loss within {LOSS_NATS} nats of the twin's", looks(run)[-1]
+    there = looks(twin)
+    for (few, before), (many, after) in pairwise(there):
+        if few <= tokens <= many:
+            other = before + (after - before) * (tokens - few) / (many - few)
+            words = f"{loss:.4f} after {tokens:,.0f} tokens, {other:.4f} without faults: {loss - other:+.4f}"
+            return Verdict(name, abs(loss - other) <= LOSS_NATS, words)
+    return Verdict(name, False, f"the twin has no looks around {tokens:,.0f} tokens, from {there[0]} to {there[-1]}")

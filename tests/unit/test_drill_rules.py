@@ -1,0 +1,155 @@
+"""The drill's own judgement: what it must call a failure, from diaries that nobody died for; and what it injects, by the seed alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from proofs.drill_diary import Diary, Line
+from proofs.drill_faults import KINDS, Incident, plan
+from proofs.drill_rules import (
+    bitwise_equal,
+    ledger_exact,
+    longest_gap_s,
+    loss_of_twin,
+    next_commit_s,
+    survivors_went_on,
+)
+
+FAULT = Incident(
+    kind="kill",
+    target="group 2",
+    hit=frozenset("2"),
+    survivors=frozenset("01"),
+    at_s=10.0,
+    step=10,
+    back_s=20.0,
+    live=frozenset("012"),
+)
+
+
+def commit(step: int, *, digest: str = "", commit_id: str = "", at_s: float = 0.0, pid: int = 1) -> Line:
+    """Step n comes at second n."""
+    return Line("commit", at_s or float(step), pid, step, commit_id or f"c{step}", digest or f"w{step}", contributors=3)
+
+
+def diaries(**changed: Sequence[Line]) -> dict[str, Diary]:
+    """Three groups that commit steps 1 to 20; group 2 is dead from 10 to 15. g0=..., g1=..., g2=...: lines instead."""
+    lines = {name: [commit(step) for step in range(1, 21)] for name in "01"}
+    again = [Line("start", 12.0, 2, 0), Line("healed", 14.5, 2, 14)]
+    lines["2"] = [*lines["0"][:9], *again, *(commit(step, pid=2) for step in range(15, 21))]
+    made = {name: Diary(name, Path(name), 1) for name in lines}
+    for name, diary in made.items():
+        diary.ranks[0] = list(changed.get(f"g{name}", lines[name]))
+    return made
+
+
+STEADY = diaries()["0"].ranks[0]
+
+
+def test_a_job_that_did_well():
+    well = diaries()
+    assert survivors_went_on(well, [FAULT]).holds and bitwise_equal(well, [FAULT]).holds
+    assert next_commit_s(well, FAULT) == 0.0 and longest_gap_s(well, FAULT) == 1.0
+    assert "6 or more steps of all groups" in bitwise_equal(well, [FAULT]).words
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([*STEADY[:11], Line("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11"),
+        ([*STEADY[:11], Line("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 died"),
+        ([*STEADY[:11], Line("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12"),
+        ([*STEADY[:11], *STEADY[12:]], "kill: group 1 has no step between 11 and 13"),
+        (STEADY[:9], "kill: group 1 has committed nothing since"),
+    ],
+)
+def test_what_a_survivor_may_not(lines: list[Line], words: str):
+    verdict = survivors_went_on(diaries(g1=lines), [FAULT])
+    assert not verdict.holds and words in verdict.words
+    assert str(verdict).startswith("NO ")
+
+
+def test_one_bit_of_one_group_after_one_step():
+    other = [replace(line, digest="x") if line.step == 7 else line for line in STEADY]
+    verdict = bitwise_equal(diaries(g1=other), [FAULT])
+    assert not verdict.holds and "group 1, rank 0, step 7: other weights" in verdict.words
+
+
+def test_two_histories_are_none_but_a_commit_that_nobody_went_on_from_is_no_history():
+    forked = [replace(line, commit_id="x", digest="y") if line.step in (7, 8) else line for line in STEADY]
+    verdict = bitwise_equal(diaries(g1=forked), [FAULT])
+    assert not verdict.holds and "group 1, rank 0 went on from another commit of step 7" in verdict.words
+    lost = [*STEADY[:9], commit(10, commit_id="x", digest="y"), *diaries()["2"].ranks[0][9:]]
+    assert bitwise_equal(diaries(g2=lost), [FAULT]).holds
+
+
+def test_steps_that_a_checkpoint_did_not_have_are_another_history():
+    again = [
+        Line("start", 21.0, 2, 0),
+        *(commit(step, commit_id=f"d{step}", at_s=step + 15.0, pid=2) for step in range(8, 30)),
+    ]
+    all_dead = replace(FAULT, kind="all", at_s=20.5, survivors=frozenset(), hit=frozenset("012"), back_s=45.0)
+    both = [*STEADY, *again]
+    restarted = diaries(g0=both, g1=both, g2=both)
+    assert bitwise_equal(restarted, [FAULT, all_dead]).holds
+    assert not bitwise_equal(restarted, [FAULT]).holds
+
+
+def test_a_flipped_bit_counts_until_it_is_mended():
+    flipped = replace(FAULT, kind="corrupt")
+    harmed = [replace(line, digest="x") if 9 <= line.step < 14 else line for line in STEADY]
+    mended = [*harmed[:13], Line("healed", 13.5, 1, 13), *harmed[13:]]
+    assert bitwise_equal(diaries(g2=mended), [flipped]).holds
+    assert not bitwise_equal(diaries(g2=mended), [FAULT]).holds
+    late = [replace(line, digest="x") if line.step == 15 else line for line in mended if line.event == "commit"]
+    assert not bitwise_equal(diaries(g2=[*late[:13], Line("healed", 13.5, 1, 13), *late[13:]]), [flipped]).holds
+
+
+def test_a_fault_after_which_the_groups_never_were_together():
+    verdict = bitwise_equal(diaries(g2=STEADY[:9]), [FAULT])
+    assert not verdict.holds and "after a fault no step was everybody's" in verdict.words
+    assert not bitwise_equal({"0": diaries()["0"]}, []).holds, "nothing was compared"
+
+
+def write(folder: Path, name: str, rows: Sequence[dict[str, object]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def look(tokens: int, loss: float) -> list[dict[str, object]]:
+    return [{"step": tokens, "tokens": tokens}, {"step": tokens, "validation_loss": loss}]
+
+
+@pytest.mark.parametrize(("loss", "holds"), [(2.01, True), (1.99, True), (2.03, False), (1.97, False)])
+def test_the_loss_beside_the_twins_after_as_many_tokens(tmp_path: Path, loss: float, holds: bool):
+    run = write(tmp_path / "run", "metrics.jsonl", [*look(10, 9.0), *look(150, loss)])
+    twin = write(tmp_path / "twin", "metrics.jsonl", [*look(100, 3.0), *look(200, 1.0)])
+    assert loss_of_twin(run, twin).holds is holds
+    short = write(tmp_path / "short", "metrics.jsonl", [*look(50, 2.0), *look(100, 2.0)])
+    assert not loss_of_twin(run, short).holds
+
+
+def test_the_ledger(tmp_path: Path):
+    rows = [{"step": step, "slot_size": 2, "slots": {str(2 * step - 2): "0:a"}, "holes": []} for step in (1, 2, 3)]
+    assert ledger_exact(write(tmp_path, "samples.jsonl", rows)).holds
+    rows[1]["slots"] = {"0": "0:a"}
+    assert not ledger_exact(write(tmp_path, "samples.jsonl", rows)).holds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kind_is_injected_in_an_order_that_the_seed_decides(seed: int):
+    kinds = list(KINDS)
+    variants = plan(kinds, random.Random(seed))
+    assert variants == plan(kinds, random.Random(seed))
+    assert sorted(variants) == sorted(variant for kind in KINDS.values() for variant in kind.variants)
+    assert variants.index("add") < variants.index("drain")
+    assert plan(["drain", "kill"], random.Random(seed)) == ["kill", "drain"], "else one group less for the others"
+    assert plan(["drain", "kill"], random.Random(seed), first=False) == ["kill"]
+    assert len({tuple(plan(kinds, random.Random(other))) for other in range(20)}) > 15
