@@ -87,6 +87,9 @@ class Step:
         self._failed = False  # the generation did
         self._doomed = ""  # a notice said that it will
         self._wants_change = ""  # to be announced in the next tail
+        self._early: list[
+            m.Notice
+        ] = []  # of a quorum whose answer they may have overtaken: they come on another stream
         self._leaving = self._told_leaving = False
         self._restored: int | None = None
         self._questions = 0
@@ -190,10 +193,12 @@ class Step:
         if part.heal:
             self._become_void(part)
         else:
-            self._settle(part.reference[0])
             self._agree_on_deal(part)
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
         self._emit(m.Configure(part, self._attempt))
+        early, self._early = self._early, []
+        for notice in early:
+            _ALWAYS[type(notice)](self, notice, now_s)
 
     def _agree_on_deal(self, part: Part) -> None:
         """The open deal is kept if all hold the same, but for what is dealt again of it; else all return theirs and make a new one. Kept
@@ -415,8 +420,7 @@ class Step:
             self._offering = False
         owners = self.ledger.pending
         entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
-        if self.commit_quorum_id == part.quorum_id:
-            self._settle(self.step)
+        self._settle(self.step)  # of this generation, or chosen by it: and it lives, for it commits
         self.step += 1
         self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
@@ -520,7 +524,7 @@ class Step:
         """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
         assert self.part is not None
         self._load(state, keep_deal=True)
-        self.settled = self.step  # a quorum chose it; what this group had before counts no more
+        self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
         self._emit(m.LoadState(self.step))
         held, self._held = self._held, []
@@ -570,7 +574,7 @@ class Step:
 
     def _on_broken(self, notice: m.MemberLost | m.Abandoned, now_s: float) -> None:
         """The generation cannot complete. Sums that are complete all the same are voted on as if nothing had been said."""
-        if self.part is None or notice.quorum_id != self.part.quorum_id or self._failed or self._doomed:
+        if self._is_early(notice) or not self._is_of_this_quorum(notice) or self._failed or self._doomed:
             return
         self._doomed = f"{type(notice).__name__}: {notice.reason}"
         self.reason = self._doomed
@@ -580,8 +584,18 @@ class Step:
             self._fail(self._doomed, now_s)
 
     def _on_change(self, notice: m.ChangeAnnounced, now_s: float) -> None:
-        if self.part and notice.quorum_id == self.part.quorum_id and self.phase is not Phase.ASKING:
+        if not self._is_early(notice) and self._is_of_this_quorum(notice):
             self._wants_change = self.reason = notice.reason or "announced"
+
+    def _is_early(self, notice: m.Notice) -> bool:
+        """Then it is kept until the answer is there: its sender tells it once."""
+        if self.phase is not Phase.ASKING:
+            return False
+        self._early = [*(n for n in self._early if n.quorum_id == notice.quorum_id), notice]
+        return True
+
+    def _is_of_this_quorum(self, notice: m.Notice) -> bool:
+        return self.part is not None and notice.quorum_id == self.part.quorum_id
 
     def _on_leaving(self, event: m.Leaving, now_s: float) -> None:
         self._leaving, self.reason = True, "leaves after the next commit"

@@ -256,8 +256,8 @@ class Network:
 
     def delay_s(self, source: Process, target: Process) -> float:
         low, high = self.quality.delay_s
-        if source.host == target.host:
-            return low
+        if source.host == target.host:  # the threads of two processes: an answer and a notice may overtake each other
+            return self._dice.between(0.0, low)
         if self.quality.late and self._happens("late", self.quality.late):
             return self._dice.between(high, 1.0)
         return self._dice.between(low, high)

@@ -1,4 +1,4 @@
-"""Eleven bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
+"""Twelve bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
 
 Where a peer or an earlier draft had the bug, it says so. `search` looks for the first seed that finds one.
 """
@@ -14,7 +14,7 @@ from ft.protocol.group import Group
 from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.rules import View
-from ft.protocol.step import Step
+from ft.protocol.step import Phase, Step
 from ft.sim import runs
 from ft.sim.cluster import Machines
 
@@ -141,6 +141,13 @@ class DeadSlotsAreHoles(Ledger):
         pass
 
 
+class DropsEarlyNotices(Step):
+    """An earlier draft's: a notice that overtakes the answer is lost, for it is of a quorum that the rank does not know yet."""
+
+    def _is_early(self, notice: m.Notice) -> bool:
+        return self.phase is Phase.ASKING
+
+
 @dataclass(frozen=True)
 class Bug:
     machines: Machines
@@ -164,7 +171,10 @@ BUGS = {
     "ghost caller": Bug(Machines(lighthouse=GhostCaller), 31, "who do not listen"),
     "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, "is void and adds"),
     "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
-    "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 0, "its ranks wait for each other"),
+    "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 11, "its ranks wait for each other"),
+    "notices that overtake the answer are lost": Bug(
+        Machines(step=DropsEarlyNotices), 1404, "though nothing hinders it"
+    ),
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, "decides yes on"),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
