@@ -153,6 +153,8 @@ class Bug:
     machines: Machines
     seed: int  # the first that finds it
     found: str  # what the simulator says then
+    groups: int | None = None  # None: as the seed has it
+    steps: int = 200
 
 
 def search(machines: Machines, seeds: range, tell: Callable[[str], None] = print) -> runs.Run | None:

@@ -11,6 +11,6 @@ from tests.sim.planted import BUGS
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_found(name: str):
     bug = BUGS[name]
-    found = runs.run(bug.seed, machines=bug.machines)
+    found = runs.run(bug.seed, bug.groups, bug.steps, machines=bug.machines)
     assert bug.found in found.failure
-    assert not runs.run(bug.seed).failure  # it is the bug that was found
+    assert not runs.run(bug.seed, bug.groups, bug.steps).failure  # it is the bug that was found
