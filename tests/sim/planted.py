@@ -175,7 +175,7 @@ BUGS = {
     "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
     "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 11, "its ranks wait for each other"),
     "notices that overtake the answer are lost": Bug(
-        Machines(step=DropsEarlyNotices), 1404, "though nothing hinders it"
+        Machines(step=DropsEarlyNotices), 858, "though nothing hinders it", groups=2, steps=10
     ),
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, "decides yes on"),
