@@ -53,13 +53,15 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """Whose job: ours, or torchft's run by `python`."""
+    """Whose job: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint when one dies."""
 
     name: str
     python: str
 
     def lighthouse(self, port: int) -> list[str]:
-        """Default times, one group is enough: a killed one must not hold the others."""
+        """Default times, one group is enough: a killed one must not hold the others. Empty: this side has none."""
+        if self.name == "restart":
+            return []
         if self.name == "torchft":
             return [self.python, "-c", THEIRS, str(port)]
         flags = [
@@ -76,8 +78,7 @@ class Side:
 
     def replica(self, group: int, log: Path, megabytes: float, step_ms: float, kind: str) -> list[str]:
         words = [str(group), str(log), str(megabytes), str(step_ms)]
-        options = [word for word, asked in (("baby", kind == "baby"), ("torchft", self.name == "torchft")) if asked]
-        return [self.python, str(REPLICA), *words, *options]
+        return [self.python, str(REPLICA), *words, self.name, *(["baby"] if kind == "baby" else [])]
 
 
 class Group:
@@ -95,8 +96,10 @@ class Group:
         self._command = command(number, self._log)
         self._env = {**env, "REPLICA_GROUP_ID": str(number)}
         self.process: subprocess.Popen[str] | None = None
+        self.started_s = 0.0
 
-    def start(self) -> None:
+    def start(self, **env: str) -> None:
+        self.started_s = time.monotonic()
         with self._out.open("a") as out:
             self.process = subprocess.Popen(
                 self._command,
@@ -104,15 +107,22 @@ class Group:
                 stdout=out,
                 stderr=out,
                 text=True,
-                env=self._env,
+                env={**self._env, **env},
                 start_new_session=True,
             )
+
+    @property
+    def runs(self) -> bool:
+        """It lives, and has committed in its present life."""
+        lives = self.process is not None and self.process.poll() is None
+        return lives and bool(self.since(self.started_s, "commit"))
 
     def kill(self) -> float:
         """SIGKILL of the trainer: its children have to notice. Returns when, on the logs' clock."""
         assert self.process
         at_s = time.monotonic()
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
         self.read()
         return at_s
@@ -176,9 +186,11 @@ class Job:
         }
         self._env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        address = self._start_lighthouse(0)
-        self._port = int(address.rpartition(":")[2])
-        self._env["TORCHFT_LIGHTHOUSE"] = address
+        self._lighthouse: subprocess.Popen[str] | None = None
+        if side.lighthouse(0):
+            address = self._start_lighthouse(0)
+            self._port = int(address.rpartition(":")[2])
+            self._env["TORCHFT_LIGHTHOUSE"] = address
 
         def command(group: int, log: Path) -> list[str]:
             return side.replica(group, log, megabytes, step_ms, kind)
@@ -195,7 +207,7 @@ class Job:
                 cwd=self.folder,
                 env=self._env,
             )
-        assert self._lighthouse.stdout
+        assert self._lighthouse and self._lighthouse.stdout
         address = self._lighthouse.stdout.readline().strip()
         if not address:
             raise Failed(f"the lighthouse did not start: {(self.folder / 'lighthouse.out').read_text()[-500:]}")
@@ -203,8 +215,9 @@ class Job:
 
     def kill_lighthouse(self) -> float:
         at_s = time.monotonic()
-        self._lighthouse.kill()
-        self._lighthouse.communicate()
+        if self._lighthouse:
+            self._lighthouse.kill()
+            self._lighthouse.communicate()
         return at_s
 
     def restart_lighthouse(self) -> None:

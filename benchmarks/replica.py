@@ -1,6 +1,6 @@
 """One replica group, of one rank, of a tiny data-parallel job: what recovery.py starts, kills and starts again.
 
-    python replica.py GROUP LOGFILE MB STEP_MS [baby] [torchft]        env: TORCHFT_LIGHTHOUSE, RUN_S
+    python replica.py GROUP LOGFILE MB STEP_MS ours|torchft|restart [baby]        env: TORCHFT_LIGHTHOUSE, RUN_S
 
 The model is MB megabytes of float32; a step "computes" for STEP_MS and has ones for gradients: after n steps every weight is the number of
 the group that the job began with, less n / 1024, to the last bit. Ends after RUN_S seconds, or after the step whose number comes on stdin
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     group, log, step_s = int(arguments[0]), Log(Path(arguments[1])), float(arguments[3]) / 1e3
     torch.set_num_threads(1)
     model = build(float(arguments[2]), float(group))
-    train = torchft if "torchft" in arguments else ours
+    train = {"ours": ours, "torchft": torchft, "restart": restart}[arguments[4]]
     train(group, model, log, step_s, "baby" in arguments)
     log.end(model)
     os._exit(0)  # gloo's threads may hold on to a group that is gone
@@ -163,6 +163,46 @@ def torchft(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: b
         else:
             log.say("abort", before, manager.num_participants())
     manager.shutdown(wait=False)
+
+
+class _Ones(torch.nn.Module):
+    """A model whose every weight has the gradient 1."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum()
+
+
+def restart(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool) -> None:
+    """The same job without fault tolerance: DistributedDataParallel, and a checkpoint every CHECKPOINT_S seconds to go on from.
+
+    env, too: RENDEZVOUS, a file that does not exist yet, the same for all ranks of a start; CHECKPOINT, a file."""
+    world, saved = int(os.environ["NUM_REPLICA_GROUPS"]), Path(os.environ["CHECKPOINT"])
+    meet = f"file://{os.environ['RENDEZVOUS']}"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=group, world_size=world)
+    optimizer, step = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), 0
+    if saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    net, saved_s = torch.nn.parallel.DistributedDataParallel(_Ones(model)), time.monotonic()
+    log.say("start", step, 0)
+    while log.goes_on():
+        time.sleep(step_s)
+        net().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        log.committed(step, world)
+        if group == 0 and time.monotonic() - saved_s >= float(os.environ["CHECKPOINT_S"]):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, saved.with_suffix(".part"))
+            saved.with_suffix(".part").replace(saved)
+            saved_s = time.monotonic()
 
 
 if __name__ == "__main__":
