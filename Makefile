@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery drill e2e
+.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -12,6 +12,7 @@ help:
 	@echo "make e2e     every fault on every layout of the groups (15 minutes)"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
+	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
 	@echo "make sim     10,000 runs of the protocol"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
@@ -66,3 +67,8 @@ drill:
 
 e2e:
 	@PHAROS_E2E=all ./scripts/run_tests.sh tests/e2e
+
+goodput:
+	@.venv/bin/python benchmarks/goodput.py --no-kills --write docs/goodput.md
+	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --write docs/goodput.md
+	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --mb 4 --minutes 4 --startup-s 30 --write docs/goodput.md
