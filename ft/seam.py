@@ -105,7 +105,8 @@ class Seam(Protocol):
 
     def begin_step(self, *, last: bool = False) -> Deal:
         """Settles who takes part, then what this group trains on. The same answer until `commit`. No slots: nothing is to be computed,
-        what others have summed is to be applied. last: this group leaves with the commit of this step."""
+        what others have summed is to be applied. After a try that did not hold: those that are still to be computed; the gradients of the
+        others are kept. last: this group leaves with the commit of this step."""
         ...
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:

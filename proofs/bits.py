@@ -242,8 +242,9 @@ differ, which shows that the comparison sees what it is to see.
 
 `fault_tolerance.keep_global_batch`: each step trains on `slots_per_step` = S slots (a slot is one group's batch), dealt to the groups in
 turns. A group that dies in a step leaves its slots to the others, who keep what they have computed and compute what was added, in the same
-step. Groups beyond S stand by. So a step's data does not depend on who is there; its seconds do: with g groups it takes as long as
-ceil(S / g) slots.
+step. Groups beyond S stand by; one that joins is dealt slots from the step after it has healed. So a step's data does not depend on who
+is there; its seconds do: with g groups it takes as long as ceil(S / g) slots. A job that is to grow says its S, for NUM_REPLICA_GROUPS may
+differ between groups that start at different times, and groups with another S are refused.
 
 `fault_tolerance.deterministic_reduce`: each slot's gradients are summed apart and added in the order of the slots, in the gradients' own
 precision. With G = bytes of a rank's gradients, between groups S G go over the wire in place of G, and beside the gradients of autograd

@@ -232,6 +232,7 @@ class RankNode:
         tokens = {slot: 100.0 + digest(slot) % 50 for slot in effect.slots}
         gradients = dict.fromkeys(effect.slots, self.weights or 0) if able else {}
         kept = self._kept  # of this step, if some of its slots were computed before
+        self.world.seen["slots per step: some were added"] += bool(kept.tokens)
         self._kept = Given((), {**kept.gradients, **gradients}, {**kept.tokens, **tokens})
         self.feed(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 

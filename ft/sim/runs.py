@@ -152,6 +152,7 @@ def must_occur() -> list[str]:
         ours = [kind.__name__ for kind in base.__subclasses__() if kind.__module__.startswith("ft.protocol.")]
         words += [f"{what}: {name}" for name in ours if name not in NOT_SIMULATED]
     words += [f"step: {before} to {after}" for before, ways in STEPS.items() for after in ways]
+    words += [f"slots per step: {what}" for what in ("a whole step", "some were added")]
     words += [f"collective {end}" for end in ("completed", "failed", "hung")]
     return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]
 
