@@ -23,6 +23,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from benchmarks.pairs import table
 from proofs import drill_net, drill_rules
 from proofs.drill_faults import KINDS, Incident, inject, plan
 from proofs.drill_job import Failed, Job
+from proofs.drill_rules import Verdict
 from scripts.plot_loss import draw, read
 from scripts.replicas import say
 
@@ -63,27 +65,23 @@ class Asked:
     twin: bool
 
     def argv(self, name: str, **last: int) -> list[str]:
-        defaults = [f"--{key}={value}" for key, value in DEFAULTS.items()]
-        named = [f"--job.name={Path(self.config).stem}-{name}-{self.seed}"]
-        return [
-            self.config,
-            *defaults,
-            *self.overrides,
-            *named,
-            *(f"--{k.replace('__', '.')}={v}" for k, v in last.items()),
-        ]
+        """Of a job: our defaults, unless something else was asked for; no key may be given twice."""
+        asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
+        ours = DEFAULTS | {key.replace("__", "."): value for key, value in last.items()}
+        defaults = [f"--{key}={value}" for key, value in ours.items() if key not in asked]
+        return [self.config, *defaults, *self.overrides, f"--job.name={Path(self.config).stem}-{name}-{self.seed}"]
 
 
 def main(argv: Sequence[str]) -> int:
     try:
         asked = read_arguments(argv)
-        left_out = leave_out(asked)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
         with ExitStack() as cleanup:
-            return drill(asked, left_out, cleanup)
+            return drill(asked, cleanup)
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
-    except Failed as failed:
+    except RuntimeError as failed:  # of the job, or of this machine
         print(f"drill: {failed}", file=sys.stderr)
         return 1
 
@@ -110,47 +108,61 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     return Asked(given.config, overrides, given.groups, given.minutes, kinds, given.seed, not given.no_twin)
 
 
-def leave_out(asked: Asked) -> dict[str, str]:
-    """Kinds that cannot be injected here, and why."""
+def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | None, dict[str, str]]:
+    """A network, where one is asked for and can be had; the kinds that cannot be injected here, and why."""
     out = {kind: f"needs {KINDS[kind].least} groups" for kind in asked.kinds if asked.groups < KINDS[kind].least}
-    if why := drill_net.missing():
-        out |= {kind: why for kind in asked.kinds if KINDS[kind].network}
-    return out
+    wanting = [kind for kind in asked.kinds if KINDS[kind].network and kind not in out]
+    if not wanting:
+        return None, out
+    try:
+        network = drill_net.Network()
+    except RuntimeError as why:
+        return None, out | dict.fromkeys(wanting, str(why))
+    cleanup.callback(network.close)
+    return network, out
 
 
 # ------------------------------------------------------------------------------------------------ the job and its twin
 
 
-def drill(asked: Asked, left_out: dict[str, str], cleanup: ExitStack) -> int:
-    dice, began_s = random.Random(asked.seed), time.monotonic()
+def drill(asked: Asked, cleanup: ExitStack) -> int:
+    began_s, incidents = time.monotonic(), list[Incident]()
+    network, left_out = leave_out(asked, cleanup)
     kinds = [kind for kind in asked.kinds if kind not in left_out]
-    network = None
-    if any(KINDS[kind].network for kind in kinds):
-        network = drill_net.Network()
-        cleanup.callback(network.close)
-    job = open_job(asked, "drill", network)
-    incidents = list[Incident]()
+    if not kinds:
+        raise ValueError(f"no fault is left: {'; '.join(f'{kind}, {why}' for kind, why in left_out.items())}")
+    job, failed = open_job(asked, "drill", network), ""
     with job:
-        job.together(began_s)
-        say(f"{len(job.live)} groups of {job.ranks} train together after {time.monotonic() - began_s:.0f} s")
-        variants = plan(kinds, dice)
-        while variants:
-            incidents.append(inject(job, variants.pop(0), dice))
-            tell(job, incidents[-1], began_s)
-            if not variants and time.monotonic() - began_s < 60 * asked.minutes:
-                variants = plan(kinds, dice, first=False)
-        look_again(job)
-        job.end()
-        job.look()
-    verdicts = [
-        drill_rules.survivors_went_on(job.diaries, incidents),
-        drill_rules.bitwise_equal(job.diaries, incidents),
-        drill_rules.ledger_exact(job.run),
-    ]
-    if asked.twin:
+        try:
+            harm(job, asked, kinds, incidents, began_s)
+        except Failed as why:
+            failed = str(why)
+    verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
+    if incidents:
+        verdicts.append(drill_rules.survivors_went_on(job.diaries, incidents))
+        verdicts.append(drill_rules.bitwise_equal(job.diaries, incidents))
+        verdicts.append(drill_rules.ledger_exact(job.run))
+    if asked.twin and not failed:
         verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run)))
     report(asked, job, incidents, left_out, verdicts, began_s)
     return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+def harm(job: Job, asked: Asked, kinds: Sequence[str], incidents: list[Incident], began_s: float) -> None:
+    """One fault after the other, then the end. Raises Failed; `incidents` are those until then."""
+    dice = random.Random(asked.seed)
+    job.together(began_s)
+    say(f"{len(job.live)} groups of {job.ranks} train together after {time.monotonic() - began_s:.0f} s")
+    variants = plan(kinds, dice)
+    while variants:
+        incidents.append(inject(job, variants.pop(0), dice))
+        tell(job, incidents[-1], began_s)
+        if not variants and time.monotonic() - began_s < 60 * asked.minutes:
+            variants = plan(kinds, dice, first=False)
+    before = len(drill_rules.looks(job.run))
+    job.until("a look at held-out text after the last fault", lambda: len(drill_rules.looks(job.run)) > before)
+    job.end()
+    job.look()
 
 
 def open_job(asked: Asked, name: str, network: drill_net.Network | None, **last: int) -> Job:
@@ -160,12 +172,6 @@ def open_job(asked: Asked, name: str, network: drill_net.Network | None, **last:
     argv = asked.argv(name, **last)
     shutil.rmtree(load(argv).run_folder, ignore_errors=True)
     return Job(argv, asked.groups, network=network)
-
-
-def look_again(job: Job) -> None:
-    """Until held-out text was looked at after the last fault."""
-    before = len(drill_rules.looks(job.run))
-    job.until("a look at held-out text", lambda: len(drill_rules.looks(job.run)) > before)
 
 
 def run_twin(asked: Asked, run: Path) -> Path:
@@ -196,7 +202,7 @@ def report(
     job: Job,
     incidents: Sequence[Incident],
     left_out: dict[str, str],
-    verdicts: Sequence[drill_rules.Verdict],
+    verdicts: Sequence[Verdict],
     began_s: float,
 ) -> None:
     header = ["fault", "target", "at s", "step", "next commit s", "longest gap s", "all back s"]
@@ -222,13 +228,13 @@ def report(
     )
     for verdict in verdicts:
         print(verdict)
-    training, validation = read(job.run / "metrics.jsonl")
-    picture = job.run / "drill.svg"
-    marks = [(incident.step, incident.kind) for incident in incidents]
-    picture.write_text(draw(f"{job.run.name}: {len(incidents)} faults", training, validation, marks), encoding="utf-8")
     told = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}
     (job.run / "drill.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
-    print(f"picture: {picture}")
+    if len(drill_rules.rows(job.run)) > 1:
+        marks = [(incident.step, incident.kind) for incident in incidents]
+        curve = draw(f"{job.run.name}: {len(incidents)} faults", *read(job.run / "metrics.jsonl"), marks)
+        (job.run / "drill.svg").write_text(curve, encoding="utf-8")
+        print(f"picture: {job.run / 'drill.svg'}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Flow: drill_job.py starts the lighthouse and each group through `ip netns exec`;
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,10 +21,11 @@ class Network:
         self._prefix = f"pharos-{os.getpid()}-"
         self._addresses: dict[str, str] = {}
         self._spaces: list[str] = []
-        if why := missing():
-            raise RuntimeError(why)
+        if sys.platform != "linux" or os.geteuid() != 0:
+            raise RuntimeError("needs root on Linux")
         try:
             self._make(HUB)
+            self._try()
             self._at(HUB, "ip link add bridge type bridge", f"ip addr add {HUB_ADDRESS}/24 dev bridge")
             self._at(HUB, "ip link set bridge up")
         except RuntimeError:
@@ -53,13 +53,21 @@ class Network:
             if megabits is None:
                 self._at(space, f"tc qdisc del dev {device} root")
             else:
-                shape = f"tbf rate {round(megabits * 1000)}kbit burst 32kbit latency 400ms"
-                self._at(space, f"tc qdisc add dev {device} root {shape}")
+                self._at(space, f"tc qdisc add dev {device} root {_shape(megabits)}")
 
     def close(self) -> None:
         while self._spaces:
             with suppress(RuntimeError):
                 _run("ip", "netns", "delete", self._spaces.pop())
+
+    def _try(self) -> None:
+        """Whether this kernel has all that is asked of it later."""
+        self._at(
+            HUB,
+            "ip link add try0 type veth peer name try1",
+            f"tc qdisc add dev try0 root {_shape(1.0)}",
+            "ip link del try0",
+        )
 
     def _make(self, name: str) -> None:
         _run("ip", "netns", "add", self._prefix + name)
@@ -82,20 +90,19 @@ class Network:
             _run("ip", "netns", "exec", self._prefix + name, *command.split())
 
 
-def missing() -> str:
-    """Why there can be no such network here; empty: nothing is missing that can be seen beforehand."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "needs root on Linux"
-    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"there is no {' and no '.join(absent)} (iproute2)" if absent else ""
-
-
 def _cable(name: str) -> str:
     """Its end in the hub; an interface's name has at most 15 characters."""
     return f"to-{name}"
 
 
+def _shape(megabits: float) -> str:
+    return f"tbf rate {round(megabits * 1000)}kbit burst 32kbit latency 400ms"
+
+
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RuntimeError(f"there is no {command[0]} (iproute2)") from None
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
