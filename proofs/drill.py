@@ -139,7 +139,7 @@ def drill(asked: Asked, cleanup: ExitStack) -> int:
             failed = str(why)
     verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
     if incidents:
-        verdicts.append(drill_rules.survivors_went_on(job.diaries, incidents))
+        verdicts.append(drill_rules.survivors_went_on(job.diaries, incidents, drill_rules.trained_by(job.run)))
         verdicts.append(drill_rules.bitwise_equal(job.diaries, incidents))
         verdicts.append(drill_rules.ledger_exact(job.run))
     if asked.twin and not failed:

@@ -18,6 +18,7 @@ from proofs.drill_faults import Incident
 from scripts import samples
 
 LOSS_NATS = 0.02  # from the twin, at most
+EVENTS = ("start", "commit", "refused", "healed", "restored")
 
 
 @dataclass(frozen=True)
@@ -33,32 +34,45 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------ survivors
 
 
-def survivors_went_on(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -> Verdict:
-    """No survivor of a fault died, threw a step away, passed over one, or came to a halt."""
-    problems, steps = list[str](), list[int]()
+Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
+
+
+def survivors_went_on(diaries: Mapping[str, Diary], incidents: Sequence[Incident], trained: Trained) -> Verdict:
+    """No survivor of a fault died, threw a step away, passed over one, or came to a halt. A collective may end in one survivor and break in
+    another: this one then has the step from that one, with its own gradients in it, and nothing is lost."""
+    problems, steps, taken = list[str](), list[int](), 0
     for incident in incidents:
         for name in sorted(incident.survivors):
-            problems += [f"{incident.kind}: group {name} {what}" for what in _lost(diaries[name], incident)]
+            found = list(_lost(diaries[name], incident, trained))
+            taken += found.count("")
+            problems += [f"{incident.kind}: group {name} {what}" for what in found if what]
             steps.append(len(_commits(diaries[name], incident)))
-    lost = len(problems)
-    words = (
-        f"{lost} problems in {len(steps)} cases; at least {min(steps, default=0)} steps while a fault lasted and healed"
-    )
-    return Verdict("survivors went on, 0 steps lost", lost == 0, "; ".join([words, *problems[:10]]))
+    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps from a survivor that had all sums; "
+    words += f"at least {min(steps, default=0)} steps while a fault lasted and healed"
+    return Verdict("survivors went on, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
 
 
-def _lost(diary: Diary, incident: Incident) -> Iterator[str]:
-    commits = _commits(diary, incident)
-    if diary.since(incident.at_s, "start") and diary.since(incident.at_s, "start")[0].at_s <= incident.back_s:
-        yield "died"
-    for line in diary.since(incident.at_s, "refused", "healed", "restored"):
-        if line.at_s <= incident.back_s:
-            yield f"{line.event} at step {line.step}"
-    for before, line in pairwise(commits):
-        if line.step != before.step + 1:
-            yield f"has no step between {before.step} and {line.step}"
-    if not commits:
+def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
+    """In words; empty ones for a step that it has from another, with its own gradients."""
+    lines = [line for line in diary.since(incident.at_s, *EVENTS) if line.at_s <= incident.back_s]
+    step = max((line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s), default=0)
+    for line in lines:
+        if line.event == "healed" and line.step == step + 1 and diary.name in trained.get(line.step, ()):
+            yield ""
+        elif line.event != "commit":
+            yield f"{line.event} at step {line.step}, after {step}"
+        elif line.step != step + 1:
+            yield f"has no step between {step} and {line.step}"
+        step = line.step
+    if not any(line.event == "commit" for line in lines):
         yield "has committed nothing since"
+
+
+def trained_by(run: Path) -> Trained:
+    return {
+        row.step: {owner.partition(":")[0] for owner in row.slots.values()}
+        for row in samples.read(run / samples.FILE_NAME)
+    }
 
 
 def _commits(diary: Diary, incident: Incident) -> list[Line]:

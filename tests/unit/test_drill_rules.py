@@ -54,7 +54,7 @@ STEADY = diaries()["0"].ranks[0]
 
 def test_a_job_that_did_well():
     well = diaries()
-    assert survivors_went_on(well, [FAULT]).holds and bitwise_equal(well, [FAULT]).holds
+    assert survivors_went_on(well, [FAULT], {}).holds and bitwise_equal(well, [FAULT]).holds
     assert next_commit_s(well, FAULT) == 0.0 and longest_gap_s(well, FAULT) == 1.0
     assert "6 or more steps of all groups" in bitwise_equal(well, [FAULT]).words
 
@@ -62,17 +62,25 @@ def test_a_job_that_did_well():
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([*STEADY[:11], Line("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11"),
-        ([*STEADY[:11], Line("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 died"),
-        ([*STEADY[:11], Line("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12"),
+        ([*STEADY[:11], Line("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11, after 11"),
+        ([*STEADY[:11], Line("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 start at step 0, after 11"),
+        ([*STEADY[:11], Line("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12, after 11"),
         ([*STEADY[:11], *STEADY[12:]], "kill: group 1 has no step between 11 and 13"),
         (STEADY[:9], "kill: group 1 has committed nothing since"),
     ],
 )
 def test_what_a_survivor_may_not(lines: list[Line], words: str):
-    verdict = survivors_went_on(diaries(g1=lines), [FAULT])
+    verdict = survivors_went_on(diaries(g1=lines), [FAULT], {12: set("02")})
     assert not verdict.holds and words in verdict.words
     assert str(verdict).startswith("NO ")
+
+
+def test_a_step_that_a_survivor_has_from_another_is_not_lost_if_its_own_gradients_are_in_it():
+    healed = diaries(g1=[*STEADY[:11], Line("healed", 11.5, 1, 12), *STEADY[12:]])
+    verdict = survivors_went_on(healed, [FAULT], {12: set("01")})
+    assert verdict.holds and "1 steps from a survivor that had all sums" in verdict.words
+    far = diaries(g1=[*STEADY[:11], Line("healed", 12.5, 1, 13), *STEADY[13:]])
+    assert not survivors_went_on(far, [FAULT], {12: set("01"), 13: set("01")}).holds
 
 
 def test_one_bit_of_one_group_after_one_step():
