@@ -29,7 +29,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
@@ -177,11 +176,8 @@ def open_job(asked: Asked, name: str, network: drill_net.Network | None, **last:
 def run_twin(asked: Asked, run: Path) -> Path:
     """A job that nothing happens to, until it has seen as many tokens; its folder."""
     tokens = drill_rules.looks(run)[-1][0]
-    seen = [row["tokens"] for row in drill_rules.rows(run) if "tokens" in row]
-    of_a_step = max(after - before for before, after in pairwise(seen))
-    with open_job(
-        asked, "twin", None, training__steps=int(tokens / of_a_step) + 2 * int(DEFAULTS["validation.freq"])
-    ) as job:
+    steps = drill_rules.steps_for(run, tokens, asked.groups) + 2 * int(DEFAULTS["validation.freq"])
+    with open_job(asked, "twin", None, training__steps=steps) as job:
         job.ended()
     return job.run
 

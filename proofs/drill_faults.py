@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from proofs.drill_job import Job, pick
 from training.drill import ORDER
 
-STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 8.0, 2.0, 8.0
-PARTITION_S, LINK_S = 12.0, 8.0
+STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
+PARTITION_S, LINK_S = 10.0, 6.0
 BEAT_S = 1.0  # of a slow group: three quarters of it stopped
 LINK_MEGABITS = 8.0
 

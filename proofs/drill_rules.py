@@ -6,6 +6,7 @@ Flow: drill.py hands over the diaries and the incidents when the job has ended. 
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,6 +174,14 @@ def looks(run: Path) -> list[tuple[float, float]]:
         if "validation_loss" in row:
             found.append((tokens, row["validation_loss"]))
     return found
+
+
+def steps_for(run: Path, tokens: float, groups: int) -> int:
+    """In which so many groups see as many tokens, by what a sequence of the run has."""
+    trained = samples.read(run / samples.FILE_NAME)
+    seen = max(row.get("tokens", 0.0) for row in rows(run))
+    a_sequence = seen / samples.prove(trained).sequences
+    return math.ceil(tokens / (a_sequence * trained[-1].slot_size * groups))
 
 
 def loss_of_twin(run: Path, twin: Path) -> Verdict:
