@@ -17,7 +17,7 @@ from ft.sim.collectives import Collectives
 from ft.sim.faults import Fault
 from ft.sim.invariants import Committed, Truth, require
 from ft.sim.network import Network
-from ft.sim.ranks import Snapshot
+from ft.sim.ranks import DIGEST_INTERVAL, Snapshot
 from ft.sim.servers import GroupNode, LighthouseNode
 from ft.sim.world import Process, World
 
@@ -79,6 +79,7 @@ def setting(seed: int, groups: int, steps: int) -> Setting:
             "keep_gradients": dice.chance(0.8),
             "every_step": dice.chance(0.1),
             "skip_unable": dice.chance(0.8),
+            "digest_interval": DIGEST_INTERVAL,
         },
         faults=faults.draw(dice, groups, duration_s) + (faults.interrupted(more, duration_s) if breaks else ()),
     )

@@ -169,8 +169,12 @@ class Truth:
         whole = all(rank.process.alive and not rank.process.stopped for rank in group.ranks)
         require(not (whole and inside), f"{group.process.name} ends ({reason}), its ranks wait for each other")
 
-    def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given) -> None:
-        if not given.gradients and not any(count > 0 for count in given.tail[:-3]):
+    def differ(self, effect: m.WeightsDiffer) -> None:
+        require(False, f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
+
+    def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given, *, gave: bool) -> None:
+        """`gave`: its tail says that something of it counts."""
+        if not given.gradients and not gave:
             return
         who = rank.process.name
         require(rank.weights is not None, f"{who} is void and adds to step {step + 1}")

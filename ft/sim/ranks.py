@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ft.protocol import messages as m
+from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
+from ft.protocol.tail import Tail
 from ft.sim.world import Process
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 RETRY_S = 0.5
 OPTIMIZER_S = 0.01
 VOTE_TRIES = 20
+DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
 INITIAL = 1  # the weights before the first step, the same everywhere
 
 
@@ -95,6 +98,7 @@ class RankNode:
             m.Configure: self._configure,
             m.Compute: self._compute,
             m.LaunchTail: self._launch,
+            m.WeightsDiffer: self.truth.differ,
             m.StopWaiting: self._stop_waiting,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
@@ -238,10 +242,13 @@ class RankNode:
 
     def _launch(self, effect: m.LaunchTail) -> None:
         kept = self._kept
-        given = Given(effect.tail, {}, {}) if effect.zeros else Given(effect.tail, kept.gradients, kept.tokens)
+        tail = self._with_digest(effect)
+        given = Given(tail, {}, {}) if effect.zeros else Given(tail, kept.gradients, kept.tokens)
         part = self._part
         assert part is not None
-        self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given)
+        digests = FIGURES * len(part.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
+        gave = any(count > 0 for count in Tail.of(effect.tail, digests).tokens)
+        self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given, gave=gave)
         key = (effect.quorum_id, effect.attempt, effect.step)
         open_work = [True]
 
@@ -270,6 +277,14 @@ class RankNode:
             end,
             add,
         )
+
+    def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
+        at = effect.digest_at
+        if not at:
+            return effect.tail
+        assert self.weights is not None, f"{self.process.name} compares a void state"
+        figures = [float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES)]
+        return (*effect.tail[:at], *figures, *effect.tail[at + FIGURES :])
 
     def _stop_waiting(self, effect: m.StopWaiting) -> None:
         give_up = self._pending.get(effect.quorum_id)
