@@ -18,7 +18,15 @@ from ft.sim.world import World
 
 ENOUGH = 1000  # in so many seeds everything that can happen has to happen
 # Told by an operator, by torchft's clients, or base classes; BeatAnswered and metadata are the driver's affair.
-NOT_SIMULATED = ("TakeOver", "Evict", "Beat", "Notice", "AskMetadata", "Metadata")
+NOT_SIMULATED = (
+    "TakeOver",
+    "Evict",
+    "Beat",
+    "Notice",
+    "AskMetadata",
+    "Metadata",
+    "WeightsDiffer",
+)  # and no bit flips here
 # Why a lighthouse lets its callers wait, in its own words.
 WAITS = (
     "would take part, min_replicas is",
