@@ -61,14 +61,22 @@ def save(config: Config, folder: Path) -> None:
     partial.replace(folder / FILE_NAME)
 
 
+_LAYOUT = (
+    "parallelism.",
+    "fault_tolerance.",
+    "training.steps",
+)  # may change between two starts, but not from group to group
+# Each machine's; and what ft/start.py tells the others as the number it comes to.
+_OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
+
+
 def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
-    """What all replica groups of a job must have alike: a digest for each section, ("[optimizer]", "9f86d081...")."""
-    said: dict[str, list[str]] = {}
-    for key, value in _flat(document.parse(to_toml(config), FILE_NAME).tables):
-        section = key.partition(".")[0]
-        if _matters(key, config) or section in ("parallelism", "fault_tolerance") or key == "training.steps":
-            said.setdefault(f"[{section}]", []).append(f"{key} = {to_text(value)}")
-    return tuple((name, hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]) for name, lines in said.items())
+    """What all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
+    return tuple(
+        (key, hashlib.sha256(to_text(value).encode()).hexdigest()[:16])
+        for key, value in _flat(document.parse(to_toml(config), FILE_NAME).tables)
+        if _matters(key, config) or (key.startswith(_LAYOUT) and key not in _OWN)
+    )
 
 
 def check_saved(config: Config, folder: Path) -> None:

@@ -39,9 +39,9 @@ from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
-from ft.rpc.clients import GroupClient, Stale
+from ft.rpc.clients import GroupClient, NameTaken, Refused, Stale
 from ft.rpc.driver import Seen
-from ft.seam import Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
+from ft.seam import BadInput, Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
 
 ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
 VOTE_S, VOTE_TRIES = 30.0, 10
@@ -353,6 +353,14 @@ class Manager:
                     self._inbox.feed(m.QuorumFailed(f"none within {waited_s:g} s: {error}"))
                     return
                 log.info("no quorum for %.0f s; /status.json of the lighthouse says what it waits for", waited_s)
+            except Refused as error:
+                ends = (
+                    isinstance(error, NameTaken) and time.monotonic() - asked_s < self._wish.times.heartbeat_timeout_s
+                )
+                if not ends:
+                    raise BadInput(f"group {self._wish.name} cannot take part: {error}") from None
+                if self._gone.wait(GONE_S):
+                    return
             except RuntimeError as error:
                 if self._gone.wait(GONE_S):
                     return  # the stream has said why

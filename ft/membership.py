@@ -39,6 +39,7 @@ class Wish:
     retries: int | None = None
     every_step: bool = False  # a quorum before each step; then torchft's lighthouse will do, too
     port: int = 0  # of the group's server
+    contact_s: float = 60.0  # how long a lighthouse is waited for that does not answer at all
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Membership:
 
 def join(wish: Wish, store: Store | None) -> Membership:
     """`store`: the group's own; needed by groups of several ranks. Raises RuntimeError where the server does not start, or rank 0 says
-    nothing of it; ValueError for a lighthouse that cannot do what is wished."""
+    nothing of it; ValueError for a lighthouse that cannot do what is wished, or does not take the token; ConnectionError where there is
+    none."""
     key = f"ft/{wish.attempt}"
     if wish.group_rank == 0:
         made = _start(wish)
@@ -69,14 +71,16 @@ def join(wish: Wish, store: Store | None) -> Membership:
         raise RuntimeError(f"rank {wish.group_rank} of {wish.world_size} has no store to find its group's server by")
     try:
         own = PrefixStore(key, store)
-        own.wait(["group"], timedelta(seconds=START_S))
+        own.wait(["group"], timedelta(seconds=wish.contact_s + START_S))
         return Membership(**json.loads(own.get("group")))
     except RuntimeError as error:
-        raise RuntimeError(f"rank 0 did not start the group's server within {START_S:g} s: {error}") from None
+        raise RuntimeError(
+            f"rank 0 did not start the group's server within {wish.contact_s + START_S:g} s: {error}"
+        ) from None
 
 
 def _start(wish: Wish) -> Membership:
-    torchfts = is_torchfts(wish.lighthouse, wish.access)
+    torchfts = is_torchfts(wish.lighthouse, wish.access, wish.contact_s)
     if torchfts and not wish.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'

@@ -30,7 +30,8 @@ def open_manager(
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `shape`: what all groups must have alike, by name.
     `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`, `happened`: see accounts.py.
-    Raises ValueError for settings, RuntimeError where the group's server does not start."""
+    Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
+    RuntimeError where the group's server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
     # Not on the way of those who train alone: grpc, and threads.
@@ -51,6 +52,7 @@ def open_manager(
         times=settings.times,
         attempt=environment.restart_count,
         every_step=settings.quorum == "every_step",
+        contact_s=float(environment.connect_timeout_s or Wish.contact_s),
     )
     options = Options(
         slot_size=slot_size,

@@ -140,7 +140,7 @@ class Group:
     def _on_answered(self, event: m.LighthouseAnswered, now_s: float) -> None:
         quorum = event.quorum
         if event.times and (misfits := self.config.times.misfits(event.times)):
-            self._end("the times of this group do not fit the job's: " + "; ".join(misfits))
+            self._fail_waiting("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(misfits))
             return
         if self.quorum and quorum.quorum_id < self.quorum.quorum_id:
             self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
@@ -188,7 +188,8 @@ class Group:
         elif event.code == "LOST":
             self._return(event.reason)
         else:
-            self._fail_waiting("FAILED_PRECONDITION", event.reason)
+            # What is wrong is the user's to mend, and asking again no help; but a name may be free in a moment.
+            self._fail_waiting("ALREADY_EXISTS" if event.code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", event.reason)
 
     def _return(self, why: str) -> None:
         """Lost is final for an id, not for the state: the group goes on under another id of the same process."""

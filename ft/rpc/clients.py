@@ -6,8 +6,10 @@ A call that is not answered in time raises TimeoutError, one that is refused Run
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,7 +25,17 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_link import channel
 from ft.rpc.processes import this_host
 
+CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
+log = logging.getLogger("pharos.group")
 _TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Refused(RuntimeError):
+    """The user has to change something: asked again, the answer would be the same."""
+
+
+class NameTaken(Refused):
+    """Another group has the name; it may be one that is about to end."""
 
 
 class Stale(RuntimeError):
@@ -140,17 +152,31 @@ class GroupClient:
         return codec.parse(reply_type, _answer(call, request, timeout_s, self._metadata))
 
 
-def is_torchfts(lighthouse: str, access: Access, timeout_s: float = 5.0) -> bool:
-    """Whether it knows torchft's calls alone. A lighthouse that cannot be reached is taken for ours: groups wait for it."""
+def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
+    """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer is waited for, and said so at
+    once, for the pieces of a job start in any order. Raises ValueError where it does not take the token, ConnectionError after
+    `patience_s`."""
+    until_s, said = time.monotonic() + patience_s, False
     with closing(channel(lighthouse, access, aio=False)) as connection:
-        try:
-            call = connection.unary_unary("/pharos.Lighthouse/Quorum")
-            call(
-                b"", timeout=timeout_s, metadata=access.metadata()
-            )  # a call without a caller is refused, and changes nothing
-        except grpc.RpcError as error:
-            return bool(error.code() is grpc.StatusCode.UNIMPLEMENTED)
-    return False
+        call = connection.unary_unary("/pharos.Lighthouse/Quorum")
+        while True:
+            try:  # a call without a caller is refused, and changes nothing
+                call(b"", timeout=CONTACT_S, metadata=access.metadata())
+                return False
+            except grpc.RpcError as error:
+                code, why = error.code(), error.details()
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                given = "has another one" if access.token else "asks for one, and it is not set"
+                raise ValueError(f"PHAROS_TOKEN: the lighthouse at {lighthouse} {given}")
+            if code not in (grpc.StatusCode.UNAVAILABLE, *_TIMED_OUT):
+                return bool(code is grpc.StatusCode.UNIMPLEMENTED)
+            where = f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {lighthouse}"
+            if time.monotonic() >= until_s:
+                raise ConnectionError(f"{where} within {patience_s:g} s: {why}")
+            if not said:
+                said = True
+                log.warning("%s; waiting %g s for it: %s", where, patience_s, why)
+            time.sleep(min(AGAIN_S, patience_s))
 
 
 # ------------------------------------------------------------------------------------------------ torchft's face of a lighthouse
@@ -250,5 +276,14 @@ def _answer(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
     except grpc.RpcError as error:
         if error.code() in _TIMED_OUT:
             raise TimeoutError(str(error.details())) from None
-        kind = Stale if error.code() is grpc.StatusCode.ABORTED else RuntimeError
-        raise kind(f"{error.code().name}: {error.details()}") from None
+        kind = _KINDS.get(error.code(), RuntimeError)
+        raise kind(
+            str(error.details()) if issubclass(kind, Refused) else f"{error.code().name}: {error.details()}"
+        ) from None
+
+
+_KINDS: dict[grpc.StatusCode, type[RuntimeError]] = {
+    grpc.StatusCode.ABORTED: Stale,
+    grpc.StatusCode.INVALID_ARGUMENT: Refused,
+    grpc.StatusCode.ALREADY_EXISTS: NameTaken,
+}

@@ -44,6 +44,7 @@ log = logging.getLogger("pharos.group")
 
 _STATUS = {
     "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
     "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
     "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,

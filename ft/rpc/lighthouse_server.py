@@ -37,6 +37,7 @@ MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
 MAX_NAMED = 65_536  # members blamed by one call
+MAX_DIGESTS = 256  # one for each key that groups must have alike
 CALLS_PER_ID = 64
 log = logging.getLogger("pharos.lighthouse")
 
@@ -350,7 +351,7 @@ def _check(call: m.Call) -> None:
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
-    if len(call.blame) > MAX_NAMED or len(call.shape) > 64 or call.known < 0:
+    if len(call.blame) > MAX_NAMED or len(call.shape) > MAX_DIGESTS or call.known < 0:
         raise ValueError("more members blamed, or more digests, than there can be")
     _check_step(member.dealt, member.restored or 0, member.commit_failures)
 

@@ -187,13 +187,29 @@ def test_ranks_with_different_states_end_the_group():
     assert machine.reason == "the ranks of this group hold different states (rank 0: step 3 x, rank 1: step 4 y)"
 
 
-def test_times_that_do_not_fit_end_the_group():
+def test_times_that_do_not_fit_are_refused():
     machine = group(1)
     ask(machine, 0)
     effects = said(machine, m.LighthouseAnswered(quorum(), m.Times(heartbeat_timeout_s=8)))
-    assert (
-        isinstance(effects[-1], m.EndGroup) and "heartbeat_timeout_s = 5.0: the lighthouse has 8" in effects[-1].reason
-    )
+    [refused] = effects
+    assert isinstance(refused, m.FailRank) and refused.code == "INVALID_ARGUMENT"
+    assert "heartbeat_timeout_s = 5.0: the lighthouse has 8" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("ALREADY_EXISTS", "ALREADY_EXISTS"),
+        ("FAILED_PRECONDITION", "INVALID_ARGUMENT"),
+        ("INVALID_ARGUMENT", "INVALID_ARGUMENT"),
+    ],
+)
+def test_what_the_user_has_to_mend_is_told_to_all_ranks(code: Any, told: str):
+    machine = group(2)
+    ask(machine, 0)
+    ask(machine, 1)
+    refusal = m.LighthouseRefused(machine.replica_id, code, "another optimizer.lr")
+    assert said(machine, refusal) == [m.FailRank(rank, told, "another optimizer.lr") for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
         (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=-1))), "quorum -1"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 50)), "step 0"),
         (OURS, pharos_call(m.Call(m.Member("a:1", dealt=1 << 50))), "step or count"),
-        (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y"),) * 65)), "digests"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y"),) * 257)), "digests"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y" * 600),))), "shape: 600 characters"),
         (OURS, pharos_call(m.Call(m.Member("a:1", deal_id="x" * 600))), "deal_id: 600 characters, legal is up to 512"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), blame=("x" * 600,))), "blame: 600 characters"),

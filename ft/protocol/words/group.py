@@ -137,7 +137,7 @@ class FailRank(Effect):
     """Fail the waiting call (or vote, or metadata question) of one rank."""
 
     group_rank: int
-    code: Literal["INVALID_ARGUMENT", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
+    code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
     reason: str
 
 

@@ -1,0 +1,104 @@
+"""Replica groups that cannot take part, beside one that trains: one clear line each, exit 2, and the one that trains goes on.
+
+All of them start together: each costs an import of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft import LighthouseServer
+from tests.scripts.test_run_replicas import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a" * 32
+WAIT_S = 240.0
+NOBODY = "http://127.0.0.1:1"  # no lighthouse listens there
+
+
+class Group:
+    def __init__(self, folder: Path, name: str, lighthouse: str, *arguments: str, **env: str) -> None:
+        """In a folder of its own, as on a machine of its own."""
+        (folder / "text").mkdir(parents=True)
+        (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
+        (folder / "tiny.toml").write_text(CONFIG)
+        self._out = folder / "out.txt"
+        said = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": name, "PHAROS_TOKEN": TOKEN, **env}
+        steps = ("--training.steps=100000", "--checkpoint.enable=false", "--fault_tolerance.enable=true")
+        with self._out.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), "tiny.toml", *steps, *arguments],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **said},
+                stdout=out,
+                stderr=out,
+            )
+
+    @property
+    def text(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def steps(self) -> int:
+        return len(re.findall(r"\] step \d+/", self.text))
+
+    def until_steps(self, count: int) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while self.steps < count:
+            assert self.process.poll() is None, self.text[-3000:]
+            assert time.monotonic() < end_s, self.text[-3000:]
+            time.sleep(0.05)
+
+    def refused(self) -> tuple[int, str]:
+        """Its exit code, and the last line of what it said."""
+        code = self.process.wait(WAIT_S)
+        assert "Traceback" not in self.text
+        return code, self.text.splitlines()[-1]
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    made: list[Group] = []
+    yield made
+    for group in made:
+        if group.process.poll() is None:
+            group.process.kill()
+            group.process.wait()
+
+
+@pytest.mark.timeout(3 * WAIT_S)
+def test_each_is_told_why_and_the_job_goes_on(groups: list[Group], tmp_path: Path):
+    lighthouse = LighthouseServer("127.0.0.1:0", 1, token=TOKEN)
+    try:
+        at = lighthouse.address()
+        groups.append(good := Group(tmp_path / "good", "0", at))
+        good.until_steps(1)
+        groups.append(twin := Group(tmp_path / "twin", "0", at))
+        groups.append(other := Group(tmp_path / "other", "1", at, "--optimizer.lr=0.5", "--model.hidden_dim=96"))
+        groups.append(stranger := Group(tmp_path / "stranger", "2", at, PHAROS_TOKEN="b" * 32))
+        groups.append(lost := Group(tmp_path / "lost", "3", NOBODY, TORCHFT_CONNECT_TIMEOUT_SEC="1"))
+        code, said = twin.refused()
+        assert code == 2 and said.startswith('pharos: group 0 cannot take part: two groups with one id: "0" is 0:')
+        code, said = other.refused()
+        assert code == 2
+        assert re.fullmatch(
+            "pharos: group 1 cannot take part: 1:[0-9a-f]+ has another model.hidden_dim and optimizer.lr"
+            " and gradient shapes than the job",
+            said,
+        )
+        told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has another one"
+        assert stranger.refused() == (2, told)
+        code, said = lost.refused()  # not the user's fault for sure: whoever started it may start it again
+        assert code == 1 and f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {NOBODY} within 1 s" in said
+        assert "waiting 1 s for it" in lost.text
+        good.until_steps(good.steps + 3)
+    finally:
+        lighthouse.shutdown()
