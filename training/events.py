@@ -38,6 +38,10 @@ class Events:
         """For the closing lines; empty where there are no groups."""
         if not self.counts:
             return ""
-        words = {"quorum": "quorums", "healed": "heals of this group", "failed": "reductions failed"}
-        said = [f"{self.counts[event]} {what}" for event, what in words.items()]
-        return ", ".join([*said, f"{self.counts['weights differ']} times weights differed"])
+        words = {
+            "quorum": "quorums",
+            "healed": "heals of this group",
+            "failed": "failed reductions",
+            "weights differ": "differences of weights",
+        }
+        return ", ".join(f"{what} {self.counts[event]}" for event, what in words.items())

@@ -23,5 +23,5 @@ def test_a_line_for_each_event_over_all_starts(tmp_path: Path) -> None:
         {"time": 2.5, "step": 100, "event": "healed", "bytes": 12},
     ]
     assert first.heals == 2
-    assert first.summary() == "1 quorums, 0 heals of this group, 0 reductions failed, 1 times weights differed"
-    assert second.summary().startswith("0 quorums, 1 heals of this group")
+    assert first.summary() == "quorums 1, heals of this group 0, failed reductions 0, differences of weights 1"
+    assert second.summary().startswith("quorums 0, heals of this group 1")
