@@ -56,7 +56,8 @@ def survivors_went_on(diaries: Mapping[str, Diary], incidents: Sequence[Incident
 def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
     """In words; empty ones for a step that it has from another, with its own gradients."""
     lines = [line for line in diary.since(incident.at_s, *EVENTS) if line.at_s <= incident.back_s]
-    step = max((line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s), default=0)
+    before = [line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s]
+    step = before[-1] if before else 0  # not the highest: when all had died, they went back to a checkpoint
     for line in lines:
         if line.event == "healed" and line.step == step + 1 and diary.name in trained.get(line.step, ()):
             yield ""
@@ -83,7 +84,10 @@ def _commits(diary: Diary, incident: Incident) -> list[Line]:
 def next_commit_s(diaries: Mapping[str, Diary], incident: Incident) -> float:
     """From the fault to the job's next commit: of a survivor, if there is one."""
     who = incident.survivors or incident.hit
-    return min(diaries[name].since(incident.at_s, "commit")[0].at_s for name in who) - incident.at_s
+    since_s = (
+        incident.at_s if incident.survivors else min(diaries[n].since(incident.at_s, "start")[0].at_s for n in who)
+    )
+    return min(diaries[name].since(since_s, "commit")[0].at_s for name in who) - incident.at_s
 
 
 def longest_gap_s(diaries: Mapping[str, Diary], incident: Incident) -> float:

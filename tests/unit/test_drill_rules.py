@@ -106,6 +106,9 @@ def test_steps_that_a_checkpoint_did_not_have_are_another_history():
     both = [*STEADY, *again]
     restarted = diaries(g0=both, g1=both, g2=both)
     assert bitwise_equal(restarted, [FAULT, all_dead]).holds
+    assert next_commit_s(restarted, all_dead) == 2.5
+    later = replace(FAULT, at_s=30.0, back_s=40.0)
+    assert survivors_went_on(restarted, [FAULT, later], {}).holds
     assert not bitwise_equal(restarted, [FAULT]).holds
 
 
