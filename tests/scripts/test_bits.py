@@ -24,11 +24,11 @@ def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
     assert found, done.stdout
 
     last = int(found[1])
-    killed, calm = (Job(tmp_path, "", f"both-options-{history}", QUICK[0], ()) for history in ("killed", "calm"))
+    killed, calm = (Job(tmp_path, "", f"both-{history}", QUICK[0], ()) for history in ("killed", "calm"))
     assert compare(killed, calm, last)[1] == [] and apart(killed, calm, last) == 0
     shutil.rmtree(calm.checkpoint(last))
     shutil.copytree(calm.checkpoint(last - 20), calm.checkpoint(last))  # as if one step had trained on something else
-    log = tmp_path / "both-options-calm" / "metrics.jsonl"
+    log = tmp_path / "both-calm" / "metrics.jsonl"
     log.write_text(re.sub(r'("step": 9, .*"grad_norm": )', r"\g<1>1", log.read_text()))
     differing = compare(killed, calm, last)[1]
     assert "logged step 9" in differing and "ledger.position" in differing and differing[0].startswith("model.")
