@@ -68,7 +68,7 @@ CASES = (
     Case("neither", 3, 1, 1, (), equal=False, quick=True),
     Case("keep_global_batch", 3, 1, 1, (KEEP,), equal=False, quick=True),
     Case("keep_global_batch, FSDP 2", 2, 2, 1, (KEEP, THREE_SLOTS), equal=False, quick=True),
-    Case("both, FSDP 2", 2, 2, 2, (KEEP, REDUCE, THREE_SLOTS)),
+    Case("both, FSDP 2", 2, 2, 1, (KEEP, REDUCE, THREE_SLOTS), quick=True),
     Case("both", 3, 1, 4, (KEEP, REDUCE)),
 )
 QUICK = (Case("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
