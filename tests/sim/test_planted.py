@@ -8,6 +8,7 @@ from ft.sim import runs
 from tests.sim.planted import BUGS
 
 
+@pytest.mark.timeout(600)  # seconds on an idle machine
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_found(name: str):
     bug = BUGS[name]

@@ -23,7 +23,7 @@ REGRESSIONS = [
 ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_many_seeds():
     found = runs.run_many(SEEDS, None, 200)
     assert len(found) == len(SEEDS)
@@ -35,6 +35,7 @@ def test_many_seeds():
     assert not never, f"never seen: {never}"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("seed", "groups", "steps"), REGRESSIONS)
 def test_seeds_that_failed_once(seed: int, groups: int, steps: int):
     run = runs.run(seed, groups, steps)
