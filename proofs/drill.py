@@ -42,11 +42,12 @@ from scripts.plot_loss import draw, read
 from scripts.replicas import say
 
 FOR_EVER = 1_000_000  # steps
+LOOK_STEPS = 50
 DEFAULTS = {  # overrides on the command line come after these
     "training.steps": FOR_EVER,
     "lr_scheduler.total_steps": FOR_EVER,  # the same for the twin, which ends
     "validation.enable": "true",
-    "validation.freq": 50,
+    "validation.freq": LOOK_STEPS,
     "checkpoint.interval": 50,
     "fault_tolerance.digest_interval": 10,
     "metrics.enable_tensorboard": "false",
@@ -176,7 +177,7 @@ def open_job(asked: Asked, name: str, network: drill_net.Network | None, **last:
 def run_twin(asked: Asked, run: Path) -> Path:
     """A job that nothing happens to, until it has seen as many tokens; its folder."""
     tokens = drill_rules.looks(run)[-1][0]
-    steps = drill_rules.steps_for(run, tokens, asked.groups) + 2 * int(DEFAULTS["validation.freq"])
+    steps = drill_rules.steps_for(run, tokens, asked.groups) + 2 * LOOK_STEPS
     with open_job(asked, "twin", None, training__steps=steps) as job:
         job.ended()
     return job.run
