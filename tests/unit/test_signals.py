@@ -88,11 +88,15 @@ def test_saving_may_be_asked_for_again_and_again(watched: Watched) -> None:
     assert watched.exits == []
 
 
-def test_close_gives_the_signals_back(watched: Watched) -> None:
+def test_close_gives_the_signals_back() -> None:
+    """As they were: who is started in the background by a shell is born with SIGINT ignored."""
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(kind) for kind in kinds]
+    watched = Watched()
+    assert all(signal.getsignal(kind) is not was for kind, was in zip(kinds, before, strict=True))
     watched.signals.close()
     watched.signals.close()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(kind) for kind in kinds] == before
     assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
 
 
