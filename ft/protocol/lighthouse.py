@@ -36,8 +36,12 @@ class LighthouseConfig:
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
-    supersede_s: float = 1.0  # a name's live id may be replaced when it was silent for so long
     sit_out_s: float = 10.0  # doubles each time
+
+    @property
+    def supersede_s(self) -> float:
+        """A name's live id may be replaced when it was silent for so long: two beats and some time on the way, for who beats is there."""
+        return min(2.5 * self.times.beat_s, self.times.heartbeat_timeout_s)
 
 
 @dataclass
