@@ -121,12 +121,8 @@ def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            [], id="fsdp", marks=pytest.mark.skipif(not ALL, reason="in groups of four ranks; alone: make e2e")
-        ),
-        pytest.param(
-            [TP], id="tp", marks=pytest.mark.skipif(not ALL, reason="in groups of four ranks; alone: make e2e")
-        ),
+        pytest.param([], id="fsdp"),
+        pytest.param([TP], id="tp"),
         pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="pp"),
         pytest.param(["--parallelism.context_parallel_degree=2"], id="cp"),
     ],
