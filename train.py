@@ -118,7 +118,8 @@ class Run:
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device = world.device.torch_device
         self.progress = Progress()
-        self.events = Events(group_folder(config.run_folder, config.fault_tolerance, environment))
+        self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
+        self.events = Events(self.group_folder)
         with self.progress.phase("start"):
             if config.job.description:
                 log.info("about     %s", config.job.description)
@@ -186,7 +187,7 @@ class Run:
                     config.fault_tolerance,
                     self.environment,
                     slot_size=self.slot_size,
-                    folder=group_folder(config.run_folder, config.fault_tolerance, self.environment),
+                    folder=self.group_folder,
                     store=self.world.store,
                     shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
                     restore=self.restore,
@@ -212,7 +213,7 @@ class Run:
         """What is kept, and where it left off."""
         config, folder = self.config, self.config.run_folder
         if self.world.global_rank == 0:
-            self.cleanup.enter_context(closing(RunLock(group_folder(folder, config.fault_tolerance, self.environment))))
+            self.cleanup.enter_context(closing(RunLock(self.group_folder)))
         self.meter = Meter(
             config.metrics,
             log=self.log,
@@ -475,9 +476,8 @@ class Run:
 
     def corruption(self) -> Corruption:
         """What a fault drill may ask for (training/drill.py); nothing without PHAROS_DRILL=1."""
-        folder = group_folder(self.config.run_folder, self.config.fault_tolerance, self.environment)
-        enabled = os.environ.get("PHAROS_DRILL") == "1"
-        return Corruption(folder, self.world.global_rank, self.parameters, enabled=enabled, log=self.log)
+        enabled = self.environment.drill
+        return Corruption(self.group_folder, self.world.global_rank, self.parameters, enabled=enabled, log=self.log)
 
 
 if __name__ == "__main__":

@@ -124,20 +124,20 @@ def stop_lighthouse(job: Job, dice: random.Random) -> tuple[str, set[str]]:
 def partition(job: Job, dice: random.Random) -> tuple[str, set[str]]:
     """Nothing gets through, either way, and nobody is told."""
     assert job.network
-    name = pick(dice, job.live)
-    job.network.cut(name, True)
-    job.hold(PARTITION_S)
-    job.network.cut(name, False)
-    return f"group {name}", {name}
+    return _parted(job, dice, job.network.cut)
 
 
 def one_way(job: Job, dice: random.Random) -> tuple[str, set[str]]:
     """What it sends is lost."""
     assert job.network
+    return _parted(job, dice, job.network.blind)
+
+
+def _parted(job: Job, dice: random.Random, part: Callable[[str, bool], None]) -> tuple[str, set[str]]:
     name = pick(dice, job.live)
-    job.network.blind(name, True)
+    part(name, True)
     job.hold(PARTITION_S)
-    job.network.blind(name, False)
+    part(name, False)
     return f"group {name}", {name}
 
 

@@ -87,9 +87,7 @@ class Step:
         self._failed = False  # the generation did
         self._doomed = ""  # a notice said that it will
         self._wants_change = ""  # to be announced in the next tail
-        self._early: list[
-            m.Notice
-        ] = []  # of a quorum whose answer they may have overtaken: they come on another stream
+        self._early: list[m.Notice] = []  # came while asking, on another stream than the answer that they may belong to
         self._leaving = self._told_leaving = False
         self._restored: int | None = None
         self._questions = 0
