@@ -84,10 +84,11 @@ class Rank:
         return [effect for _, _, out in self.seen for effect in out.effects if isinstance(effect, kind)]
 
     def kill(self) -> None:
-        """The group's server dies, and the rank with it."""
+        """The group's server dies, and the rank with it: whatever it does next raises GroupEnded."""
         server = self.manager._membership.server
         assert server
         os.kill(server.pid, signal.SIGKILL)
+        assert self.manager._gone.wait(LIMIT_S)
 
     def _run(self) -> None:
         try:

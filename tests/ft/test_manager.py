@@ -9,6 +9,7 @@ import torch
 
 from ft.manager import GroupEnded
 from ft.process_groups.baby import ProcessGroupBabyGloo
+from ft.process_groups.errors import GroupError
 from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
@@ -41,14 +42,16 @@ def test_a_death_costs_the_others_no_step():
     """The victim dies in the middle of a step: what the others computed is kept, and reduced again without it."""
     died_at: list[int] = []
 
-    def dies(rank: Rank, step: int) -> None:
+    def dies(rank: Rank, slots: tuple[int, ...]) -> bool:
+        """Before its tail is sent: once all of it is out, one survivor may have all sums and the other not, who then heals."""
         if len(rank.together_commits) == 4 and not died_at:
-            died_at.append(step)
+            died_at.append(rank.manager.step)
             rank.kill()
+        return True
 
     with job(min_replicas=2) as made:
         a, b = (made.group(name, steps=20, together=3)[0] for name in "ab")
-        victim = made.group("c", steps=20, together=3, at=dies)[0]
+        victim = made.group("c", steps=20, together=3, able=dies)[0]
         for rank in (a, b):
             assert rank.join().error is None
         assert isinstance(victim.join().error, GroupEnded)
@@ -61,6 +64,34 @@ def test_a_death_costs_the_others_no_step():
             assert sizes[died_at[0]] == 3 and sizes[steps[-1]] == 2
 
 
+def test_sums_that_one_survivor_has_and_the_other_not():
+    """A collective is not atomic. Who is left without the sums takes the step from who has them: its own gradients are in it."""
+    broke_at: list[int] = []
+
+    def breaks(rank: Rank, step: int) -> None:
+        if len(rank.together_commits) == 3 and not broke_at:
+            broke_at.append(step + 1)
+            wait = rank.manager.gradients.wait
+
+            def torn() -> tuple[float, ...]:
+                wait()
+                rank.manager.gradients.wait = wait  # type: ignore[method-assign]
+                raise GroupError("the connection broke behind the others' last byte")
+
+            rank.manager.gradients.wait = torn  # type: ignore[method-assign]
+
+    with job(min_replicas=2) as made:
+        a = made.group("a", steps=12, together=2)[0]
+        b = made.group("b", steps=12, together=2, at=breaks)[0]
+        assert a.join().error is None and b.join().error is None
+        [at] = broke_at
+        assert {step: who for step, _, who in a.commits}[at] == (0, 1), "both gave"
+        assert at in a.weights and at not in b.weights and b.weights[at + 1].equal(a.weights[at + 1])
+        for rank in (a, b):
+            computed = [step for step, _ in rank.computed]
+            assert len(computed) == len(set(computed)), "nothing was computed twice"
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool):
     """Each commit has all three slots, with kept gradients and added ones in one sum: job.check looks at the weights."""
@@ -71,7 +102,6 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool):
         if len(rank.together_commits) == 4:
             died_at.append(rank.manager.step)
             rank.kill()
-            raise GroupEnded("killed")
         return True
 
     options = {"slots_per_step": 3, "deterministic_reduce": deterministic}
