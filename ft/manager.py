@@ -12,10 +12,7 @@ for peers. So forward, backward and optimizer never race with a rebuild or a hea
 from __future__ import annotations
 
 import logging
-import statistics
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -27,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from ft.accounts import Accounts, Events, NoAccounts, no_events
 from ft.digest import digest
 from ft.gradients import Gradients
+from ft.group_calls import GroupCalls
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import State
 from ft.healing.http_transport import HttpTransport
@@ -39,13 +37,11 @@ from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
-from ft.rpc.clients import GroupClient, NameTaken, Refused, Stale
+from ft.rpc.clients import GroupClient
 from ft.rpc.driver import Seen
-from ft.seam import BadInput, Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
+from ft.seam import Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
+from ft.teller import Teller
 
-ASK_S = 30.0  # one try of a call for a quorum; it is asked again for as long as it takes
-VOTE_S, VOTE_TRIES = 30.0, 10
-STEPS_KEPT = 21  # of whose lengths the median is told
 HEALS = (Phase.AWAITING, Phase.CLOSING)  # where nothing but the end of a heal is waited for
 SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account's
     m.AskQuorum: "quorum",
@@ -55,7 +51,6 @@ SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account'
     m.LoadState: "heal",
     m.DropHeld: "heal",
 }
-GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
@@ -107,7 +102,8 @@ class Manager:
         seen: Seen | None = None,
     ) -> None:
         self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
-        self._accounts, self._happened, self._seen = accounts or NoAccounts(), happened, seen
+        self._seen = seen
+        self._teller = Teller(wish.group_rank, lambda: self._step, accounts or NoAccounts(), happened)
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
             shared=group.IN_CHILD,
@@ -125,7 +121,9 @@ class Manager:
             grace_s=wish.times.heal_grace_s,
             hear=lambda event: self._inbox.hear(event),
         )
+        self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
         self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
+        self._calls = GroupCalls(self._client, wish, self._gone, options.quorum_s)
         self._machine: Step
         self._inbox: Inbox
         self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
@@ -133,18 +131,11 @@ class Manager:
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
         self._weights: list[Tensor] = []
-        self._told_cost = False  # of comparing them
         self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
         self._deal: Deal | None = None
         self._restored: dict[str, Any] | None = None
         self.settled = 0  # checkpoints up to this step may be published
         self.left = False  # the others know that this group goes, and the step is committed: close
-        self._waits_since_s: float | None = None  # for other groups, in a reduction
-        self._reduce_s: deque[float] = deque(maxlen=STEPS_KEPT)  # waits for sums
-        self._step_s: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._began_s = self._committed_s = time.monotonic()
-        self._mean_loss = 0.0
-        self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
         self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
@@ -166,8 +157,12 @@ class Manager:
         }
         self._new_machine()
         self._client.watch(self._inbox.hear, self._ended, pid=None if options.dies_with_group else 0)
-        self._reporter = threading.Thread(target=self._report_for_ever, name="ft-report", daemon=True)
-        self._reporter.start()
+        threading.Thread(
+            target=self._teller.report_for_ever,
+            args=(wish.times.beat_s, self._closed, self._report),
+            name="ft-report",
+            daemon=True,
+        ).start()
 
     def _new_machine(self) -> None:
         options, wish = self._options, self._wish
@@ -269,11 +264,9 @@ class Manager:
         if not isinstance(turn, m.CommitStep):
             return None
         if deal and deal.slots and not {slot for slot, _ in turn.slots}.intersection(deal.slots):
-            self._lose()
-        self._turn, now_s = None, time.monotonic()
-        self._step, self._commit_id, self._mean_loss = turn.step, turn.commit_id, turn.mean_loss
-        self._step_s.append(now_s - self._committed_s)
-        self._committed_s = now_s
+            self._teller.lost()
+        self._turn, self._step, self._commit_id = None, turn.step, turn.commit_id
+        self._teller.committed(turn.mean_loss)
         self.left = self.left or turn.leave
         return Commit(
             turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size, slots=turn.slots, holes=turn.holes
@@ -310,9 +303,9 @@ class Manager:
         """Does what the machine wants until it is the trainer's turn, and says what for. before_vote: or until all that is left is this
         rank's own word that the step holds; then None. Raises Stopped, GroupEnded, MustExit."""
         while self._turn is None and not (before_vote and _says_that_it_holds(self._inbox.next())):
-            with self._spends("heal" if self._machine.phase in HEALS else ""):
+            with self._teller.spends("heal" if self._machine.phase in HEALS else ""):
                 effect = self._inbox.take()
-            with self._spends(SPENDS.get(type(effect), "")):
+            with self._teller.spends(SPENDS.get(type(effect), "")):
                 self._carry[type(effect)](effect)
         return self._turn
 
@@ -341,37 +334,14 @@ class Manager:
             checkpoint_metadata=self._healer.address,
             shape=(*self._shape, *self.gradients.shape),
         )
-        asked_s = time.monotonic()
-        while True:
-            left_s = self._options.quorum_s and asked_s + self._options.quorum_s - time.monotonic()
-            try:
-                self._inbox.feed(self._client.quorum(call, ASK_S if left_s is None else max(0.01, min(left_s, ASK_S))))
-                return
-            except TimeoutError as error:
-                waited_s = time.monotonic() - asked_s
-                if left_s is not None and left_s <= ASK_S:
-                    self._inbox.feed(m.QuorumFailed(f"none within {waited_s:g} s: {error}"))
-                    return
-                log.info("no quorum for %.0f s; /status.json of the lighthouse says what it waits for", waited_s)
-            except Refused as error:
-                ends = (
-                    isinstance(error, NameTaken) and time.monotonic() - asked_s < self._wish.times.heartbeat_timeout_s
-                )
-                if not ends:
-                    raise BadInput(f"group {self._wish.name} cannot take part: {error}") from None
-                if self._gone.wait(GONE_S):
-                    return
-            except RuntimeError as error:
-                if self._gone.wait(GONE_S):
-                    return  # the stream has said why
-                self._inbox.feed(m.QuorumFailed(str(error)))
-                return
+        if (event := self._calls.quorum(call)) is not None:
+            self._inbox.feed(event)
 
     def _configure(self, effect: m.Configure) -> None:
         part = self._part = effect.part
         self.replica_id = part.replica_id
-        self._say(part)
-        with self._spends("heal"):
+        self._teller.quorum(part)
+        with self._teller.spends("heal"):
             self._healer.offer(part)
             if part.heal:
                 self._healer.fetch(part)
@@ -398,7 +368,7 @@ class Manager:
         self._group.interrupt(effect.reason)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
-        self._tell("failed", reason=self._machine.reason)
+        self._teller.event("failed", reason=self._machine.reason)
         free = self.gradients.give_up() if self._attempt else None
         self._attempt = None
         self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
@@ -414,89 +384,42 @@ class Manager:
     def _launch(self, effect: m.LaunchTail) -> None:
         self._open((effect.quorum_id, effect.attempt, effect.step))
         self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
-        self._waits_since_s = began_s = time.monotonic()
-        account = "heal" if self._machine.void else "waiting"
         try:
-            with self._spends(account):
+            with self._teller.waits("heal" if self._machine.void else "waiting"):
                 tail = self.gradients.wait()
         except GroupError as error:
             self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
         else:
             self._inbox.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
-            self._reduce_s.append(time.monotonic() - began_s)
-            # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
-            self._accounts.move(min(self._reduce_s), account, "reduce")
-        finally:
-            self._waits_since_s = None
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         """The tail, with what this rank's weights are, where others are to compare it."""
         if not (at := effect.digest_at):
             return effect.tail
         figures = digest(self._weights)
-        if not self._told_cost and self._step_s:
-            self._told_cost = True
-            began_s = time.monotonic()
-            digest(self._weights)  # once more: on a GPU the first has waited for the backward
-            cost_s, step_s = time.monotonic() - began_s, statistics.median(self._step_s)
-            interval = self._options.digest_interval
-            log.info(
-                "weights are compared every %d steps: %.1f ms, %.3f%% of a step",
-                interval,
-                1e3 * cost_s,
-                100 * cost_s / interval / step_s,
-            )
+        self._teller.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *figures, *effect.tail[at + len(figures) :])
 
     def _drop_gradients(self, effect: m.DropGradients) -> None:
         self.gradients.drop()
-        self._lose()
+        self._teller.lost()
 
     def _tell_of_difference(self, effect: m.WeightsDiffer) -> None:
         assert self._part is not None
-        rank, odd = self._wish.group_rank, [m.name_of(replica_id) for replica_id in effect.replica_ids]
-        self._happened("weights differ", effect.step, rank=rank, groups=odd)
-        others = len(self._part.members) - len(effect.replica_ids)
-        log.error(
-            "after step %d rank %d of group %s holds other weights than %s",
-            effect.step,
-            self._wish.group_rank,
-            " and ".join(map(m.name_of, effect.replica_ids or self._part.members)),
-            f"the same rank of {others} others"
-            if effect.replica_ids
-            else "each other, and nobody can tell whose are right",
-        )
+        self._teller.difference(effect, self._part.members)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
         """Waits for the group's word; not on a heal, whose end finds the ranks at different places."""
         if effect.vote.kind == "healed":
             threading.Thread(target=self._vote_aside, args=(effect.vote,), name="ft-vote", daemon=True).start()
         else:
-            self._inbox.feed(self._outcome(effect.vote))
+            self._inbox.feed(self._calls.outcome(effect.vote))
 
     def _vote_aside(self, vote: m.Vote) -> None:
         try:
-            self._inbox.hear(self._outcome(vote))
+            self._inbox.hear(self._calls.outcome(vote))
         except RuntimeError as error:
             self._inbox.fail(error)
-
-    def _outcome(self, vote: m.Vote) -> m.Outcome:
-        """Never infers a no: without an answer this rank ends."""
-        for _ in range(VOTE_TRIES):
-            with suppress(TimeoutError):
-                return self._vote(vote)
-            log.info("no outcome yet of the vote on %s of step %d", vote.kind, vote.step)
-        raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
-
-    def _vote(self, vote: m.Vote) -> m.Outcome:
-        try:
-            return self._client.vote(vote, VOTE_S)
-        except TimeoutError:
-            raise
-        except Stale as error:
-            raise GroupEnded(f"the group has gone on without this rank: {error}") from None
-        except RuntimeError as error:
-            raise GroupEnded(f"the group's server does not count votes any more: {error}") from None
 
     # ---- state
 
@@ -512,8 +435,7 @@ class Manager:
         assert self._part is not None
         self._healer.load()
         self._step, self._commit_id = effect.step, self._part.reference[2]
-        log.info("step %d is healed", effect.step)
-        self._tell("healed", bytes=self._healer.received_bytes)
+        self._teller.healed(self._healer.received_bytes)
 
     def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
         self._healer.drop()
@@ -542,56 +464,18 @@ class Manager:
             self._inbox.fail(GroupEnded(why))
             self._gone.set()
 
-    def _report_for_ever(self) -> None:
-        """Once a beat, to the group's server: where this rank is. The lighthouse tells by it who keeps the others waiting."""
-        while not self._closed.wait(self._wish.times.beat_s):
-            machine, since_s = self._machine, self._waits_since_s
-            waiting = since_s is not None and time.monotonic() - since_s > self._wish.times.beat_s / 2
-            report = m.Report(
-                replica_id=self.replica_id,
-                step=VOID if machine.void else machine.step,
-                commit_quorum_id=machine.commit_quorum_id,
-                waiting=waiting,
-                median_step_s=statistics.median(self._step_s) if self._step_s else 0.0,
-                settled=self.settled,
-            )
-            self._client.report(
-                report,
-                phase=machine.phase.value,
-                healed_bytes=self._healer.received_bytes,
-                goodput_s=self._accounts.goodput_s,
-                wall_s=time.monotonic() - self._began_s,
-                mean_loss=self._mean_loss,
-            )
-
-    def _spends(self, account: str) -> AbstractContextManager[None]:
-        return self._accounts.phase(account) if account else nullcontext()
-
-    def _lose(self) -> None:
-        self._accounts.lose()
-        self._tell("lost work")
-
-    def _tell(self, event: str, **what: object) -> None:
-        """Of what all ranks of the group see, one tells."""
-        if self._wish.group_rank == 0:
-            self._happened(event, self._step, **what)
-
-    def _say(self, part: m.Part) -> None:
-        healing = [m.name_of(member) for member in part.members if member not in part.participants]
-        self._tell("quorum", quorum_id=part.quorum_id, groups=[*map(m.name_of, part.members)], healing=healing)
-        if part.heal:
-            self._tell("heal", sources=[m.name_of(part.members[source.replica_rank]) for source in part.sources])
-        names = ", ".join(m.name_of(member) for member in part.members)
-        heals = (
-            f"; this group heals from {' and '.join(part.members[s.replica_rank] for s in part.sources)}"
-            if part.heal
-            else ""
+    def _report(self, figures: dict[str, float], waiting: bool) -> None:
+        """Where this rank is. The lighthouse tells by it who keeps the others waiting."""
+        machine = self._machine
+        report = m.Report(
+            replica_id=self.replica_id,
+            step=VOID if machine.void else machine.step,
+            commit_quorum_id=machine.commit_quorum_id,
+            waiting=waiting,
+            median_step_s=self._teller.median_step_s,
+            settled=self.settled,
         )
-        if part.heals:
-            heals += f"; {', '.join(part.members[rank] for rank in part.heals)} heal from this group"
-        log.info(
-            "quorum %d at step %d: %d groups (%s)%s", part.quorum_id, part.reference[0], len(part.members), names, heals
-        )
+        self._client.report(report, phase=machine.phase.value, healed_bytes=self._healer.received_bytes, **figures)
 
 
 def _says_that_it_holds(effect: m.Effect | None) -> bool:

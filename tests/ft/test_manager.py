@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft.manager import GroupEnded
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.errors import GroupError
 from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
-from ft.seam import Stopped, from_checkpoint
+from ft.seam import GroupEnded, Stopped, from_checkpoint
 from tests.ft.groups import SLOT, Rank, job
 
 

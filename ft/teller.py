@@ -1,0 +1,125 @@
+"""What a rank tells about itself: the log, events and accounts, and once a beat its group's server, for the lighthouse and its page."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from ft.accounts import Accounts, Events
+from ft.protocol import messages as m
+from ft.protocol.messages import name_of
+
+KEPT = 21  # steps of whose lengths the median is told
+log = logging.getLogger("pharos.manager")
+
+
+class Teller:
+    """`step`: of the state that the trainer holds. All of it is the trainer's thread's, but for `report_for_ever`, which only reads."""
+
+    def __init__(self, group_rank: int, step: Callable[[], int], accounts: Accounts, happened: Events) -> None:
+        self._group_rank, self._step, self._accounts, self._happened = group_rank, step, accounts, happened
+        self._waits_since_s: float | None = None  # for other groups, in a reduction
+        self._waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
+        self._steps: deque[float] = deque(maxlen=KEPT)  # seconds
+        self._began_s = self._committed_s = time.monotonic()
+        self._told_cost = False
+        self._mean_loss = 0.0
+
+    # ---- time
+
+    @property
+    def median_step_s(self) -> float:
+        """0: no step was made."""
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    def spends(self, account: str) -> AbstractContextManager[None]:
+        """Time inside is that account's; none's where it has no name."""
+        return self._accounts.phase(account) if account else nullcontext()
+
+    @contextmanager
+    def waits(self, account: str) -> Iterator[None]:
+        """Around the wait for a step's sums."""
+        self._waits_since_s = began_s = time.monotonic()
+        try:
+            with self._accounts.phase(account):
+                yield
+        finally:
+            self._waits_since_s = None
+        self._waits.append(time.monotonic() - began_s)
+        # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
+        self._accounts.move(min(self._waits), account, "reduce")
+
+    def committed(self, mean_loss: float) -> None:
+        now_s = time.monotonic()
+        self._steps.append(now_s - self._committed_s)
+        self._mean_loss, self._committed_s = mean_loss, now_s
+
+    # ---- what happened
+
+    def lost(self) -> None:
+        """What was computed for this step was for nothing."""
+        self._accounts.lose()
+        self.event("lost work")
+
+    def event(self, name: str, **what: object) -> None:
+        """Of what all ranks of the group see, one tells."""
+        if self._group_rank == 0:
+            self._happened(name, self._step(), **what)
+
+    def quorum(self, part: m.Part) -> None:
+        members, sources = part.members, [part.members[source.replica_rank] for source in part.sources]
+        healing = [name_of(member) for member in members if member not in part.participants]
+        self.event("quorum", quorum_id=part.quorum_id, groups=[*map(name_of, members)], healing=healing)
+        words = f"quorum {part.quorum_id} at step {part.reference[0]}: {len(members)} groups ({', '.join(map(name_of, members))})"
+        if part.heal:
+            self.event("heal", sources=[*map(name_of, sources)])
+            words += f"; this group heals from {' and '.join(sources)}"
+        if part.heals:
+            words += f"; {', '.join(members[rank] for rank in part.heals)} heal from this group"
+        log.info("%s", words)
+
+    def healed(self, received_bytes: int) -> None:
+        log.info("step %d is healed", self._step())
+        self.event("healed", bytes=received_bytes)
+
+    def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
+        rank, odd = self._group_rank, effect.replica_ids
+        self._happened("weights differ", effect.step, rank=rank, groups=[*map(name_of, odd)])
+        log.error(
+            "after step %d rank %d of group %s holds other weights than %s",
+            effect.step,
+            rank,
+            " and ".join(map(name_of, odd or members)),
+            f"the same rank of {len(members) - len(odd)} others"
+            if odd
+            else "each other, and nobody can tell whose are right",
+        )
+
+    def cost_of_digests(self, digest: Callable[[], object], interval: int) -> None:
+        """Once, when there is a step to compare it with."""
+        if not self._told_cost and self._steps:
+            self._told_cost, began_s = True, time.monotonic()
+            digest()  # after the first, which on a GPU has waited for the backward
+            cost_s = time.monotonic() - began_s
+            percent = 100 * cost_s / interval / self.median_step_s
+            log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", interval, 1e3 * cost_s, percent)
+
+    # ---- once a beat
+
+    def report_for_ever(
+        self, beat_s: float, closed: threading.Event, send: Callable[[dict[str, float], bool], None]
+    ) -> None:
+        """`send` gets the figures, and whether this rank waits for other groups. In a thread of its own."""
+        while not closed.wait(beat_s):
+            since_s = self._waits_since_s
+            figures = {
+                "goodput_s": self._accounts.goodput_s,
+                "wall_s": time.monotonic() - self._began_s,
+                "mean_loss": self._mean_loss,
+            }
+            send(figures, since_s is not None and time.monotonic() - since_s > beat_s / 2)
