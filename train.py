@@ -310,7 +310,7 @@ class Run:
     def train_step(self) -> bool:
         """One step over the slots that this group was dealt. False: it does not hold, and nothing became visible."""
         with self.progress.phase("quorum"):
-            deal = self.manager.begin_step(last=self.manager.step + 1 == self.config.training.steps)
+            deal = self.manager.begin_step(until=self.config.training.steps)
         if deal.step >= self.config.training.steps:
             return False  # so far was the checkpoint
         batches, losses = self.loader.load(deal.slots), list[tuple[Batch, Tensor]]()

@@ -36,9 +36,9 @@ class Diarist(Manager):
         self._untold: dict[str, Any] | None = None  # a commit whose weights are not there yet
         self._write_line("start")
 
-    def begin_step(self, *, last: bool = False) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> Deal:
         self._write_commit()
-        return super().begin_step(last=last)
+        return super().begin_step(until=until)
 
     def commit(self, sums: Sums) -> Commit | None:
         commit = super().commit(sums)

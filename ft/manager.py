@@ -227,11 +227,11 @@ class Manager:
         """Of each slot of the step, which one of them it is."""
         return {slot: place for place, slot in enumerate(self._machine.ledger.pending)}
 
-    def begin_step(self, *, last: bool = False) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> Deal:
         """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
         if self._deal is None:
-            if last:
-                self._inbox.feed(m.Leaving())
+            if until is not None:
+                self._inbox.feed(m.Leaving(until))
             if self._machine.phase is Phase.BOUNDARY and self._inbox.next() is None:
                 self._inbox.feed(m.Begin())
             turn = self._pump()

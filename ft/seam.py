@@ -103,10 +103,10 @@ class Seam(Protocol):
         that it leaves are the manager's until `commit`; those of the next slot's backwards may be added to them, or begin anew."""
         ...
 
-    def begin_step(self, *, last: bool = False) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> Deal:
         """Settles who takes part, then what this group trains on. The same answer until `commit`. No slots: nothing is to be computed,
         what others have summed is to be applied. After a try that did not hold: those that are still to be computed; the gradients of the
-        others are kept. last: this group leaves with the commit of this step."""
+        others are kept. until: this group leaves with the commit of that step, whenever it comes to it."""
         ...
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:

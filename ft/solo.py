@@ -24,7 +24,7 @@ class SoloManager:
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
         self.left, self.writes = False, True
-        self._last = False
+        self._until: int | None = None
 
     @property
     def step(self) -> int:
@@ -41,8 +41,8 @@ class SoloManager:
     def last_pass(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_step(self, *, last: bool = False) -> Deal:
-        self._last = last
+    def begin_step(self, *, until: int | None = None) -> Deal:
+        self._until = until
         return Deal(self._step, tuple(self._ledger.deal([ALONE])))
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
@@ -56,7 +56,7 @@ class SoloManager:
         if divisor == 0:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self._step + 1}: none of the sequences from {named} on has a target to learn", slots)
-        self._step, self.left = self._step + 1, self.left or self._last
+        self._step, self.left = self._step + 1, self.left or self._step + 1 == self._until
         entry, mean_loss = self._ledger.commit(sums.tokens_per_slot), sums.loss_sum / divisor
         trained = tuple((slot, deal[slot]) for slot in entry.contributed)
         return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=tuple(self._ledger.holes))

@@ -89,6 +89,7 @@ class Step:
         self._wants_change = ""  # to be announced in the next tail
         self._early: list[m.Notice] = []  # came while asking, on another stream than the answer that they may belong to
         self._leaving = self._told_leaving = False
+        self._last: int | None = None  # the step with whose commit this group goes
         self._restored: int | None = None
         self._questions = 0
         self._place = 0  # the step that the group's collectives are at: `step`, or further when sums are held
@@ -283,15 +284,15 @@ class Step:
             if usable
             else dict.fromkeys(slots, UNABLE if self._excused else 0.0)
         )
+        self._told_leaving = self._leaving or self._place + 1 == self._last
         zeros = dict.fromkeys(range(self._width) if self.void else self.ledger.pending, 0.0)
         tail = Tail(
             tokens=tuple(map(float, {**zeros, **figures}.values())),
             loss_sum=mine.loss_sum if usable else 0.0,
             ok=0.0 if unable and not self._excused else 1.0,
-            change=1.0 if self._wants_change or self._leaving else 0.0,
+            change=1.0 if self._wants_change or self._told_leaving else 0.0,
             digests=(0.0,) * self._digests,
         )
-        self._told_leaving = self._leaving
         knows = self._digests > 0 and not self.void and self.step == self._place
         place = len(tail.values) - self._digests + FIGURES * self.part.replica_rank
         self._emit(
@@ -425,7 +426,7 @@ class Step:
         slots = tuple((slot, owners[slot]) for slot in entry.contributed)
         gave = {m.process_of(owner) for _, owner in slots}
         contributors = tuple(rank for rank, i in enumerate(part.members) if m.process_of(i) in gave)
-        loss, leave = tail.loss_sum / tail.divisor, self._told_leaving and not held
+        loss, leave = tail.loss_sum / tail.divisor, self.step == self._last or (self._told_leaving and not held)
         self._emit(
             m.CommitStep(
                 step=self.step,
@@ -596,7 +597,10 @@ class Step:
         return self.part is not None and notice.quorum_id == self.part.quorum_id
 
     def _on_leaving(self, event: m.Leaving, now_s: float) -> None:
-        self._leaving, self.reason = True, "leaves after the next commit"
+        if event.after is None:
+            self._leaving, self.reason = True, "leaves after the next commit"
+        else:
+            self._last = event.after
 
     def _on_tick(self, event: m.Tick, now_s: float) -> None:
         if self.phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:

@@ -182,6 +182,36 @@ def test_who_says_too_late_that_it_leaves_stays_for_another_step():
     assert only(m.CommitStep, rank.finish(change=True)).leave
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_job_that_begins_one_step_before_its_end_leaves_with_that_step(asked: bool):
+    """Only the checkpoint, which is loaded when the first quorum asks for it, says how far the job is."""
+    rank = Rank(restores=True)
+    rank.see(m.Leaving(after=5 if asked else 6))
+    rank.see(m.Begin())
+    assert names(rank.see(m.WantsRestore(4))) == ["LoadCheckpoint"]
+    rank.see(m.Restored(source_state(4)))
+    rank.see(part(1, step=4, commit=(1, "c4")))
+    rank.see(m.Configured(1, True))
+    rank.outcome("configured")
+    assert only(m.LaunchTail, rank.see(Computed((10.0,), 25.0))).tail[-1] == asked
+    rank.reduced(10, 10, 50, 2, float(asked))
+    commit = only(m.CommitStep, rank.outcome("commit", change=asked))
+    assert (commit.step, commit.leave) == (5, asked)
+
+
+def test_a_group_that_heals_leaves_with_the_last_step_too():
+    """The others are gone after it, so nothing can be said later."""
+    rank = Rank()
+    rank.see(m.Leaving(after=6))
+    [zeros] = rank.enter(part(2, heal=True, step=5, commit=(1, "c5")))
+    assert isinstance(zeros, m.LaunchTail) and zeros.tail[-1] == 1
+    rank.reduced(10, 25, 2, 1)
+    assert names(rank.outcome("commit", change=True)) == ["HoldSums"]
+    rank.see(m.HealEnded(2, True, source_state()))
+    commit = only(m.CommitStep, rank.see(Outcome("healed", 2, 0, 5, "yes")))
+    assert (commit.step, commit.held, commit.leave) == (6, True, True)
+
+
 def test_a_step_is_settled_when_a_later_one_committed_in_the_same_generation():
     rank = Rank()
     rank.enter()

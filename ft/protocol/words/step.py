@@ -93,8 +93,10 @@ class HealEnded(Event):
 
 @dataclass(frozen=True)
 class Leaving(Event):
-    """The trainer means to go (SIGTERM, the last step). To be said at a step's boundary, by all ranks of the group at the same one: its
-    tail tells the others, and CommitStep.leave says when to go."""
+    """The trainer means to go: as soon as the others know (SIGTERM), or with the commit of step `after`. To be said at a step's boundary,
+    by all ranks of the group at the same one: its tail tells the others, and CommitStep.leave says when to go."""
+
+    after: int | None = None
 
 
 # ------------------------------------------------------------------------------------------------ effects
