@@ -43,7 +43,7 @@ from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.drill import Corruption
 from training.events import Events
-from training.garbage import GarbageCollection
+from training.garbage import GarbageCollection, spare_the_last_look
 from training.log import Log
 from training.loss import IGNORED, cross_entropy_sum
 from training.metrics import Meter
@@ -481,4 +481,6 @@ class Run:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    spare_the_last_look()
+    sys.exit(exit_code)

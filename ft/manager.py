@@ -51,6 +51,7 @@ SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account'
     m.LoadState: "heal",
     m.DropHeld: "heal",
 }
+CLOSE_S = 1.0  # for groups to end: it takes milliseconds, or gloo's own timeout (inline.form_gloo), which goes with the process
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
@@ -294,7 +295,7 @@ class Manager:
         self._client.close()
         self._healer.close()
         with suppress(MustExit):
-            self._group.shutdown()
+            self._group.shutdown(CLOSE_S)
         self._membership.close()
 
     # ------------------------------------------------------------------------------------------------ carrying out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from ft.seam import GroupEnded, Stopped, from_checkpoint
-from tests.ft.groups import SLOT, Rank, job
+from tests.ft.groups import LIMIT_S, SLOT, Rank, job
 
 
 def test_three_groups_train_as_one():
@@ -207,6 +208,21 @@ def test_who_leaves_says_so_in_the_step_before():
         assert len(computed) == len(set(computed)), "nothing failed, so nothing was computed twice"
         assert a.commits[-1][1] == 1
         assert not any(isinstance(event, m.ReduceFailed) for _, event, _ in a.seen)
+
+
+def test_a_generation_that_does_not_end_holds_up_no_close():
+    """A thread of gloo's that nobody can wake, say: it goes with the process, which is not to wait for it."""
+    closed, ends = threading.Event(), list[bool]()
+
+    def stuck(rank: Rank, step: int) -> None:
+        if step == 1:
+            rank.manager._group.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
+
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=3, at=stuck)[0]
+        assert a.join().error is None  # its last word is the manager's close
+        closed.set()
+        assert a.manager._group.reaper.wait(LIMIT_S) and ends == [True]
 
 
 # ------------------------------------------------------------------------------------------------ weights that went wrong

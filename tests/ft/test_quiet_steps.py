@@ -1,0 +1,77 @@
+"""What a step costs the lighthouse where nothing changes, counted at one that serves a real job."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from ft.protocol import messages as m
+from ft.rpc.serving import Router
+from tests.ft.groups import LIMIT_S, Rank, job
+
+FROM, TO = 3, 9  # committed steps between which is counted
+
+
+class Counted:
+    """At the lighthouse: calls by method (the groups' own servers are other processes), and what its machine is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.events = Counter[str](), list[m.Event]()
+        self._news = threading.Condition()
+        service = Router.service
+
+        def counting(router: Router, details: Any) -> Any:
+            self.calls[details.method] += 1
+            return service(router, details)
+
+        monkeypatch.setattr(Router, "service", counting)
+
+    def seen(self, now_s: float, event: m.Event, out: m.Out) -> None:
+        with self._news:
+            self.events.append(event)
+            self._news.notify_all()
+
+    def wait_for_reports(self, since: int, of: set[str]) -> None:
+        """Until a beat of each has come, after so many events."""
+
+        def came() -> bool:
+            told = {event.replica_id for event in self.events[since:] if isinstance(event, m.Report)}
+            return told >= of
+
+        with self._news:
+            assert self._news.wait_for(came, LIMIT_S)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("every_step", [False, True])
+def test_a_steady_step_asks_the_lighthouse_nothing(monkeypatch: pytest.MonkeyPatch, every_step: bool):
+    """Beats go on, on the stream that is open. With quorum = "every_step" there is one call for each step of each group."""
+    counted, marks = Counted(monkeypatch), list[tuple[int, Counter[str]]]()
+
+    def at(rank: Rank, step: int) -> None:
+        if rank.name == "a" and step in (FROM, TO):
+            if step == TO:
+                assert rank.manager.part
+                counted.wait_for_reports(marks[0][0], set(rank.manager.part.members))
+            marks.append((len(counted.events), counted.calls.copy()))
+
+    with job(min_replicas=2, seen=counted.seen) as made:
+        ranks = [made.group(name, steps=TO + 3, together=2, at=at, every_step=every_step)[0] for name in "ab"]
+        for rank in ranks:
+            assert rank.join().error is None
+            assert {size for _, size, _ in rank.commits} == {2}
+    (first, before), (last, after) = marks
+    asked = Counter(
+        (m.name_of(event.member.replica_id), event.member.step)
+        for event in counted.events
+        if isinstance(event, m.Call) and FROM <= event.member.step < TO
+    )
+    if every_step:
+        assert asked == {(name, step): 1 for name in "ab" for step in range(FROM, TO)}
+        assert set(after - before) == {"/pharos.Lighthouse/Quorum"}
+    else:
+        assert not asked and not after - before
+        assert {type(event) for event in counted.events[first:last]} <= {m.Tick, m.Report}
