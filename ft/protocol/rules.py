@@ -1,4 +1,4 @@
-"""The quorum rules: who goes on together, from which state, and what no honest member claims. Pure functions of what lighthouse.py knows.
+"""The quorum rules: who goes on together, from which state, and what no honest member claims. Pure functions of what roster.py counts.
 
 Where the rules leave a choice:
 - The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
@@ -23,7 +23,7 @@ Problem = tuple[Refusal, str] | None  # why a call is refused
 
 @dataclass(slots=True)
 class View:
-    """What the rules look at. Collections are the lighthouse's own, not copies."""
+    """What the rules look at. Collections are the roster's own, not copies."""
 
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
     present: Collection[str]  # of those, members of the previous quorum
@@ -130,3 +130,14 @@ def absurd(event: Call) -> Problem:
     if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
         return ("INVALID_ARGUMENT", f"world size {member.world_size}: legal is 1 to {MAX_WORLD_SIZE}")
     return None
+
+
+def unlike(event: Call, ours: tuple[tuple[str, str], ...]) -> Problem:
+    """What is another in the caller's job (its layout, dtypes, buckets ...) than in ours."""
+    if not event.shape:
+        return None
+    job = dict(ours)
+    differ = [what for what, digest in event.shape if what in job and job[what] != digest]
+    if not differ:
+        return None
+    return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")

@@ -123,7 +123,7 @@ class LighthouseNode:
             silent_s = self.world.now_s - 3.0
             heard = {i for i in self._streams if self._heard_s.get(i, silent_s) > silent_s}
             asked = {*effect.quorum.ids, *self._waiting}
-            heard -= self.machine._sitting.keys()
+            heard -= self.machine.roster.sitting.keys()
             before = tuple(i for i in self._members if i not in self._left)
             self.cluster.truth.majority(effect.quorum.ids, before, asked, heard)
             self._members = effect.quorum.ids

@@ -59,7 +59,7 @@ class GhostCaller(Lighthouse):
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.StreamClosed | m.CallCancelled):
-            peer = self._peers.get(event.replica_id)
+            peer = self.roster.peers.get(event.replica_id)
             if peer is not None and peer.call is not None:
                 return m.Out()
         return super().handle(event, now_s)

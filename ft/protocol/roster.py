@@ -1,0 +1,255 @@
+"""Who is there: what is known of each live id, and the sets of ids that the rules count. lighthouse.py tells it what it has heard.
+
+Whatever changes the standing of an id ends in `place`, which puts that one id into the sets it belongs to: so an event costs the same
+with 2 groups and with 1,000, and a quorum O(N).
+
+Where the rules leave a choice:
+- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id ("a:1.1") is.
+- The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
+  on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ft.protocol import messages as m
+from ft.protocol.messages import Call, Kind, Member, Quorum
+from ft.protocol.rules import View
+
+LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
+
+
+@dataclass
+class Peer:
+    """What is known of one live id."""
+
+    kind: Kind
+    seen_s: float
+    stream: bool = False
+    call: Call | None = None  # waiting for a quorum
+    called_s: float = 0.0
+    called: bool = False  # at least once
+    number: int = 0  # of its newest call
+
+
+class Roster:
+    """Bounded: of ids that are gone it keeps the last 4,096 names, and the members of the last quorum."""
+
+    def __init__(self) -> None:
+        self.kind: Kind = "pharos"  # of those who may be members
+        self.peers: dict[str, Peer] = {}
+        self.live: dict[str, str] = {}  # name -> its one live id
+        self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
+        self.previous: frozenset[str] = frozenset()  # ids of the last quorum
+        self.gone: set[str] = set()  # of those, who left on purpose
+        self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
+        self.sitting: dict[str, float] = {}  # id that sits out -> until
+        self.claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
+        self.claims_expired = False
+        self.candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
+        self.present: dict[str, None] = {}  # in the order of their calls
+        self._missing: set[str] = set()
+        self._heirs: dict[str, None] = {}  # in the order of their calls
+        self._shrinkers: set[str] = set()
+        self._healthy: set[str] = set()
+        self._reachable: set[str] = set()
+        self._processes: frozenset[str] = frozenset()  # of the previous: one that was lost comes back under another id
+        self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
+        self._sat: dict[str, int] = {}  # name -> times that it sat out
+        self._view = View(
+            candidates=self.candidates,
+            present=self.present,
+            missing=self._missing,
+            heirs=self._heirs,
+            shrinkers=self._shrinkers,
+        )
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self.peers
+
+    # ---- what the rules look at
+
+    def view(self, now_s: float) -> View:
+        """Always the same one: its collections are the sets that `place` keeps, and what can be counted is put in here."""
+        view = self._view
+        view.kind = self.kind
+        view.healthy = len(self._healthy) + self._awaited()
+        view.previous = self.previous
+        view.reachable = len(self._reachable)
+        view.claims = len(self.claims)
+        view.claims_expired = self.claims_expired
+        view.waited_s = self.waited(now_s)
+        return view
+
+    def waited(self, now_s: float) -> float:
+        """How long the first caller has, seconds; 0 where nobody has called."""
+        members = (self.present or self._heirs) if self.kind == "pharos" else {}
+        first = next(iter(members or self.candidates), None)
+        return now_s - self.peers[first].called_s if first else 0.0
+
+    def _awaited(self) -> int:
+        """Those that return, until they can be counted under their new id."""
+        return sum([self.live.get(name) not in self._healthy for name in self.returning]) if self.returning else 0
+
+    def place(self, replica_id: str) -> None:
+        """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
+        peer = self.peers.get(replica_id)
+        alive = peer is not None and replica_id in self._order and replica_id not in self.sitting
+        was_in = replica_id in self.previous
+        of_them = was_in or m.process_of(replica_id) in self._processes  # under this id or a former one
+        theirs = peer is not None and peer.kind == "torchft"
+        counts = alive and peer is not None and peer.kind == self.kind and (peer.called or of_them or theirs)
+        _put(self._healthy, replica_id, counts)
+        _put(self._reachable, replica_id, alive and was_in)
+        if peer and peer.call and alive:
+            member = self.candidates[replica_id] = peer.call.member
+            self._missing.discard(replica_id)
+            _keep(self.present, replica_id, was_in)
+            _put(self._shrinkers, replica_id, member.shrink_only and (was_in or theirs))  # a newcomer would bar itself
+            _keep(self._heirs, replica_id, of_them and not member.void)
+        else:
+            for callers in (self.candidates, self.present, self._heirs):
+                callers.pop(replica_id, None)
+            self._shrinkers.discard(replica_id)
+            away = replica_id in self.gone or replica_id in self.sitting
+            _put(self._missing, replica_id, was_in and not away)
+
+    # ---- one id
+
+    def see(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
+        """A word of it has come: it is alive."""
+        peer = self.peers.get(replica_id)
+        back = peer is None or replica_id not in self._order
+        if peer is None:
+            peer = self.peers[replica_id] = Peer(kind, now_s)
+        peer.seen_s = now_s
+        self._order[replica_id] = None
+        self._order.move_to_end(replica_id)
+        if back:
+            self.place(replica_id)
+        return peer
+
+    def drop_call(self, replica_id: str) -> None:
+        peer = self.peers.get(replica_id)
+        if peer:
+            peer.call = None
+            if replica_id not in self._order:
+                del self.peers[replica_id]
+            self.place(replica_id)
+
+    def forget(self, replica_id: str, why: str) -> None:
+        """Final: the id does not come back."""
+        peer = self.peers.pop(replica_id, None)
+        name = m.name_of(replica_id)
+        if peer and name in self.claims and self.claims[name][0] == replica_id:
+            self.claims[name] = (replica_id, peer.seen_s)
+        self._order.pop(replica_id, None)
+        self.sitting.pop(replica_id, None)
+        if self.live.get(name) == replica_id:
+            del self.live[name]
+        self.lost[replica_id] = why
+        while len(self.lost) > LOST_KEPT + len(self.previous):
+            self.lost.popitem(last=False)
+        self.place(replica_id)
+
+    def settle_claim(self, member: Member) -> None:
+        """A previous member's claim to the state ends when its name has a new id, or when it says itself that it has none."""
+        claim = self.claims.get(member.name)
+        if claim and (claim[0] != member.replica_id or member.void):
+            del self.claims[member.name]
+
+    # ---- several of them
+
+    def settle_kind(self, kind: Kind) -> None:
+        """Those of the other kind were waited for until now."""
+        self.kind = kind
+        for replica_id in list(self.peers):
+            self.place(replica_id)
+
+    def sit_out(self, ids: Collection[str], now_s: float, first_s: float) -> None:
+        """They are no candidates for `first_s`, doubled for each time that their name has sat out before."""
+        for replica_id in ids:
+            name = m.name_of(replica_id)
+            times = self._sat.pop(name, 0)
+            self._sat[name] = times + 1
+            self.sitting[replica_id] = now_s + first_s * 2 ** min(times, 16)
+            self.place(replica_id)
+        while len(self._sat) > LOST_KEPT:
+            self._sat.pop(next(iter(self._sat)))
+
+    def take(self, quorum: Quorum, now_s: float) -> None:
+        """Its members are the previous ones from now on, and the claims to the state are theirs."""
+        before = self.previous
+        touched = {*before, *quorum.ids}
+        self.previous = frozenset(quorum.ids)
+        if self.previous != before:
+            self._processes = frozenset(map(m.process_of, quorum.ids))
+        self.gone, self.claims_expired = set(), False
+        self.claims = {member.name: (member.replica_id, now_s) for member in quorum.members}
+        for replica_id in sorted(touched):
+            self.place(replica_id)
+        for replica_id in [i for i in self.candidates if i not in touched]:
+            self.place(replica_id)  # who waits on under a new id may have been in it under the old one
+
+    def revive(self, quorum: Quorum, now_s: float) -> None:
+        """From the state file or a report: its members are alive until they were silent for a whole heartbeat timeout from now."""
+        for member in quorum.members:
+            self.lost.pop(member.replica_id, None)
+            self.live.setdefault(member.name, member.replica_id)
+            if member.replica_id not in self.peers:
+                self.see(member.replica_id, self.kind, now_s)
+
+    # ---- time
+
+    def silent(self, now_s: float, timeout_s: float) -> list[str]:
+        """Healthy ids of which nothing was heard for so long."""
+        silent = []
+        for replica_id in self._order:
+            if now_s - self.peers[replica_id].seen_s < timeout_s:
+                break
+            silent.append(replica_id)
+        return silent
+
+    def fade(self, replica_id: str) -> None:
+        """Unhealthy until it beats again."""
+        peer = self.peers.get(replica_id)
+        if peer:
+            del self._order[replica_id]
+            if peer.call is None:
+                del self.peers[replica_id]
+            self.place(replica_id)
+
+    def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
+        if takeover_s is None or not self.claims or not self.candidates or self._heirs:
+            return
+        seen = (self.peers[i].seen_s if i in self.peers else seen_s for i, seen_s in self.claims.values())
+        self.claims_expired = self.claims_expired or now_s - max(seen) >= takeover_s
+
+    def end_waits(self, now_s: float) -> None:
+        """Nobody is awaited, or sits out, for longer than it was said."""
+        self.returning = {name: until_s for name, until_s in self.returning.items() if until_s > now_s}
+        for replica_id in [i for i, until_s in self.sitting.items() if until_s <= now_s]:
+            del self.sitting[replica_id]
+            self.place(replica_id)
+
+    def forgive(self, gap_s: float, now_s: float) -> None:
+        """Silence is counted without the gap."""
+        for peer in self.peers.values():
+            peer.seen_s = min(peer.seen_s + gap_s, now_s)
+            peer.called_s = min(peer.called_s + gap_s, now_s)
+        self.claims = {name: (i, min(seen_s + gap_s, now_s)) for name, (i, seen_s) in self.claims.items()}
+
+
+def _put(ids: set[str], replica_id: str, inside: bool) -> None:
+    (ids.add if inside else ids.discard)(replica_id)
+
+
+def _keep(ids: dict[str, None], replica_id: str, inside: bool) -> None:
+    """As _put, where the order counts: a place once taken is kept."""
+    if inside:
+        ids.setdefault(replica_id)
+    else:
+        ids.pop(replica_id, None)
