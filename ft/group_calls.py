@@ -19,16 +19,17 @@ log = logging.getLogger("pharos.manager")
 
 
 class GroupCalls:
-    """`gone` is set by whoever watches the server, once it is. quorum_s: a call for a quorum fails after; None: never."""
+    """`gone` is set by whoever watches the server, once it is."""
 
-    def __init__(self, client: GroupClient, wish: Wish, gone: threading.Event, quorum_s: float | None) -> None:
-        self._client, self._wish, self._gone, self._quorum_s = client, wish, gone, quorum_s
+    def __init__(self, client: GroupClient, wish: Wish, gone: threading.Event) -> None:
+        self._client, self._wish, self._gone = client, wish, gone
 
-    def quorum(self, call: m.RankCall) -> m.Event | None:
-        """What came of it; None where the server is gone, and its stream says why. Raises BadInput for a group that cannot take part."""
+    def quorum(self, call: m.RankCall, within_s: float | None) -> m.Event | None:
+        """What came of it; None where the server is gone, and its stream says why. within_s: then it has failed; None: never. Raises
+        BadInput for a group that cannot take part."""
         asked_s = time.monotonic()
         while True:
-            left_s = None if self._quorum_s is None else asked_s + self._quorum_s - time.monotonic()
+            left_s = None if within_s is None else asked_s + within_s - time.monotonic()
             try:
                 return self._client.quorum(call, ASK_S if left_s is None else max(0.01, min(left_s, ASK_S)))
             except TimeoutError as error:

@@ -124,7 +124,7 @@ class Manager:
         )
         self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
         self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
-        self._calls = GroupCalls(self._client, wish, self._gone, options.quorum_s)
+        self._calls = GroupCalls(self._client, wish, self._gone)
         self._machine: Step
         self._inbox: Inbox
         self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
@@ -335,7 +335,7 @@ class Manager:
             checkpoint_metadata=self._healer.address,
             shape=(*self._shape, *self.gradients.shape),
         )
-        if (event := self._calls.quorum(call)) is not None:
+        if (event := self._calls.quorum(call, self._options.quorum_s)) is not None:
             self._inbox.feed(event)
 
     def _configure(self, effect: m.Configure) -> None:

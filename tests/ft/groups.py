@@ -127,7 +127,7 @@ class Rank:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.zero_()
-        while not self.manager.left and not self.is_done():
+        while not self.manager.left and (self.until is None or self.manager.step < self.until):
             self.at(self, self.manager.step)
             self.train_step()
 
@@ -136,13 +136,15 @@ class Rank:
         """Steps to which as many groups contributed as the test waits for."""
         return [step for step, _, who in self.commits if len(who) >= self.together]
 
-    def is_done(self, steps_more: int = 0) -> bool:
+    @property
+    def until(self) -> int | None:
+        """Its last step, once it is known."""
         steps = self.together_commits
-        return bool(steps) and self.manager.step + steps_more >= steps[0] + self.steps - 1
+        return steps[0] + self.steps - 1 if steps else None
 
     def train_step(self) -> None:
-        # As train.py does. Who just went would break the last collective of those whose threads have not run yet.
-        deal = self.manager.begin_step(last=self.is_done(steps_more=1))
+        # Each ends as train.py does: who just went would break the last collective of those whose threads have not run yet.
+        deal = self.manager.begin_step(until=self.until)
         if deal.slots:
             self.computed.append((deal.step, deal.slots))
         for slot in deal.slots:
