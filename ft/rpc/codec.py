@@ -51,13 +51,15 @@ def to_message(word: Any) -> Any:
 def from_message(word_type: type[W], message: Message, **given: Any) -> W:
     """The word that `message` says. given: fields that the wire leaves out. Raises ValueError."""
     plan = _plan(word_type)
-    values = dict(zip(plan.names, plan.read(message), strict=True))
+    word, values = _blank(word_type)
+    values.update(plan.unsaid, **given)
+    values.update(zip(plan.names, plan.read(message), strict=True))
     for name in plan.texts:
         if len(values[name]) > MAX_TEXT:
             _check_text(name, values[name])
     for name, decode in plan.decode:
         values[name] = decode(values[name], message)
-    return _made(word_type, {**plan.unsaid, **values, **given})
+    return word
 
 
 def from_bytes(word_type: type[W], data: bytes, **given: Any) -> W:
@@ -108,12 +110,11 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     return quorum
 
 
-def _made(word_type: type[W], values: dict[str, Any]) -> W:
-    """word_type(**values), where `values` has every field. The __init__ of a frozen dataclass sets them one by one through
+def _blank(word_type: type[W]) -> tuple[W, dict[str, Any]]:
+    """A word, and where its fields are to be put: all of them. The __init__ of a frozen dataclass sets them one by one through
     object.__setattr__: of a call that comes in, that alone would be a tenth of the cost."""
     word = object.__new__(word_type)
-    word.__dict__.update(values)
-    return word
+    return word, word.__dict__
 
 
 def _message_type(word_type: type[Any]) -> type[Any]:
@@ -324,13 +325,18 @@ def torchft_member(member: m.Member, message: Any = None) -> Any:
 
 
 def member_from_torchft(message: torchft_pb2.QuorumMember) -> m.Member:
-    values = dict(zip(_TORCHFT_FIELDS, _torchft_fields(message), strict=True))
-    values["reconfigure_handles"] = tuple(message.reconfigure_handles)
-    return _made(m.Member, {**_NOT_TORCHFTS, **values})
+    member, values = _blank(m.Member)
+    values.update(_NOT_TORCHFTS)
+    values.update(zip(_TORCHFT_FIELDS, _torchft_fields(message), strict=True))
+    if message.reconfigure_handles:
+        values["reconfigure_handles"] = tuple(message.reconfigure_handles)
+    return member
 
 
 def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
-    return _made(m.Call, {**_TORCHFT_CALL, "member": member_from_torchft(message)})
+    call, values = _blank(m.Call)
+    values.update(_TORCHFT_CALL, member=member_from_torchft(message))
+    return call
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
@@ -363,5 +369,5 @@ _TORCHFT_FIELDS = (
     "commit_failures",
 )
 _torchft_fields = attrgetter(*_TORCHFT_FIELDS)
-_NOT_TORCHFTS = {x.name: x.default for x in fields(m.Member) if x.name not in (*_TORCHFT_FIELDS, "reconfigure_handles")}
+_NOT_TORCHFTS = {x.name: x.default for x in fields(m.Member) if x.name not in _TORCHFT_FIELDS}
 _TORCHFT_CALL = {x.name: x.default for x in fields(m.Call) if x.name != "member"} | {"kind": "torchft"}

@@ -31,7 +31,7 @@ from ft.rpc import codec, state_file
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import FIRST_WORD_S, Deadlines, Outbox, Pending, Refused, listen, stream, unary
+from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Deadlines, Outbox, Pending, Refused, listen, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -93,7 +93,7 @@ class LighthouseService:
         }
         epoch = uuid.uuid4().hex[:12]
         self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh)
-        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log)
+        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._deadlines.look)
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
@@ -137,7 +137,7 @@ class LighthouseService:
         self._waiting_bytes += size
         try:
             self.driver.feed(call)
-            return await waiting.wait(context, self._deadlines)
+            return await waiting.wait(context, self._deadlines if self.config.tick_s <= LOOK_EVERY_S else None)
         finally:
             self._deadlines.remove(waiting)
             self._waiting_bytes -= size

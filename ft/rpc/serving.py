@@ -12,6 +12,7 @@ import resource
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -26,7 +27,7 @@ MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
 FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
 LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
-LOOK_EVERY_S = 0.1  # for deadlines that have passed
+LOOK_EVERY_S = 0.1  # at least, for deadlines that have passed
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
@@ -85,13 +86,7 @@ Route = Callable[[Calls], Any]
 
 
 def unary(handler: Handler) -> Route:
-    def of(calls: Calls) -> Any:
-        async def serve(data: bytes, context: Any) -> Any:
-            return await calls.serve(handler, data, context)
-
-        return grpc.unary_unary_rpc_method_handler(serve)
-
-    return of
+    return lambda calls: grpc.unary_unary_rpc_method_handler(partial(calls.serve, handler))
 
 
 def stream(handler: StreamHandler) -> Route:
@@ -102,13 +97,7 @@ def stream(handler: StreamHandler) -> Route:
         await context.send_initial_metadata(())
         await handler(context)
 
-    def of(calls: Calls) -> Any:
-        async def serve(requests: Any, context: Any) -> None:
-            await calls.serve(open_and_handle, requests, context)
-
-        return grpc.stream_stream_rpc_method_handler(serve)
-
-    return of
+    return lambda calls: grpc.stream_stream_rpc_method_handler(partial(calls.serve, open_and_handle))
 
 
 async def _deny(_: Any, context: Any) -> None:
@@ -255,30 +244,23 @@ class Deadlines:
     set and cancelled."""
 
     def __init__(self) -> None:
-        """To be made on the loop that is to look."""
-        self._loop = asyncio.get_running_loop()
+        """To be made on the loop that is to look, at least every LOOK_EVERY_S."""
+        self._clock = asyncio.get_running_loop().time
         self._due_s: dict[Pending, float] = {}
-        self._looking = False
 
     def add(self, pending: Pending, left_s: float) -> None:
-        """Up to LOOK_EVERY_S late, `pending` is told that it has expired, unless it was removed."""
-        self._due_s[pending] = self._loop.time() + left_s
-        if not self._looking:
-            self._looking = True
-            self._loop.call_later(LOOK_EVERY_S, self._look)
+        """The first look after that tells `pending` that it has expired, unless it was removed."""
+        self._due_s[pending] = self._clock() + left_s
 
     def remove(self, pending: Pending) -> None:
         """Also of one that was never added."""
         self._due_s.pop(pending, None)
 
-    def _look(self) -> None:
-        now_s = self._loop.time()
+    def look(self) -> None:
+        now_s = self._clock()
         for pending, due_s in self._due_s.items():
             if due_s <= now_s:
                 pending.expire()
-        self._looking = bool(self._due_s)
-        if self._looking:
-            self._loop.call_later(LOOK_EVERY_S, self._look)
 
 
 class Outbox:
