@@ -2,6 +2,12 @@
 
 The first takes stripes of chunks from the front, the second from the back; a faster source so sends more, and what one leaves undone
 the other takes over. A stripe counts when its seal has come: until then the source may have changed its state under it.
+
+Two sources must hold the same bits, or the joiner would get a mixture that nobody ever had. So the one that answers first is the chosen
+one, and gives chunks at once; the other gives none before both have told the digests of all their chunks, and these are equal. They are
+told on connections of their own, so a heal from two is never slower than one from the first alone. Where they differ the other gives
+nothing, and an error says so: the joiner will equal one of them, and the next comparison of weights finds that they differ. Should the
+chosen one fail before that is known, the other begins anew.
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ class Fetch:
         self.path, self.reader = f"/heal/{quorum_id}/{step}", reader
         streams = [*sources] if len(sources) > 1 else [*sources] * config.heal_streams
         self._sources = [_FromSource(self, source, backwards=bool(i % 2)) for i, source in enumerate(streams)]
+        self._witnesses = [_FromSource(self, source) for source in sources] if len(sources) > 1 else []
         self._progress = progress or (lambda done, total: None)
         self._lock = threading.Condition()
         self._header = b""
@@ -64,25 +71,30 @@ class Fetch:
         self._open: set[int] = set()  # chunks that nobody receives and nobody has
         self._flying: set[int] = set()
         self._touched = False
+        self._chosen: Source | None = None
+        self._equal = len(sources) == 1  # all sources are known to hold the same
+        self._digests: dict[Source, bytes] = {}
         self._verified_bytes = 0
         self._ended = 0
         self.stopped = ""
 
     def run(self) -> dict[str, Any]:
         """The state, complete and verified. Raises HealFailed."""
-        for one in self._sources:
-            threading.Thread(target=one.run, name="heal-fetch", daemon=True).start()
+        for work in [*(one.run for one in self._sources), *(one.witness for one in self._witnesses)]:
+            threading.Thread(target=work, name="heal-fetch", daemon=True).start()
         with self._lock:  # not for a thread that still tries to connect, but for each that may write
             self._lock.wait_for(
                 lambda: not self._flying and (self.complete or self.stopped or self._ended == len(self._sources))
             )
             manifest, complete = self._manifest, self.complete
+        for one in self._witnesses:
+            one.hang_up()
         failed = {one.source.replica_id: one.failure for one in self._sources if one.failure}
         if manifest is None or not complete or self.stopped:
             reason = self.stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
             raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed))
         for source in self.sources:
-            _FromSource(self, source, backwards=False).tell_done()
+            _FromSource(self, source).tell_done()
         return self.into.values_of(manifest)
 
     @property
@@ -93,7 +105,7 @@ class Fetch:
         with self._lock:
             self.stopped = self.stopped or reason
             self._lock.notify_all()
-        for one in self._sources:
+        for one in [*self._sources, *self._witnesses]:
             one.hang_up()
 
     # -------------------------------------------------------------------------------------------- asked by the sources' threads
@@ -113,12 +125,35 @@ class Fetch:
                 raise SourceFailed("its state is another than the first source's")
             return self._body
 
-    def take(self, backwards: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def compare(self, source: Source, digests: bytes) -> None:
+        """What a source says of all its chunks. The last one to say it lets the others give some, if all say the same."""
+        with self._lock:
+            manifest = self._manifest
+            assert manifest is not None
+            self._digests[source] = digests
+            if len(self._digests) < len(self.sources):
+                return
+            where = first_difference(manifest, *self._digests.values())
+            self._equal = not where
+            self._lock.notify_all()
+        if where:
+            log.error(
+                "%s hold different states, first in %s: healing from one of them alone, and nobody can tell here whose is right",
+                " and ".join(one.replica_id for one in self.sources),
+                where,
+            )
+
+    def take(self, source: Source, backwards: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """The next stripe, in one piece, and what we lack in all; no stripe: all is verified, or the fetch was stopped. Waits while others
-        may yet give chunks back."""
+        may yet give chunks back, and while this source must not give any."""
         with self._lock:
             assert self._manifest is not None
-            self._lock.wait_for(lambda: self._open or not self._flying or self.stopped)
+            self._lock.wait_for(
+                lambda: (
+                    self.stopped or self.complete or (self._open and (self._equal or self._chosen in (None, source)))
+                )
+            )
+            self._chosen = self._chosen or source
             if self.stopped or not self._open:
                 return [], []
             most = max(LEAST_STRIPE, min(MOST_STRIPE, self._manifest.chunks // 64))
@@ -144,17 +179,19 @@ class Fetch:
             self._progress(self._verified_bytes, self._manifest.total_bytes)
             self._lock.notify_all()
 
-    def ended(self) -> None:
-        """A source's thread is at its end."""
+    def ended(self, source: Source) -> None:
+        """A source's thread is at its end. Was it the chosen one, and may the other hold something else, then all comes from that one."""
         with self._lock:
             self._ended += 1
+            if source is self._chosen and self._manifest and not self._equal and not self.complete:
+                self._chosen, self._open, self._verified_bytes = None, set(range(self._manifest.chunks)), 0
             self._lock.notify_all()
 
 
 class _FromSource:
     """A thread and its connection to a source."""
 
-    def __init__(self, fetch: Fetch, source: Source, *, backwards: bool) -> None:
+    def __init__(self, fetch: Fetch, source: Source, *, backwards: bool = False) -> None:
         self.source, self.failure = source, ""
         self._fetch, self._backwards = fetch, backwards
         self._damaged = 0
@@ -165,7 +202,7 @@ class _FromSource:
             body = self._fetch.agree(self._fetch_header())
             bounce = Bounce(body)
             while True:
-                stripe, lacks = self._fetch.take(self._backwards)
+                stripe, lacks = self._fetch.take(self.source, self._backwards)
                 if not stripe:
                     break
                 self._receive_stripe(body, bounce, stripe, lacks)
@@ -176,7 +213,25 @@ class _FromSource:
         finally:
             if self._sock:
                 self._sock.close()
-            self._fetch.ended()
+            self._fetch.ended(self.source)
+
+    def witness(self) -> None:
+        """Says what this source holds. It may fail: then one of them gives nothing."""
+        try:
+            body = self._fetch.agree(self._fetch_header())
+            length = self._ask("GET", "digests")
+            if length != DIGEST_BYTES * (body.manifest.chunks + 1) + SEAL_BYTES:
+                raise SourceFailed(f"digests of {length} bytes")
+            seal = self._seal
+            digests = self._read_checked(length, "its list of digests was")
+            if not hmac.compare_digest(self._seal, seal):
+                raise SourceFailed("its offer is another than the one it began with")
+            self._fetch.compare(self.source, digests)
+        except (SourceFailed, OSError, ValueError) as error:
+            log.info("%s does not say what its state is: %s", self.source.replica_id, error)
+        finally:
+            if self._sock:
+                self._sock.close()
 
     def hang_up(self) -> None:
         if self._sock:
@@ -193,12 +248,16 @@ class _FromSource:
                 raise SourceFailed(self._fetch.stopped or "the other source was faster")
         if not DIGEST_BYTES + SEAL_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + SEAL_BYTES:
             raise SourceFailed(f"a header of {length} bytes")
+        return self._read_checked(length, "its header was")
+
+    def _read_checked(self, length: int, what: str) -> bytes:
+        """What a digest and the seal follow. Raises SourceFailed, OSError."""
         data = self._read(length)
-        header, mark = data[: -DIGEST_BYTES - SEAL_BYTES], data[-DIGEST_BYTES - SEAL_BYTES : -SEAL_BYTES]
-        if digest(0, memoryview(header)) != mark:
-            raise SourceFailed("its header was damaged on the way")
+        found, mark = data[: -DIGEST_BYTES - SEAL_BYTES], data[-DIGEST_BYTES - SEAL_BYTES : -SEAL_BYTES]
+        if digest(0, memoryview(found)) != mark:
+            raise SourceFailed(f"{what} damaged on the way")
         self._seal = data[-SEAL_BYTES:]
-        return header
+        return found
 
     def _connect(self, silence_s: float) -> None:
         """Raises OSError and SourceFailed. The kernel keeps the timeouts, so that a receive may wait for a whole chunk in one call."""
@@ -291,3 +350,13 @@ class _FromSource:
                 count -= len(views.pop(0))
             if views:
                 views[0] = views[0][count:]
+
+
+def first_difference(manifest: Manifest, one: bytes, other: bytes) -> str:
+    """Which tensors lie in the first chunk whose digests differ; empty: none does."""
+    for chunk in range(manifest.chunks):
+        at = slice(chunk * DIGEST_BYTES, (chunk + 1) * DIGEST_BYTES)
+        if one[at] != other[at]:
+            names = [manifest.entries[index].name for index, _, _ in manifest.pieces(*manifest.span(chunk))]
+            return " or ".join([names[0], *names[1:][-1:]]) if len(names) < 3 else f"{names[0]} to {names[-1]}"
+    return ""

@@ -2,6 +2,7 @@
 
     GET  /heal/QUORUM_ID/STEP/header     the manifest, its digest, the seal
     GET  /heal/QUORUM_ID/STEP/body       with `Range: chunks=FIRST-LAST`: those chunks, each followed by its digest; the seal
+    GET  /heal/QUORUM_ID/STEP/digests    of all chunks, their digest, the seal: what a joiner with two sources compares
     POST /heal/QUORUM_ID/STEP/done       the joiner has verified all of it
 
 Every request carries `Authorization: Bearer TOKEN` if the job has a token, `Reader: NAME` (the joiner's own, for all its connections)
@@ -20,7 +21,7 @@ MAX_RANGES = 512  # of Lacks
 MAX_FIELDS = 64
 _REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
-_PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|done)")
+_PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)")
 _RANGE = re.compile(r"(\d{1,12})-(\d{1,12})")
 _READER = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 

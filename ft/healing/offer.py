@@ -17,7 +17,7 @@ import torch
 
 from ft.healing.body import Bounce
 from ft.healing.capture import Snapshot
-from ft.healing.format import CHUNK_BYTES
+from ft.healing.format import CHUNK_BYTES, digest
 from ft.healing.transport import Fenced
 
 SEAL_BYTES = 16
@@ -46,6 +46,7 @@ class Offer:
         self.manifest = snapshot.manifest
         self.body = snapshot.body()
         self.over = ""  # why, once it is
+        self._marks: dict[int, bytes] = {}  # digests of the chunks that somebody has looked at
         self._expected = readers
         self._readers: dict[str, Reader] = {}
         self._aside: dict[int, memoryview] | None = None  # from the fence on
@@ -87,6 +88,14 @@ class Offer:
         if chunk not in self._aside:
             raise Withdrawn(f"the source went on after step {self.step}, and chunk {chunk} was not asked for before")
         return self._aside[chunk]
+
+    def mark(self, chunk: int, memory: memoryview) -> bytes:
+        """The digest of the chunk, which lies in `memory`. The connection's lock is held."""
+        return self._marks.get(chunk) or self._marks.setdefault(chunk, digest(chunk, memory))
+
+    def known(self, chunk: int) -> bytes:
+        """Its digest, also when the chunk itself was sent and is gone; empty where nobody has asked for either."""
+        return self._marks.get(chunk, b"")
 
     @property
     def fenced(self) -> bool:

@@ -83,8 +83,8 @@ class Transport(Protocol):
     def fetch(
         self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
     ) -> dict[str, Any]:
-        """Receives into the tensors of `into`, from up to two sources. Returns, after every byte has been verified, what State.load
-        takes. Raises HealFailed."""
+        """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
+        same bits. Returns, after every byte has been verified, what State.load takes. Raises HealFailed."""
         ...
 
     def stop(self, reason: str) -> None:

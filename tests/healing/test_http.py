@@ -5,6 +5,7 @@ In every case a heal either gives the source's state bit for bit, or raises and 
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -131,8 +132,18 @@ def test_a_state_without_tensors(world: World):
     assert joiner.loaded == {"ledger": {"step": 5}}
 
 
-def test_two_sources_share_the_work(world: World):
+def test_two_sources_share_the_work(world: World, monkeypatch: pytest.MonkeyPatch):
     group, joiner = large(1, chunks=40), large(2, chunks=40)
+    shared, send = world.event(), http_server._Connection._send_chunk
+
+    def sends(self: Any, offer: Any, chunk: int, bounce: Any) -> Any:
+        """The first to begin waits at its tenth chunk for one from the other end."""
+        if chunk >= 30:
+            shared.set()
+        assert chunk < 10 or shared.wait(30)
+        return send(self, offer, chunk, bounce)
+
+    monkeypatch.setattr(http_server._Connection, "_send_chunk", sends)
     proxies = [world.proxy(world.source(group, name), lambda _, data: data) for name in ("a", "b")]
     heal(world.transport("j"), joiner, *proxies)
     assert equal(joiner.loaded, group.values)
@@ -256,6 +267,97 @@ def test_sources_with_different_states(world: World):
 
     heal(world.transport("j"), joiner, world.source(one, "a"), late, progress=progress)
     assert equal(joiner.loaded, one.values)
+
+
+def after(gate: threading.Event) -> Spoil:
+    """On no connection comes anything before the gate is open."""
+
+    def spoil(before: int, data: bytes) -> bytes:
+        assert gate.wait(30)
+        return data
+
+    return spoil
+
+
+@pytest.fixture
+def gate(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Sources say what they hold when it is open, and the first to give chunks stops at its tenth until that is compared."""
+    gate, compared = world.event(), world.event()
+    send, tell, compare = (
+        http_server._Connection._send_chunk,
+        http_server._Connection._send_digests,
+        http_fetch.Fetch.compare,
+    )
+
+    def sends(self: Any, offer: Any, chunk: int, bounce: Any) -> Any:
+        assert chunk < 10 or compared.wait(30)
+        return send(self, offer, chunk, bounce)
+
+    def tells(self: Any, *asked: Any) -> None:
+        assert gate.wait(30)
+        tell(self, *asked)
+
+    def compares(self: Any, source: Source, digests: bytes) -> None:
+        compare(self, source, digests)
+        if len(self._digests) == 2:
+            compared.set()
+
+    monkeypatch.setattr(http_server._Connection, "_send_chunk", sends)
+    monkeypatch.setattr(http_server._Connection, "_send_digests", tells)
+    monkeypatch.setattr(http_fetch.Fetch, "compare", compares)
+    return gate
+
+
+@pytest.mark.parametrize("flipped", ["first", "weights", "last"])
+def test_sources_of_which_one_has_a_flipped_bit(
+    world: World, gate: threading.Event, flipped: str, caplog: pytest.LogCaptureFixture
+):
+    """Their headers are equal, and every chunk is what its source holds: the joiner takes nothing from the second one."""
+    one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
+    other.values["model"][flipped].view(-1).view(torch.uint8)[-2] ^= 16
+    late = world.proxy(world.source(other, "b"), after(gate))
+    heal(world.transport("j"), joiner, world.source(one, "a"), late, progress=lambda done, total: gate.set())
+    assert equal(joiner.loaded, one.values) and late.passed < MIB
+    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert said.startswith("source-0 and source-1 hold different states, first in model/") and flipped in said
+
+
+def test_sources_that_are_compared_after_their_fence(world: World, gate: threading.Event):
+    """What was sent is gone, but its digest is known; what is not, was copied aside."""
+    group, joiner = large(1, chunks=24), large(2, chunks=24)
+    sources = [world.source(group, name) for name in "ab"]
+    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
+    fenced: list[Fenced] = []
+
+    def progress(done: int, total: int) -> None:
+        if not fenced:
+            fenced.extend(source.fence() for source in sources)
+            commit(group)
+            gate.set()
+
+    heal(world.transport("j"), joiner, sources[0], world.proxy(sources[1], after(gate)), progress=progress)
+    assert equal(joiner.loaded["model"], before) and fenced == [Fenced.COPIED] * 2
+
+
+def test_the_one_that_was_chosen_dies_before_they_are_compared(world: World):
+    """The other may hold something else: all comes from it, also what the first has given."""
+    one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
+    other.values["model"]["weights"][5] += 1
+    gate = world.event()
+    dies = world.proxy(world.source(one, "a"), cut(12 * MIB))
+    late = world.proxy(world.source(other, "b"), after(gate))
+    heal(world.transport("j"), joiner, dies, late, progress=lambda done, total: gate.set())
+    assert equal(joiner.loaded, other.values)
+
+
+def test_nothing_is_compared_that_has_but_one_source(world: World, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    monkeypatch.setattr(
+        http_server._Connection, "_send_digests", lambda self, offer, reader, what: asked.append(what.reader)
+    )
+    group, joiner = large(1), large(2)
+    heal(world.transport("j", config=HealConfig(heal_streams=2)), joiner, world.source(group))
+    assert equal(joiner.loaded, group.values) and not asked
 
 
 def test_another_shape_is_refused_before_a_byte_is_written(world: World):
