@@ -1,0 +1,163 @@
+"""A step that has to be tried again, through the whole stack: in each group a pipeline of two ranks, real managers, a real lighthouse."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ft import LighthouseServer
+from ft.gradients import Gradients
+from ft.manager import Manager, Options
+from ft.membership import Wish
+from ft.process_groups.errors import GroupError
+from ft.process_groups.inline import ProcessGroupGloo
+from ft.protocol import messages as m
+from ft.rpc.access import Access
+from ft.scratch import local_of
+from models import llama
+from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.parallelize import Layout, Parallelized, parallelize
+from parallelisms.precision import Precision
+from tests.multiproc.pool import Pool
+from tests.multiproc.test_gradients import address, digest
+from training.loss import cross_entropy_sum
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
+
+V, T, STEPS = 61, 8, 5
+BATCH, PASSES = 4, 2  # microbatches of a schedule, which runs so many times a step
+SIZES = llama.Config(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=24)
+BF16 = Precision(master=torch.bfloat16, compute=torch.bfloat16, reduce=torch.bfloat16)
+FAILURES = {1: "before the last bucket", 2: "behind the last bucket", 3: "of one rank"}  # by committed steps
+
+
+@dataclass
+class Trained:
+    """What one rank of one group saw."""
+
+    weights: list[str] = field(default_factory=list)  # their digest after each step
+    computed: list[int] = field(default_factory=list)  # steps whose forward and backward ran
+    sent: list[int] = field(default_factory=list)  # buckets that were on their way before the schedule had run
+    given_up: list[int] = field(default_factory=list)  # generations, by committed steps
+
+
+class Counting(ProcessGroupGloo):
+    count = 0
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        self.count += 1
+        return super().allreduce(tensors, opts)
+
+
+def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained:
+    """STEPS steps of this rank: of two groups the first has ranks 0 and 1."""
+    name, group_rank, store = join_group()
+    between, seen = Counting(60.0, rendezvous_s=60.0, interface="lo"), Trained()
+
+    def notes(now_s: float, event: m.Event, out: m.Out) -> None:
+        if any(isinstance(effect, m.AbandonGeneration) for effect in out.effects):
+            seen.given_up.append(manager.step)
+
+    wish = Wish(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
+    options = Options(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
+    manager = Manager(between, wish, options, store=store, gradients=Gradients(bucket_bytes=2000), seen=notes)
+    parallel = pipeline(schedule)
+    parameters = [parameter for part in parallel.parts for parameter in part.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.02)
+    manager.attach(parallel.parts)
+    try:
+        while manager.step < STEPS:
+            deal = manager.begin_step(until=STEPS)
+            for slot in deal.slots:
+                seen.computed.append(deal.step)
+                before = between.count
+                forward_backward(manager, parallel, slot)
+                seen.sent.append(between.count - before)
+            fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
+            commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))
+            assert commit is not None and commit.contributors == (0, 1), commit
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.weights.append(digest([local_of(parameter.detach()) for parameter in parameters]))
+    finally:
+        manager.close()
+    return seen
+
+
+def join_group() -> tuple[str, int, PrefixStore]:
+    """This worker's default group becomes that of its replica group alone, as a launcher would have made it."""
+    rank, (host, _, port) = dist.get_rank(), address().partition(":")
+    dist.destroy_process_group()
+    name, group_rank = "ab"[rank // 2], rank % 2
+    store = PrefixStore(name, TCPStore(host, int(port), None, False, wait_for_workers=False))
+    dist.init_process_group("gloo", store=store, rank=group_rank, world_size=2)
+    return name, group_rank, store
+
+
+def pipeline(schedule: str) -> Parallelized:
+    config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
+    return parallelize(
+        model,
+        build_mesh(degrees(config, 2), "cpu"),
+        cross_entropy_sum,
+        Layout(config, precision=BF16),
+        local_batch_size=BATCH,
+        seq_len=T,
+        device=torch.device("cpu"),
+        seed=0,
+    )
+
+
+def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> None:
+    """The slot, in PASSES runs of the schedule: gradients add up over all of their microbatches."""
+    draws = torch.Generator().manual_seed(slot)
+    for index in range(PASSES):
+        inputs, labels = torch.randint(0, V, (2, BATCH, T), generator=draws)
+        if index < PASSES - 1:
+            parallel.forward_backward(inputs, labels)
+        else:
+            with manager.last_pass(slot):
+                parallel.forward_backward(inputs, labels)
+
+
+def fail(manager: Manager, how: str, *, first: bool) -> None:
+    """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
+    wait = manager.gradients.wait
+
+    def in_vain() -> tuple[float, ...]:
+        manager.gradients.wait = wait  # type: ignore[method-assign]
+        wait()
+        raise GroupError("the connection broke behind the last byte")
+
+    if how == "behind the last bucket":
+        manager.gradients.wait = in_vain  # type: ignore[method-assign]
+    elif how == "before the last bucket" or (how == "of one rank" and first):
+        manager._group.interrupt("the connection broke")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_step_of_a_pipeline_that_is_tried_again_has_the_same_bits(pool: Pool, schedule: str):
+    """bf16, gradients accumulated over two runs of the schedule; three ways to fail after the backward."""
+    runs = []
+    for failures in ({}, FAILURES):
+        lighthouse = LighthouseServer("127.0.0.1:0", 2)
+        try:
+            runs.append(pool.run(4, trained, lighthouse.address(), schedule, failures, timeout_s=120))
+        finally:
+            lighthouse.shutdown()
+    for calm, tried in zip(*runs, strict=True):
+        assert tried.weights == calm.weights and len(set(calm.weights)) == STEPS
+        assert tried.computed == calm.computed == list(range(STEPS)), "what was computed is kept"
+        assert not calm.given_up and tried.given_up == list(FAILURES)
+        assert min(calm.sent) > 1, "some buckets go while the schedule runs, so a failure finds them on their way"
+    for rank in (0, 1):
+        assert runs[1][rank].weights == runs[1][rank + 2].weights, "both groups"
