@@ -12,7 +12,6 @@ import resource
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import grpc
@@ -86,7 +85,14 @@ Route = Callable[[Calls], Any]
 
 
 def unary(handler: Handler) -> Route:
-    return lambda calls: grpc.unary_unary_rpc_method_handler(partial(calls.serve, handler))
+    def of(calls: Calls) -> Any:
+        # a function, and no partial of one: at each call grpc looks whether it is async, and takes long to find out about anything else
+        async def serve(data: bytes, context: Any) -> Any:
+            return await calls.serve(handler, data, context)
+
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    return of
 
 
 def stream(handler: StreamHandler) -> Route:
@@ -97,7 +103,13 @@ def stream(handler: StreamHandler) -> Route:
         await context.send_initial_metadata(())
         await handler(context)
 
-    return lambda calls: grpc.stream_stream_rpc_method_handler(partial(calls.serve, open_and_handle))
+    def of(calls: Calls) -> Any:
+        async def serve(requests: Any, context: Any) -> None:
+            await calls.serve(open_and_handle, requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    return of
 
 
 async def _deny(_: Any, context: Any) -> None:
