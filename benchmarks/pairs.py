@@ -10,8 +10,11 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +86,35 @@ class Worker:
         self._stderr.seek(0)
         said = [line for line in self._stderr if line.strip()]
         return said[-1].strip() if said else f"exit code {self._process.returncode}"
+
+
+@contextmanager
+def members(program: str, count: int) -> Iterator[list[Worker]]:
+    """Processes of one side that need each other: `program --worker`, which calls `serve`. Each is named by its rank."""
+    command = [sys.executable, program, "--worker"]
+    made = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(count)]
+    try:
+        for member in made:
+            member.answer()
+        yield made
+    finally:
+        for member in made:
+            member.close()
+
+
+def ask_all(members: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
+    """All at once; each is told its rank, too."""
+    with ThreadPoolExecutor(len(members)) as threads:
+        requests = ({"do": do, "rank": rank, **arguments} for rank in range(len(members)))
+        return list(threads.map(Worker.ask, members, requests))
+
+
+def serve(member: object) -> None:
+    """In a member's process: calls the method that each request names, whose answer is a dict."""
+    print("{}", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(getattr(member, request.pop("do"))(**request)), flush=True)
 
 
 def in_turns(workers: Sequence[Worker], request: Any, *, rounds: int) -> dict[str, list[Any]]:

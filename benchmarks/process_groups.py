@@ -9,18 +9,17 @@ shared memory (no copy) and with others (copied in and out). Ratios are taken in
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from benchmarks.pairs import Worker, ratio, table
+from benchmarks.pairs import Worker, ask_all, members, ratio, serve, table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,29 +29,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
 
-    from ft.process_groups.store import serve
+    from ft.process_groups import store
 
-    server = serve()
-    command = [sys.executable, __file__, "--worker"]
-    members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(options.members)]
-    try:
-        for member in members:
-            member.answer()
-        reduce(members, options.megabytes, options.rounds, f"127.0.0.1:{server.port}")
-    finally:
-        for member in members:
-            member.close()
+    server = store.serve()
+    with members(__file__, options.members) as team:
+        reduce(team, options.megabytes, options.rounds, f"127.0.0.1:{server.port}")
     return 0
 
 
-def reduce(members: list[Worker], megabytes: int, rounds: int, store: str) -> None:
+def reduce(team: list[Worker], megabytes: int, rounds: int, store: str) -> None:
     sides = ["plain", "gloo", "baby_gloo, shared", "baby_gloo, copied"]
-    request = {"do": "meet", "store": f"{store}/sums", "size": len(members), "bytes": megabytes * 1_000_000}
-    ask(members, request)
+    ask_all(team, "meet", store=f"{store}/sums", size=len(team), bytes=megabytes * 1_000_000)
     figures: dict[str, list[float]] = {side: [] for side in sides}
     for index in range(rounds + 1):
         for side in sides if index % 2 else reversed(sides):
-            slowest = max(answer["s"] for answer in ask(members, {"do": "sum", "side": side}))
+            slowest = max(answer["s"] for answer in ask_all(team, "sum", side=side))
             if index:  # the first round touches the memory
                 figures[side].append(slowest)
     rows = []
@@ -60,16 +51,8 @@ def reduce(members: list[Worker], megabytes: int, rounds: int, store: str) -> No
         spent = figures[side]
         seconds = f"{statistics.median(spent):.3f} ({min(spent):.3f}-{max(spent):.3f})"
         rows.append([side, seconds, str(ratio(spent, figures["plain"]))])
-    print(f"all-reduce of {megabytes} MB, {len(members)} members, {rounds} rounds")
+    print(f"all-reduce of {megabytes} MB, {len(team)} members, {rounds} rounds")
     print(table(["side", "seconds", "by plain"], rows))
-
-
-def ask(members: list[Worker], request: dict[str, Any]) -> list[Any]:
-    """All at once: they need each other."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(members)) as threads:
-        return list(threads.map(lambda pair: pair[1].ask({**request, "rank": pair[0]}), enumerate(members)))
 
 
 # ---------------------------------------------------------------------------------------------- one member
@@ -125,17 +108,8 @@ class Member:
         return {"s": spent_s}
 
 
-def serve() -> None:
-    member = Member()
-    print("{}", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        do: Callable[..., dict[str, Any]] = getattr(member, request.pop("do"))
-        print(json.dumps(do(**request)), flush=True)
-
-
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        serve()
+        serve(Member())
     else:
         sys.exit(main(sys.argv[1:]))

@@ -13,19 +13,17 @@ Whoever divides does it where the trainer does: `fused` in the learning rate, el
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from benchmarks.pairs import Worker, ratio, table
+from benchmarks.pairs import ask_all, members, ratio, serve, table
 
 SIDES = ("plain", "kept", "kept, fused", "not kept", "not kept, fused", "baby", "baby, fused")
 LR = 0.1
@@ -42,27 +40,20 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     sides = options.sides.split(";")
 
-    from ft.process_groups.store import serve
+    from ft.process_groups import store
 
-    server = serve()
-    command = [sys.executable, __file__, "--worker"]
-    members = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(options.members)]
-    try:
-        for member in members:
-            member.answer()
+    server = store.serve()
+    figures: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    with members(__file__, options.members) as team:
         sizes = {"elements": int(options.megabytes * 1e6 / 4), "tensors": options.tensors}
-        ask(members, {"do": "meet", "store": f"127.0.0.1:{server.port}", "size": options.members, **sizes})
-        figures: dict[str, list[float]] = {side: [] for side in sides}
-        cpu: dict[str, list[float]] = {side: [] for side in sides}
+        ask_all(team, "meet", store=f"127.0.0.1:{server.port}", size=options.members, **sizes)
         for index in range(options.rounds + 1):
             for side in sides if index % 2 else reversed(sides):
-                answers = ask(members, {"do": "steps", "side": side, "count": options.steps})
+                answers = ask_all(team, "steps", side=side, count=options.steps)
                 if index:  # the first round touches the memory
                     figures[side].append(max(answer["s"] for answer in answers))
                     cpu[side].append(sum(answer["cpu_s"] for answer in answers))
-    finally:
-        for member in members:
-            member.close()
     rows = []
     for side in sides:
         spent, cpu_ms = figures[side], f"{1e3 * statistics.median(cpu[side]):.0f}"
@@ -71,12 +62,6 @@ def main(argv: Sequence[str]) -> int:
     what = f"{options.megabytes:g} MB in {options.tensors} tensors, {options.members} members, {options.rounds} rounds"
     print(f"a step of {what}\n{table(['side', 'ms a step', 'by plain', 'CPU ms, all', 'by plain'], rows)}")
     return 0
-
-
-def ask(members: list[Worker], request: dict[str, Any]) -> list[Any]:
-    """All at once: they need each other."""
-    with ThreadPoolExecutor(len(members)) as threads:
-        return list(threads.map(lambda pair: pair[1].ask({**request, "rank": pair[0]}), enumerate(members)))
 
 
 # ---------------------------------------------------------------------------------------------- one member
@@ -176,17 +161,8 @@ def cpu_s(group: Any) -> float:
     return time.process_time() + sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
-def serve() -> None:
-    member = Member()
-    print("{}", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        do: Callable[..., dict[str, Any]] = getattr(member, request.pop("do"))
-        print(json.dumps(do(**request)), flush=True)
-
-
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        serve()
+        serve(Member())
     else:
         sys.exit(main(sys.argv[1:]))
