@@ -7,19 +7,16 @@
                            VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
-A healing group passes the same phases with zeros. Its commits are held until its state has arrived; when too many are held it waits
-(AWAITING). All ranks of a group take the same way, for each fork hangs on an answer of the group (a Part, an Outcome) or on the
-tail: a notice alone never decides what comes next. It ends a wait; the forward and backward are finished, and the vote is no.
+What this group gives to a step is in share.py. A healing group passes the same phases with zeros; its commits are held (heal.py) until
+its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group take the same way, for each fork hangs on an
+answer of the group (a Part, an Outcome) or on the tail: a notice alone never decides what comes next. It ends a wait; the forward and
+backward are finished, and the vote is no.
 
 Where the rules leave a choice:
 - A deal is made when its quorum is answered, or at the commit before, unless that commit's tail announced a change. So those who hold a
   state hold the same deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
 - commit_id is made of the tokens per slot alone: whole numbers, exact in fp32. The loss's last bits depend on where it lies in the
   bucket, which differs between the ranks of a group.
-- A group marks a slot that it cannot use by UNABLE in the tail, so all ledgers count alike, also those that were not there before.
-  It has one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
-- With slots_per_step the slots of a group that died are dealt to the others in the same step. They compute what was added, and no more.
-- Once a rank has an open heal, it asks for no quorum before the group's word on it: else one rank might ask as void, another as whole.
 - Weights are compared in the step before every digest_interval-th, so that what is saved there was compared just before. Of each group one
   rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
   holds: those before it were summed with the same wrong weights.
@@ -29,14 +26,16 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, odd_ones
+from ft.protocol.heal import Healing
 from ft.protocol.ledger import MAX_UNABLE, Ledger
-from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, Vote
+from ft.protocol.messages import VOID, Effect, Event, Member, Outcome, Part, Vote
+from ft.protocol.share import Share
 from ft.protocol.tail import Tail, next_commit_id
 
 
@@ -97,21 +96,13 @@ class Step:
         self._agains = 0
         self._failures = 0
         self._width = 0  # slots in the tail of this step
-        self._deal: dict[int, str] = {}
-        self._owned: tuple[int, ...] = ()  # of that deal, the slots of this group
-        self._mine: m.Computed | None = None  # this group's figures; its gradients are kept
-        self._tokens: dict[int, float] = {}  # by slot, of those that went into them
-        self._excused = False  # the others know that this group's slot is of no use
+        self._share = Share()  # of this group
+        self._healing = Healing(config.group_rank, config.heal_backlog)
         self._failure: m.ReduceFailed | None = None
         self._tail: Tail | None = None
         self._offering = False
-        self._held: list[tuple[Tail, bool]] = []  # and whether a quorum was due after it
         self._emptied = False  # the last step of the generation was none, and its deal was returned
-        self._heal: _Heal | None = None  # open: fetching, or waiting for the group's word
-        self._heal_failed = False
-        self._late = (
-            False  # healed in this generation: a slot that the open deal has for this group is nobody's until the next
-        )
+        self._late = False  # healed in this generation: a slot that the open deal has for it is nobody's until the next
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
 
@@ -136,12 +127,12 @@ class Step:
     @property
     def computed(self) -> bool:
         """Forward and backward of this step are done."""
-        return self._mine is not None
+        return self._share.computed is not None
 
     @property
     def healing(self) -> bool:
         """The state is arriving, or has arrived and is not yet agreed on."""
-        return self._heal is not None
+        return self._healing.open is not None
 
     # ---- a step begins
 
@@ -150,12 +141,13 @@ class Step:
 
     def _go_on(self, now_s: float) -> None:
         """From the boundary into the next step, if there is one to be had."""
-        if self._heal and (self._due or len(self._held) >= self.config.heal_backlog):
+        healing = self._healing
+        if healing.open and (self._due or healing.is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
-            self.reason = f"{len(self._held)} steps are held, the state has not arrived"
+            self.reason = f"{len(healing.held)} steps are held, the state has not arrived"
         elif self._due:
             self._ask("a quorum is due")
-        elif self._heal_failed and len(self._held) >= self.config.heal_backlog:
+        elif healing.failed and healing.is_full:
             self._fail("the heal failed, and no more steps can be held", now_s)
         else:
             self._attempt = 0
@@ -207,13 +199,13 @@ class Step:
         else:
             self.ledger.drop()
             self.ledger.deal(part.participants)
-        if not self._tokens.keys() <= set(self._slots()):
+        if not self._share.tokens.keys() <= set(self._slots()):
             self._drop_gradients()
 
     def _become_void(self, part: Part) -> None:
         """Whatever this group had, it is not the state that the others go on from."""
-        self.void, self._heal_failed = True, False
-        self._heal = _Heal(part.quorum_id, self._attempt, part.reference[0])
+        self.void = True
+        self._healing.begin(part, self._attempt)
         self._drop_gradients()
         self._drop_held()
 
@@ -243,7 +235,7 @@ class Step:
         self.phase = Phase.COMPUTING
         slots, missing = self._slots(), self._missing()
         if missing:
-            self._excused = False  # of what is new the others know nothing
+            self._share.excused = False  # of what is new the others know nothing
             self.reason = f"step {self._place}: slots {missing}"
             self._emit(m.Compute(self._place, missing, self._attempt))
             return
@@ -255,18 +247,14 @@ class Step:
         self._launch(again=bool(slots))
 
     def _slots(self) -> tuple[int, ...]:
-        """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
+        """Of the deal, this group's."""
         if self.void or self._late or self.part is None:
             return ()
-        deal, me = self.ledger.pending, m.process_of(self.part.replica_id)
-        if deal is not self._deal:  # a deal is replaced, never changed, and a rank is of one process: found once
-            self._deal = deal
-            self._owned = tuple(slot for slot, owner in deal.items() if m.process_of(owner) == me)
-        return self._owned
+        return self._share.slots(self.ledger.pending, self.part.replica_id)
 
     def _missing(self) -> tuple[int, ...]:
         """Of this group's slots, those that are still to be computed."""
-        return tuple(slot for slot in self._slots() if slot not in self._tokens)
+        return tuple(slot for slot in self._slots() if slot not in self._share.tokens)
 
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None
@@ -276,23 +264,10 @@ class Step:
             )
             self._vote_on_commit()
             return
-        mine, slots = self._mine or m.Computed(), self._slots()
-        usable = bool(slots) and mine.able and any(self._tokens[slot] > 0 for slot in slots)
-        unable = bool(slots) and not usable
-        figures = (
-            {slot: self._tokens[slot] if self._tokens[slot] > 0 else UNABLE for slot in slots}
-            if usable
-            else dict.fromkeys(slots, UNABLE if self._excused else 0.0)
-        )
+        slots, dealt = self._slots(), range(self._width) if self.void else self.ledger.pending
         self._told_leaving = self._leaving or self._place + 1 == self._last
-        zeros = dict.fromkeys(range(self._width) if self.void else self.ledger.pending, 0.0)
-        tail = Tail(
-            tokens=tuple(map(float, {**zeros, **figures}.values())),
-            loss_sum=mine.loss_sum if usable else 0.0,
-            ok=0.0 if unable and not self._excused else 1.0,
-            change=1.0 if self._wants_change or self._told_leaving else 0.0,
-            digests=(0.0,) * self._digests,
-        )
+        usable, change = self._share.is_usable(slots), bool(self._wants_change) or self._told_leaving
+        tail = self._share.tail(slots, dealt, change=change, digests=self._digests)
         knows = self._digests > 0 and not self.void and self.step == self._place
         place = len(tail.values) - self._digests + FIGURES * self.part.replica_rank
         self._emit(
@@ -311,8 +286,8 @@ class Step:
         missing = self._missing()
         if not missing:
             return
-        self._tokens |= {**dict.fromkeys(missing, 0.0), **dict(zip(missing, event.tokens, strict=False))}
-        self._mine, self.reason = _together(self._mine, event), "the gradients are complete"
+        self._share.add(missing, event)
+        self.reason = "the gradients are complete"
         if self._failure:
             self._vote_on_commit()
         else:
@@ -387,7 +362,7 @@ class Step:
                 f"step {self._place}: {self._agains} attempts in a row, and each time some group was unable", slots
             )
             return
-        self.phase, self._excused = Phase.COMPUTING, True
+        self.phase, self._share.excused = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch(again=True)
 
@@ -401,7 +376,7 @@ class Step:
         elif tail.divisor == 0:
             self._stop(f"step {self._place}: no slot of it has anything to learn from", tuple(self.ledger.pending))
         elif self.void:
-            self._held.append((tail, self._due))
+            self._healing.held.append((tail, self._due))
             self._place += 1
             assert self.part is not None
             self._width = self.ledger.width(len(self.part.participants))
@@ -441,7 +416,8 @@ class Step:
                 leave=leave,
             )
         )
-        self._mine, self._tokens, self._excused, self._agains = None, {}, False, 0
+        self._share.clear()
+        self._agains = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
             self._width = len(self.ledger.deal(part.participants))
@@ -454,15 +430,14 @@ class Step:
         self._failures += 1
         if self.part:
             self._emit(m.AbandonGeneration(self.part.quorum_id))
-        if not self.config.keep_gradients or (self._mine is not None and not self._mine.kept):
+        if not self.config.keep_gradients or (self._share.computed and not self._share.computed.kept):
             self._return_deal()
         if self.config.max_failures is not None and self._failures > self.config.max_failures:
             self._stop(
                 f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
             )
-        elif self._heal:
-            if not self._heal.voted:
-                self._vote_on_heal("failed", why)
+        elif self._healing.open:
+            self._cast(self._healing.give_up(why))
             self.phase, self.reason = Phase.CLOSING, why
         else:
             self._drop_held()
@@ -473,42 +448,20 @@ class Step:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        if self._mine:
+        if self._share.computed:
             self._emit(m.DropGradients())
-        self._mine, self._tokens, self._excused = None, {}, False
+        self._share.clear()
 
     # ---- healing
 
     def _on_heal_ended(self, event: m.HealEnded, now_s: float) -> None:
-        heal = self._heal
-        if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
-            return
-        assert self.part is not None
-        found = (event.state.get("step"), event.state.get("commit_quorum_id"), event.state.get("commit_id"))
-        whole = event.ok and found == self.part.reference
-        heal.state = event.state
-        self._vote_on_heal("yes" if whole else "failed", event.reason or f"the state is {found}", event.blame)
-
-    def _vote_on_heal(self, verdict: Any, reason: str, blame: tuple[str, ...] = ()) -> None:
-        heal = self._heal
-        assert heal is not None
-        heal.voted = True
-        why = "" if verdict == "yes" else reason
-        vote = Vote(
-            self.config.group_rank, "healed", heal.quorum_id, heal.attempt, heal.step, verdict, False, why, blame
-        )
-        self._emit(m.CastVote(vote))
+        self._cast(self._healing.ended(event))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
-        heal = self._heal
-        if heal is None or (outcome.quorum_id, outcome.attempt, outcome.step) != (
-            heal.quorum_id,
-            heal.attempt,
-            heal.step,
-        ):
+        heal = self._healing.close(outcome)
+        if heal is None:
             return
-        self._heal, self._heal_failed = None, outcome.verdict != "yes"
-        if self._heal_failed:
+        if self._healing.failed:
             self._wants_change, self.reason = "the heal failed", outcome.reason
         else:
             self._take_state(heal.state)
@@ -526,8 +479,7 @@ class Step:
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
         self._emit(m.LoadState(self.step))
-        held, self._held = self._held, []
-        due = self._due
+        held, due = self._healing.release(), self._due
         for tail, self._due in held:
             self._commit(tail, held=True)
         self._due = due
@@ -541,9 +493,8 @@ class Step:
         self.ledger.load_state_dict(state["ledger"], keep_deal=keep_deal)
 
     def _drop_held(self) -> None:
-        if self._held or (self.void and self.part is not None):
+        if self._healing.release() or (self.void and self.part is not None):
             self._emit(m.DropHeld())
-        self._held = []
 
     # ---- checkpoints
 
@@ -554,7 +505,7 @@ class Step:
 
     def _on_restored(self, event: m.Restored, now_s: float) -> None:
         self._drop_held()
-        self._heal, self._heal_failed = None, False
+        self._healing.forget()
         self._load(event.state or _INITIAL, keep_deal=False)
         self.void, self._restored, self.settled = False, self.step, self.step
         self.reason = f"restored from checkpoint {self.step}"
@@ -615,8 +566,11 @@ class Step:
     ) -> None:
         assert self.part is not None
         rank, why = self.config.group_rank, "" if verdict == "yes" else reason
-        vote = Vote(rank, kind, self.part.quorum_id, self._attempt, self._place, verdict, change, why, blame)
-        self._emit(m.CastVote(vote))
+        self._cast(Vote(rank, kind, self.part.quorum_id, self._attempt, self._place, verdict, change, why, blame))
+
+    def _cast(self, vote: Vote | None) -> None:
+        if vote:
+            self._emit(m.CastVote(vote))
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
         if outcome.kind == "healed":
@@ -639,23 +593,6 @@ class Step:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
-
-
-@dataclass
-class _Heal:
-    quorum_id: int
-    attempt: int
-    step: int
-    voted: bool = False
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-def _together(before: m.Computed | None, added: m.Computed) -> m.Computed:
-    """The figures of a group that has computed some of its slots before."""
-    if before is None:
-        return added
-    able, kept = before.able and added.able, before.kept and added.kept
-    return m.Computed(before.tokens + added.tokens, before.loss_sum + added.loss_sum, able, kept)
 
 
 _INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}

@@ -1,0 +1,82 @@
+"""A group that is behind: its state is on its way, and what its generation commits meanwhile is held. Kept by step.py.
+
+Where the rules leave a choice:
+- Once a rank has an open heal, it asks for no quorum before the group's word on it: else one rank might ask as void, another as whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ft.protocol.messages import HealEnded, Outcome, Part, State, Vote
+from ft.protocol.tail import Tail
+
+
+class Healing:
+    """A rank's heal, from the part that asks for it to the group's word on whether all ranks hold the whole state, and the sums that
+    are to be applied to that state."""
+
+    def __init__(self, group_rank: int, backlog: int) -> None:
+        self.open: Heal | None = None  # fetching, or waiting for the group's word
+        self.failed = False  # the last one was closed without a state, and the group is still behind
+        self.held: list[tuple[Tail, bool]] = []  # and whether a quorum was due after it
+        self._group_rank, self._backlog = group_rank, backlog
+
+    @property
+    def is_full(self) -> bool:
+        """No further step can be held."""
+        return len(self.held) >= self._backlog
+
+    def begin(self, part: Part, attempt: int) -> None:
+        self.open, self.failed = Heal(part.quorum_id, attempt, part.reference), False
+
+    def ended(self, event: HealEnded) -> Vote | None:
+        """The vote on what has come; None if it is of another heal, or this one was voted on."""
+        heal = self.open
+        if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
+            return None
+        heal.state = event.state
+        found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
+        whole = event.ok and found == heal.reference
+        reason = "" if whole else event.reason or f"the state is {found}"
+        return self._vote(heal, "yes" if whole else "failed", reason, event.blame)
+
+    def give_up(self, why: str) -> Vote | None:
+        """The vote against it; None if there is none, or it was voted on."""
+        return self._vote(self.open, "failed", why) if self.open and not self.open.voted else None
+
+    def close(self, outcome: Outcome) -> Heal | None:
+        """The group's word: the heal that it is on, if it is this one. `failed` says what the word is."""
+        heal = self.open
+        if heal is None or (outcome.quorum_id, outcome.attempt, outcome.step) != heal.place:
+            return None
+        self.open, self.failed = None, outcome.verdict != "yes"
+        return heal
+
+    def forget(self) -> None:
+        """A state has come by another way."""
+        self.open, self.failed = None, False
+
+    def release(self) -> list[tuple[Tail, bool]]:
+        """What was held, in order; nothing is any more."""
+        held, self.held = self.held, []
+        return held
+
+    def _vote(self, heal: Heal, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> Vote:
+        heal.voted = True
+        return Vote(self._group_rank, "healed", *heal.place, verdict, False, reason, blame)
+
+
+@dataclass
+class Heal:
+    quorum_id: int
+    attempt: int
+    reference: State  # what is to come
+    voted: bool = False
+    state: dict[str, Any] = field(default_factory=dict)  # what has come
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """By which votes and outcomes name it."""
+        return self.quorum_id, self.attempt, self.reference[0]

@@ -1,0 +1,65 @@
+"""What this group gives to a step: its slots of the deal, what was computed of them, and the tail that says so. Kept by step.py.
+
+Where the rules leave a choice:
+- A group marks a slot that it cannot use by UNABLE in the tail, so all ledgers count alike, also those that were not there before.
+  It has one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
+- With slots_per_step the slots of a group that died are dealt to the others in the same step. They compute what was added, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ft.protocol.messages import UNABLE, Computed, process_of
+from ft.protocol.tail import Tail
+
+
+class Share:
+    """Of one step at a time; kept until that step holds, or its gradients are dropped."""
+
+    def __init__(self) -> None:
+        self.clear()
+        self._deal: dict[int, str] = {}
+        self._owned: tuple[int, ...] = ()  # of that deal, the slots of this group
+
+    def clear(self) -> None:
+        """Another step, or the same with other slots: nothing is computed."""
+        self.computed: Computed | None = None  # this group's figures; its gradients are kept
+        self.tokens: dict[int, float] = {}  # by slot, of those that went into them
+        self.excused = False  # the others know that this group's slots are of no use
+
+    def slots(self, deal: dict[int, str], replica_id: str) -> tuple[int, ...]:
+        """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
+        if deal is not self._deal:  # a deal is replaced, never changed, and a rank is of one process: found once
+            self._deal, me = deal, process_of(replica_id)
+            self._owned = tuple(slot for slot, owner in deal.items() if process_of(owner) == me)
+        return self._owned
+
+    def add(self, slots: Sequence[int], event: Computed) -> None:
+        """These were computed, besides those that were before. Of a slot of which nothing is said there were no tokens."""
+        self.tokens |= {**dict.fromkeys(slots, 0.0), **dict(zip(slots, event.tokens, strict=False))}
+        before = self.computed
+        if before is not None:
+            able, kept = before.able and event.able, before.kept and event.kept
+            event = Computed(before.tokens + event.tokens, before.loss_sum + event.loss_sum, able, kept)
+        self.computed = event
+
+    def is_usable(self, slots: Sequence[int]) -> bool:
+        """Whether there is something in them to learn from. They are computed, all of them."""
+        able = self.computed is None or self.computed.able
+        return bool(slots) and able and any(self.tokens[slot] > 0 for slot in slots)
+
+    def tail(self, slots: Sequence[int], dealt: Iterable[int], *, change: bool, digests: int) -> Tail:
+        """What this group adds to the sums beside its gradients. dealt: all slots of the step; digests: figures to leave room for."""
+        usable = self.is_usable(slots)
+        if usable:
+            figures = {slot: self.tokens[slot] if self.tokens[slot] > 0 else UNABLE for slot in slots}
+        else:
+            figures = dict.fromkeys(slots, UNABLE if self.excused else 0.0)
+        return Tail(
+            tokens=tuple(map(float, {**dict.fromkeys(dealt, 0.0), **figures}.values())),
+            loss_sum=self.computed.loss_sum if usable and self.computed else 0.0,
+            ok=1.0 if usable or self.excused or not slots else 0.0,
+            change=1.0 if change else 0.0,
+            digests=(0.0,) * digests,
+        )

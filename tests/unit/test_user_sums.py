@@ -1,0 +1,136 @@
+"""A user's own tensors, summed with the gradients: means and sums, in one order with the buckets, repeated and held like them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ft.gradients import Gradients
+from tests.unit.gradient_groups import World, fail, finish, members, open_all
+
+
+def test_a_mean_and_a_sum():
+    team = members(2, nn.Identity)
+    open_all(team)
+    tensors = [torch.tensor([1.0, 5.0]) * (member.number + 1) for member in team]
+    counts = [torch.tensor([3, 4]) for _ in team]
+    works = [member.gradients.all_reduce(tensor) for member, tensor in zip(team, tensors, strict=True)]
+    works += [member.gradients.all_reduce(count, mean=False) for member, count in zip(team, counts, strict=True)]
+    for work in works:
+        assert work.wait() and work.get_future().done()
+    assert works[0].get_future().value()[0] is tensors[0]
+    for tensor, count in zip(tensors, counts, strict=True):
+        assert tensor.tolist() == [1.5, 7.5] and count.tolist() == [6, 8]
+    finish(team)
+    assert tensors[0].tolist() == [1.5, 7.5]
+    with pytest.raises(RuntimeError, match="between open and launch"):
+        team[0].gradients.all_reduce(tensors[0])
+    with pytest.raises(ValueError, match=r"torch\.int64"):
+        team[0].gradients.all_reduce(counts[0])
+
+
+def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
+    team, world = members(2, nn.Identity), World(2)
+    tensors = [torch.tensor([2.0, 4.0]) for _ in team]
+    for member, group, tensor in zip(team, world.groups, tensors, strict=True):
+        member.gradients.open(group, 1, contributes=member.number == 0)  # type: ignore[arg-type]
+        member.gradients.all_reduce(tensor)
+    finish(team)
+    assert [tensor.tolist() for tensor in tensors] == [[2.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_retry_sums_the_values_that_were_handed_over(last: int):
+    """The first of two tensors, or both, or none, had their results when the attempt failed."""
+    team, world = members(2, nn.Identity), World(2, last)
+    for member, group in zip(team, world.groups, strict=True):
+        member.gradients.open(group, 1)  # type: ignore[arg-type]
+    tensors = [[torch.tensor([1.0 + member.number]), torch.tensor([[10.0]])] for member in team]
+    works = [member.gradients.all_reduce(tensor) for member, pair in zip(team, tensors, strict=True) for tensor in pair]
+    assert all(work.wait() for work in works if work.is_completed())
+    done = [3.0 if last > 0 else 1.0, 20.0 if last > 1 else 10.0]
+    assert [tensor.item() for tensor in tensors[0]] == done
+    back = fail(team, world)
+    assert all(work.wait() for work in works)  # a failure is told by the attempt alone
+    replacement = World(2)
+    for member, group, old, give_back in zip(team, replacement.groups, world.groups, back, strict=True):
+        member.gradients.open(group, 4)  # type: ignore[arg-type]
+        old.scribble()
+        give_back()
+    for member in team:
+        member.gradients.launch([1.0])
+    for member in team:
+        member.gradients.wait()
+    assert [tensor.item() for tensor in tensors[0]] == done  # unchanged until the step is delivered
+    for member in team:
+        member.gradients.deliver()
+    assert [[tensor.item() for tensor in pair] for pair in tensors] == [[0.75, 5.0]] * 2
+
+
+def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
+    """The retry's own sum is not there: whatever lies in its buffer is no result."""
+    [member] = members(1, nn.Identity)
+    old, new = World(2), World(2)
+    member.gradients.open(old.groups[0], 1)  # type: ignore[arg-type]
+    work = member.gradients.all_reduce(value := torch.tensor([4.0]))
+    member.gradients.give_up()
+    assert work.wait()
+    member.gradients.open(new.groups[0], 2)  # type: ignore[arg-type]
+    member.gradients.launch([1.0])
+    old.groups[1].allreduce([torch.tensor([6.0])])
+    assert value.item() == 4.0
+    new.groups[1].allreduce([torch.tensor([6.0])])
+    new.groups[1].allreduce([torch.tensor([1.0])])
+    assert member.gradients.wait() == (2.0,)
+    member.gradients.deliver()
+    assert value.item() == 5.0
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_what_a_user_made_of_a_result_is_not_repeated(last: int):
+    """Neither what it made of its own value, where the result did not come."""
+    team = members(2, nn.Identity)
+    open_all(team, last)
+    tensors = [torch.ones(2, requires_grad=member.number == 1) for member in team]
+    for member, tensor in zip(team, tensors, strict=True):
+        member.gradients.all_reduce(tensor)
+    assert all(member.gradients.can_repeat for member in team)
+    tensors[0].mul_(0.5)
+    assert [member.gradients.can_repeat for member in team] == [False, True]
+    team[0].gradients.drop()
+    assert team[0].gradients.can_repeat
+    assert not Gradients(keep=False).can_repeat
+
+
+def test_tensors_and_buckets_go_in_one_order():
+    """Before the backward, buckets, after it, the tail: also where a gradient is missing, and in a retry."""
+    team = members(2, lambda: nn.Linear(256, 256), bucket_bytes=1)
+    sizes = []
+    world = open_all(team, last=0)
+    for member in team:
+        member.gradients.all_reduce(torch.ones(3))
+        with member.gradients.last_pass():
+            if member.number == 0:
+                member.model(torch.ones(1, 256)).sum().backward()
+        member.gradients.all_reduce(torch.ones(5))
+    back = fail(team, world)
+    sizes += [[tensor.numel() for tensor, _ in group.started] for group in world.groups]
+    world = open_all(team)
+    for give_back in back:
+        give_back()
+    finish(team, (1.0,))
+    sizes += [[tensor.numel() for tensor, _ in group.started] for group in world.groups]
+    assert sizes == [[3, 256 * 256, 5, 257]] * 4
+
+
+def test_held_results_are_written_when_they_are_delivered():
+    [member] = members(1, nn.Identity)
+    open_all([member])
+    member.gradients.all_reduce(value := torch.tensor([8.0]))
+    member.gradients.launch([1.0])
+    member.gradients.wait()
+    member.gradients.hold(1)
+    value.fill_(0.0)
+    member.gradients.deliver_held(1)
+    assert value.item() == 8.0
