@@ -6,6 +6,7 @@ start.py makes a Diarist in place of a Manager; proofs/drill.py reads FOLDER/dia
     start                    a life of this rank begins
     commit                   commit_id, contributors (groups), and `digest`: of this rank's weights as the next step finds them
     refused                  a step was thrown away, with its gradients
+    extended                 a step goes on, its gradients kept, with slots that a dead group left
     healed, restored         the state came from other groups, or from a checkpoint
 """
 
@@ -34,6 +35,7 @@ class Diarist(Manager):
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"diary.{self._wish.group_rank}.jsonl").open("a", encoding="utf-8")
         self._untold: dict[str, Any] | None = None  # a commit whose weights are not there yet
+        self._thrown = False  # gradients that had been computed for the step
         self._write_line("start")
 
     def begin_step(self, *, until: int | None = None) -> Deal:
@@ -42,10 +44,11 @@ class Diarist(Manager):
 
     def commit(self, sums: Sums) -> Commit | None:
         commit = super().commit(sums)
-        if commit is None:
-            self._write_line("refused")
+        if commit is None:  # with keep_global_batch also where a dead group's slots are to be added
+            self._write_line("refused" if self._thrown else "extended")
         else:
             self._untold = {"at_s": time.monotonic(), "contributors": len(commit.contributors)}
+        self._thrown = False
         return commit
 
     def close(self) -> None:
@@ -53,6 +56,10 @@ class Diarist(Manager):
             self._write_commit()
         super().close()
         self._file.close()
+
+    def _drop_gradients(self, effect: m.DropGradients) -> None:
+        super()._drop_gradients(effect)
+        self._thrown = True
 
     def _load_state(self, effect: m.LoadState) -> None:
         super()._load_state(effect)

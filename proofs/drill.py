@@ -1,6 +1,6 @@
 """Training that does not stop: a real job of replica groups is harmed in every way there is, and must come out as if nothing had been.
 
-    python proofs/drill.py CONFIG [--groups 4] [--minutes 3] [--faults kill,stop,...] [--seed 1] [--no-twin] [--section.key value ...]
+    python proofs/drill.py CONFIG [--groups 4] [--minutes 3] [--faults kill,stop,...] [--seed 1] [--brief] [--no-twin] [overrides]
     NPROC=4 python proofs/drill.py CONFIG --groups 2 --parallelism.tensor_parallel_degree 2        each group has four ranks
 
 Starts a lighthouse and the groups, as run_replicas.sh does, and injects each fault of each kind (drill_faults.py) in an order and on
@@ -52,6 +52,7 @@ DEFAULTS = {  # overrides on the command line come after these
     "fault_tolerance.digest_interval": 10,
     "metrics.enable_tensorboard": "false",
 }
+KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whoever is there: equal things are compared
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,20 @@ class Asked:
     minutes: float
     kinds: list[str]
     seed: int
+    brief: bool
     twin: bool
+
+    @property
+    def most_groups(self) -> int:
+        """That there are at any time: each of them is dealt a slot in every step."""
+        return self.groups + ("add" in self.kinds)
 
     def argv(self, name: str, **last: int) -> list[str]:
         """Of a job: our defaults, unless something else was asked for; no key may be given twice."""
         asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
         ours = DEFAULTS | {key.replace("__", "."): value for key, value in last.items()}
+        if KEEP not in asked:
+            ours |= {KEEP: "true", "fault_tolerance.slots_per_step": self.most_groups}
         defaults = [f"--{key}={value}" for key, value in ours.items() if key not in asked]
         return [self.config, *defaults, *self.overrides, f"--job.name={Path(self.config).stem}-{name}-{self.seed}"]
 
@@ -98,6 +107,7 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     )
     parser.add_argument("--faults", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--brief", action="store_true", help="one fault of each kind, where there are several")
     parser.add_argument("--no-twin", action="store_true", help="no job without faults to compare the loss with")
     given, overrides = parser.parse_known_args(argv)
     kinds = given.faults.split(",")
@@ -105,7 +115,9 @@ def read_arguments(argv: Sequence[str]) -> Asked:
         raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(KINDS)}")
     if given.groups < 1:
         raise ValueError(f"--groups {given.groups}: a whole number from 1")
-    return Asked(given.config, overrides, given.groups, given.minutes, kinds, given.seed, not given.no_twin)
+    return Asked(
+        given.config, overrides, given.groups, given.minutes, kinds, given.seed, given.brief, not given.no_twin
+    )
 
 
 def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | None, dict[str, str]]:
@@ -143,7 +155,8 @@ def drill(asked: Asked, cleanup: ExitStack) -> int:
         verdicts.append(drill_rules.bitwise_equal(job.diaries, incidents))
         verdicts.append(drill_rules.ledger_exact(job.run))
     if asked.twin and not failed:
-        verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run)))
+        slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
+        verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
     report(asked, job, incidents, left_out, verdicts, began_s)
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 
@@ -153,12 +166,12 @@ def harm(job: Job, asked: Asked, kinds: Sequence[str], incidents: list[Incident]
     dice = random.Random(asked.seed)
     job.together(began_s)
     say(f"{len(job.live)} groups of {job.ranks} train together after {time.monotonic() - began_s:.0f} s")
-    variants = plan(kinds, dice)
+    variants = plan(kinds, dice, brief=asked.brief)
     while variants:
         incidents.append(inject(job, variants.pop(0), dice))
         tell(job, incidents[-1], began_s)
         if not variants and time.monotonic() - began_s < 60 * asked.minutes:
-            variants = plan(kinds, dice, first=False)
+            variants = plan(kinds, dice, first=False, brief=asked.brief)
     before = len(drill_rules.looks(job.run))
     job.until("a look at held-out text after the last fault", lambda: len(drill_rules.looks(job.run)) > before)
     job.end()
@@ -174,10 +187,10 @@ def open_job(asked: Asked, name: str, network: drill_net.Network | None, **last:
     return Job(argv, asked.groups, network=network)
 
 
-def run_twin(asked: Asked, run: Path) -> Path:
+def run_twin(asked: Asked, run: Path, slots: int) -> Path:
     """A job that nothing happens to, until it has seen as many tokens; its folder."""
     tokens = drill_rules.looks(run)[-1][0]
-    steps = drill_rules.steps_for(run, tokens, asked.groups) + 2 * LOOK_STEPS
+    steps = drill_rules.steps_for(run, tokens, slots) + 2 * LOOK_STEPS
     with open_job(asked, "twin", None, training__steps=steps) as job:
         job.ended()
     return job.run

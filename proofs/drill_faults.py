@@ -42,7 +42,7 @@ Harm = Callable[
 
 @dataclass(frozen=True)
 class Kind:
-    """`variants`: each is one fault. `least`: groups that there must be."""
+    """`variants`: each is one fault; the first is the one that tells most. `least`: groups that there must be."""
 
     variants: dict[str, Harm]
     least: int = 2
@@ -196,12 +196,12 @@ HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.i
 # ------------------------------------------------------------------------------------------------ in which order
 
 
-def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True) -> list[str]:
+def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief: bool = False) -> list[str]:
     """Every variant of these kinds once, shuffled; a group comes before one goes. Not the first round: who only comes, or only goes, would
-    leave ever more groups, or none."""
+    leave ever more groups, or none. brief: of each kind its first variant alone."""
     if not first and ("add" in kinds) != ("drain" in kinds):
         kinds = [kind for kind in kinds if kind not in ("add", "drain")]
-    variants = sorted(variant for kind in kinds for variant in KINDS[kind].variants)
+    variants = sorted(variant for kind in kinds for variant in list(KINDS[kind].variants)[: 1 if brief else None])
     dice.shuffle(variants)
     if "drain" in variants:
         came, went = variants.index("add") if "add" in variants else len(variants) - 1, variants.index("drain")

@@ -180,12 +180,12 @@ def looks(run: Path) -> list[tuple[float, float]]:
     return found
 
 
-def steps_for(run: Path, tokens: float, groups: int) -> int:
-    """In which so many groups see as many tokens, by what a sequence of the run has."""
+def steps_for(run: Path, tokens: float, slots: int) -> int:
+    """After which a run whose steps have so many slots has seen as many tokens, by what a sequence of the other run has."""
     trained = samples.read(run / samples.FILE_NAME)
     seen = max(row.get("tokens", 0.0) for row in rows(run))
     a_sequence = seen / samples.prove(trained).sequences
-    return math.ceil(tokens / (a_sequence * trained[-1].slot_size * groups))
+    return math.ceil(tokens / (a_sequence * trained[-1].slot_size * slots))
 
 
 def loss_of_twin(run: Path, twin: Path) -> Verdict:

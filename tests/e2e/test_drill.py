@@ -1,8 +1,8 @@
 """Whole jobs that are killed, stopped, cut off and come back, judged by the drill's own rules (proofs/drill.py): survivors lose no step,
 replicas are bitwise equal, the ledger is exact. One job bears all its faults, for to start one costs more than a fault.
 
-`make e2e` injects every fault in groups of every layout; without PHAROS_E2E=all, as in CI, the layouts that are costly get the faults that
-tell most.
+`make e2e` injects every fault in groups of every layout. Without PHAROS_E2E=all, as in CI, groups of four ranks get one of each kind that
+needs neither a network nor a third group, and those of two ranks are killed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from proofs.drill_net import Network
 ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("PHAROS_E2E") == "all"
 LIMIT_S = 1200 if not ALL else 3600
+HOLES = "--fault_tolerance.keep_global_batch=false"  # what a dead group leaves comes in a later step; else the others compute it
 TP = "--parallelism.tensor_parallel_degree=2"
 CONFIG = """
 [model]
@@ -113,9 +114,11 @@ def test_every_fault_on_groups_of_one_rank(tmp_path: Path):
 
 
 def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
-    kinds = [*KINDS] if ALL else ["kill", "kill_rank", "stop"]
-    groups = 3 if ALL else 2
-    assert "kill_rank" in drill(tmp_path, groups, kinds, TP, ranks=4)
+    """Two groups, for a while a third: seed 28 has the one that comes go again before the next fault, as twelve ranks are slow."""
+    kinds = [*KINDS] if ALL else ["kill", "kill_rank", "stop", "lighthouse", "drain", "add"]
+    how = [] if ALL else ["--brief", "--seed=28", "--validation.freq=10"]
+    said = drill(tmp_path, 3 if ALL else 2, kinds, TP, HOLES, *how, ranks=4)
+    assert ALL or injected(said) == {next(iter(KINDS[kind].variants)) for kind in kinds}
 
 
 @pytest.mark.parametrize(
@@ -130,4 +133,4 @@ def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
 def test_two_ranks_a_group(tmp_path: Path, layout: list[str]):
     kinds = [*KINDS] if ALL else ["kill"]
     groups = 3 if ALL else 2
-    assert "kill" in drill(tmp_path, groups, kinds, *layout, ranks=2)
+    assert "kill" in drill(tmp_path, groups, kinds, HOLES, *layout, ranks=2)

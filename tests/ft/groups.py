@@ -47,6 +47,7 @@ class Rank:
     able: Callable[[Rank, tuple[int, ...]], bool] = lambda rank, slots: True  # False: the loss is not a number
     options: dict[str, Any] = field(default_factory=dict)
     group: Callable[[], ProcessGroup] = ProcessGroupGloo
+    make: Callable[..., Manager] = Manager
     every_step: bool = False
     times: m.Times = field(default_factory=m.Times)
 
@@ -113,7 +114,7 @@ class Rank:
             every_step=self.every_step,
         )
         options = Options(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
-        self.manager = Manager(
+        self.manager = self.make(
             self.group(),
             wish,
             options,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ft.diary import Diarist
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.errors import GroupError
 from ft.protocol import messages as m
@@ -93,7 +97,7 @@ def test_sums_that_one_survivor_has_and_the_other_not():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool):
+def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tmp_path: Path):
     """Each commit has all three slots, with kept gradients and added ones in one sum: job.check looks at the weights."""
     died_at: list[int] = []
 
@@ -106,7 +110,10 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool):
 
     options = {"slots_per_step": 3, "deterministic_reduce": deterministic}
     with job(min_replicas=2) as made:
-        a, b = (made.group(name, steps=12, together=3, options=options)[0] for name in "ab")
+        a, b = (
+            made.group(name, steps=12, together=3, options=options, make=partial(Diarist, tmp_path / name))[0]
+            for name in "ab"
+        )
         victim = made.group("c", steps=12, together=3, able=dies, options=options)[0]
         for rank in (a, b):
             assert rank.join().error is None
@@ -117,6 +124,9 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool):
         computed = [slot for rank in (a, b) for step, slots in rank.computed for slot in slots if step == died_at[0]]
         first = 3 * died_at[0] * SLOT
         assert sorted(computed) == [first, first + SLOT, first + 2 * SLOT], "each of them once"
+    diaries = [(tmp_path / name / "diary.0.jsonl").read_text() for name in "ab"]
+    events = {json.loads(line)["event"] for diary in diaries for line in diary.splitlines()}
+    assert "extended" in events and "refused" not in events, "nothing was thrown away"
 
 
 def test_a_newcomer_heals_and_takes_part():

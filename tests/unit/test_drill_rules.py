@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from proofs.drill import read_arguments
 from proofs.drill_diary import Diary, Line
 from proofs.drill_faults import KINDS, Incident, plan
 from proofs.drill_rules import (
@@ -164,3 +165,25 @@ def test_every_kind_is_injected_in_an_order_that_the_seed_decides(seed: int):
     assert plan(["drain", "kill"], random.Random(seed)) == ["kill", "drain"], "else one group less for the others"
     assert plan(["drain", "kill"], random.Random(seed), first=False) == ["kill"]
     assert len({tuple(plan(kinds, random.Random(other))) for other in range(20)}) > 15
+
+
+def test_a_brief_drill_has_the_first_fault_of_each_kind():
+    assert sorted(plan(list(KINDS), random.Random(1), brief=True)) == sorted(
+        next(iter(k.variants)) for k in KINDS.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("faults", "override", "slots"),
+    [
+        ("kill,add", (), "fault_tolerance.slots_per_step=4"),
+        ("kill", (), "fault_tolerance.slots_per_step=3"),
+        ("kill,add", ("--fault_tolerance.keep_global_batch", "false"), ""),
+    ],
+)
+def test_run_and_twin_make_the_same_steps(faults: str, override: tuple[str, ...], slots: str):
+    """A slot for every group that there ever is, unless the command line says that steps shrink with the groups."""
+    asked = read_arguments(["x.toml", "--groups=3", f"--faults={faults}", *override])
+    for argv in (asked.argv("drill"), asked.argv("twin", training__steps=9)):
+        assert [word for word in argv if "slots_per_step" in word] == ([f"--{slots}"] if slots else [])
+        assert ("--fault_tolerance.keep_global_batch=true" in argv) == bool(slots)
