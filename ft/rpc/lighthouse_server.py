@@ -82,8 +82,9 @@ class LighthouseService:
         self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
         self._times = codec.to_message(config.times)
-        # An answer is half of what a beat costs, and a group goes by how old the last one is against half of takeover_s.
-        self._answer_every_s = (config.times.takeover_s or 30.0) / 20
+        # An answer costs more than the beat itself, and a group goes by how old the last one is against half of takeover_s: by default
+        # each third beat is answered, and four answers in a row may be lost.
+        self._answer_every_s = (config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: self._persist,
             m.Answer: self._answer,
