@@ -113,7 +113,7 @@ class Metronome:
     """Calls `beat` on this loop every `every_s`, with the seconds by which it comes late, until it is closed or the loop is.
 
     A thread, and no timer of the loop: while one is set, the loop works out at each of its turns how long it may sleep, and has the kernel
-    set a timer, too. A call takes eight turns; that was a tenth of what it costs.
+    set a timer, too. A call takes eight turns: three to nine hundredths of the CPU of a small round.
     """
 
     def __init__(self, every_s: float, beat: Callable[[float], None]) -> None:
