@@ -1,8 +1,8 @@
 """Who is in: what the lighthouse answers whom. Driven by rpc/lighthouse_server.py and sim/.
 
 Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
-has happened to the newest quorum, and what its members are told of it, is in generation.py. `Lighthouse` takes what is said to it
-apart, refuses what cannot be, and issues.
+has happened to the newest quorum, and what its members are told of it, is in generation.py; failures that repeat are blame.py's.
+`Lighthouse` takes what is said to it apart, refuses what cannot be, and issues.
 
 Where the rules leave a choice:
 - A quorum of another epoch is not adopted once this lighthouse has issued its own: its members were away when the job began anew
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.protocol import messages as m
+from ft.protocol.blame import Blame
 from ft.protocol.generation import Generation
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Times
 from ft.protocol.roster import Roster
-from ft.protocol.rules import Decision, Problem, View, absurd, decide, smallest_cover, unlike
+from ft.protocol.rules import Decision, Problem, View, absurd, decide, unlike
 
-FAILURES_BEFORE_SIT_OUT = 3
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 
 
@@ -58,8 +58,7 @@ class Lighthouse:
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._restored_in = 0  # the last quorum that went back to a checkpoint
         self._shape: tuple[tuple[str, str], ...] = ()
-        self._failures = 0  # failed generations of the same members from the same state, in a row
-        self._pairs: set[frozenset[str]] = set()  # who could not work with whom in them
+        self._blame = Blame()
         self._last_tick_s = now_s
         self._persisted = (0, now_s)  # settled, when
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
@@ -252,8 +251,7 @@ class Lighthouse:
         ids = tuple(member.replica_id for member in decision.members)
         old = self.quorum
         if old is None or old.ids != ids:
-            self._failures = 0
-            self._pairs.clear()
+            self._blame.clear()
         self._last_id += self._starts_a_generation(decision, ids)
         quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch)
         if decision.reference[0] < self._settled:  # restored on purpose
@@ -306,30 +304,20 @@ class Lighthouse:
         generation, replica_id, previous = self._generation, event.member.replica_id, self.roster.previous
         if not (generation and event.failed and event.known == generation.quorum.quorum_id and replica_id in previous):
             return
-        self._pairs |= {
-            frozenset((replica_id, other)) for other in event.blame if other != replica_id and other in previous
-        }
+        self._blame.accuse(replica_id, previous.intersection(event.blame))
         if not generation.failed:
-            progress = event.member.state > generation.quorum.reference
-            self._failures = 1 if progress else self._failures + 1
+            self._blame.count(progress=event.member.state > generation.quorum.reference)
             generation.fail(f"{replica_id}: the generation failed", replica_id)
 
     def _made_some_sit_out(self, decision: Decision, now_s: float) -> bool:
-        """After three failures in a row those who cannot work together are parted, if enough remain without them."""
-        if self._failures < FAILURES_BEFORE_SIT_OUT or not self._pairs or self.roster.kind != "pharos":
+        if self.roster.kind != "pharos":
             return False
-        holders = {member.replica_id for member in decision.members if member.state == decision.reference}
-        out = smallest_cover(self._pairs, holders) & self.roster.candidates.keys()
-        self._failures, pairs = 0, len(self._pairs)
-        self._pairs.clear()
-        if len(decision.members) - len(out) < self.config.min_replicas or not holders - out or not out:
-            return False
-        self.roster.sit_out(out, now_s, self.config.sit_out_s)
-        self._evaluate(now_s)
-        self.reason += (
-            f"; {', '.join(sorted(out))} sit out: they explain all {pairs} pairs that could not work together"
-        )
-        return True
+        out, why = self._blame.parts(decision, self.roster.candidates, self.config.min_replicas)
+        if out:
+            self.roster.sit_out(out, now_s, self.config.sit_out_s)
+            self._evaluate(now_s)
+            self.reason += f"; {why}"
+        return bool(out)
 
     # ---- what to refuse
 

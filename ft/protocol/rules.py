@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Call, Kind, Member, Refusal, State
@@ -97,24 +96,6 @@ def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decisi
         )
     restored = f", restored from checkpoint {reference[0]}" if reference[0] < view.settled else ""
     return Decision(members, reference, why + restored)
-
-
-def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:
-    """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
-    outside `spare`, then those blamed more often, then the last by name."""
-    blamed = {replica_id: sum(replica_id in pair for pair in pairs) for pair in pairs for replica_id in pair}
-    order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
-    for size in (1, 2, 3) if len(order) <= 64 else (1,):
-        for chosen in combinations(order, size):
-            if all(pair & set(chosen) for pair in pairs):
-                return frozenset(chosen)
-    cover: set[str] = set()
-    left = set(pairs)
-    while left:
-        worst = max(sorted(blamed), key=lambda i: sum(i in pair for pair in left))
-        cover.add(worst)
-        left = {pair for pair in left if worst not in pair}
-    return frozenset(cover)
 
 
 def absurd(event: Call) -> Problem:

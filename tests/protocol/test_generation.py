@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ft.protocol import messages as m
-from ft.protocol.rules import smallest_cover
+from ft.protocol.blame import smallest_cover
 from tests.protocol.talk import Talk, formed, notices
 
 # ------------------------------------------------------------------------------------------------ restart, pause, stall
