@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -58,32 +59,58 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
     return module.secure_channel(place, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
 
-class Link:
-    """`hear` gets every event, `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
+class Wire(ABC):
+    """What every wire to a lighthouse has: one question at a time, and one task that tells it that we are here. `hear` gets every event,
+    `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
+
+    def __init__(self, hear: Callable[[m.Event], None], spawn: Callable[[Any], asyncio.Task[Any]]) -> None:
+        self._hear, self._spawn = hear, spawn
+        self._question: asyncio.Task[None] | None = None
+        self._presence: asyncio.Task[None] | None = None
+
+    def call(self, call: m.Call, delay_s: float) -> None:
+        """Takes the place of the call before it."""
+        if self._question:
+            self._question.cancel()
+        self._question = self._spawn(self._ask_later(call, delay_s))
+
+    async def _ask_later(self, call: m.Call, delay_s: float) -> None:
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        await self._ask(call)
+
+    @abstractmethod
+    async def _ask(self, call: m.Call) -> None:
+        """And hears what comes of it, whatever it is."""
+
+    def _stay(self, for_ever: Coroutine[Any, Any, None]) -> None:
+        """In place of the one before."""
+        if self._presence:
+            self._presence.cancel()
+        self._presence = self._spawn(for_ever)
+
+    async def close(self) -> None:
+        for task in (self._question, self._presence):
+            if task:
+                task.cancel()
+
+
+class Link(Wire):
+    """To a lighthouse of ours."""
 
     def __init__(
         self, address: str, access: Access, hear: Callable[[m.Event], None], spawn: Callable[[Any], asyncio.Task[Any]]
     ) -> None:
-        self._channel = channel(address, access, aio=True)
-        self._metadata, self._hear, self._spawn = access.metadata(), hear, spawn
+        super().__init__(hear, spawn)
+        self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
         self._roster = codec.Roster()
         self._quorum: m.Quorum | None = None
-        self._call: asyncio.Task[None] | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._stream: Any = None  # open, and its hello is sent
         self._writing = asyncio.Lock()
 
     # ---- calls
 
-    def call(self, call: m.Call, delay_s: float) -> None:
-        """Takes the place of the call before it."""
-        if self._call:
-            self._call.cancel()
-        self._call = self._spawn(self._ask(call, delay_s))
-
-    async def _ask(self, call: m.Call, delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
+    async def _ask(self, call: m.Call) -> None:
         roster = self._roster
         request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster.id).SerializeToString()
         try:
@@ -124,9 +151,7 @@ class Link:
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
         """In place of the one before. From then on it is kept open."""
-        if self._watch:
-            self._watch.cancel()
-        self._watch = self._spawn(self._keep_open(replica_id, settled))
+        self._stay(self._keep_open(replica_id, settled))
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
         said = ""
@@ -180,9 +205,7 @@ class Link:
             await stream.write(up.SerializeToString())
 
     async def close(self) -> None:
-        for task in (self._call, self._watch):
-            if task:
-                task.cancel()
+        await super().close()
         await self._channel.close()
 
 

@@ -17,7 +17,7 @@ import grpc
 from ft.protocol import messages as m
 from ft.protocol.plan import reference_state
 from ft.rpc.access import Access
-from ft.rpc.lighthouse_link import CALL_S, TorchftLink
+from ft.rpc.lighthouse_link import CALL_S, TorchftLink, Wire
 
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
 _FIELDS: dict[str, type] = {
@@ -30,8 +30,8 @@ _FIELDS: dict[str, type] = {
 }
 
 
-class LinkOverTorchft:
-    """The face of Link. `hear` gets every event, `spawn` starts tasks."""
+class LinkOverTorchft(Wire):
+    """The face of Link."""
 
     def __init__(
         self,
@@ -41,20 +41,10 @@ class LinkOverTorchft:
         spawn: Callable[[Any], asyncio.Task[Any]],
         beat_s: float,
     ) -> None:
-        self._link = TorchftLink(address, access)
-        self._hear, self._spawn, self._beat_s = hear, spawn, beat_s
-        self._call: asyncio.Task[None] | None = None
-        self._beats: asyncio.Task[None] | None = None
+        super().__init__(hear, spawn)
+        self._link, self._beat_s = TorchftLink(address, access), beat_s
 
-    def call(self, call: m.Call, delay_s: float) -> None:
-        """Takes the place of the call before it."""
-        if self._call:
-            self._call.cancel()
-        self._call = self._spawn(self._ask(call, delay_s))
-
-    async def _ask(self, call: m.Call, delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
+    async def _ask(self, call: m.Call) -> None:
         try:
             self._hear(m.LighthouseAnswered(read(await self._link.quorum(write(call.member), CALL_S))))
         except grpc.RpcError as error:
@@ -64,12 +54,7 @@ class LinkOverTorchft:
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
         """There is none: beats are calls of their own, and an answer to one is all that is heard."""
-        if self._beats:
-            self._beats.cancel()
-        heard = m.BeatAnswered
-        self._beats = self._spawn(
-            self._link.beat_for_ever(replica_id, self._beat_s, lambda sent_s: self._hear(heard(sent_s)))
-        )
+        self._stay(self._link.beat_for_ever(replica_id, self._beat_s, lambda at_s: self._hear(m.BeatAnswered(at_s))))
 
     async def beat(self, report: Any) -> None:
         """Beats go by themselves, and torchft takes no reports."""
@@ -78,9 +63,7 @@ class LinkOverTorchft:
         """torchft's lighthouse takes no leave: it notices that the beats end."""
 
     async def close(self) -> None:
-        for task in (self._call, self._beats):
-            if task:
-                task.cancel()
+        await super().close()
         await self._link.close()
 
 

@@ -136,6 +136,17 @@ def test_nobody_sits_out_when_too_few_would_remain():
     assert talk.quorum == (4, "ab")
 
 
+def test_a_row_that_parted_nobody_is_over():
+    """Later ones are explained by what was said in them."""
+    talk = formed("abcd", min_replicas=3)
+    blames = [{"a": "b:1", "c": "d:1"}] * 3 + [{"a": "b:1"}] * 3  # to part a from b and c from d would leave two
+    for attempt, blamed in enumerate(blames, 1):
+        assert talk.quorum == (attempt, "abcd")
+        for name in "abcd":
+            talk.call(name, known=attempt, failed=True, blame=(blamed[name],) if name in blamed else ())
+    assert talk.quorum == (7, "acd")
+
+
 def test_a_commit_in_between_is_no_row():
     talk = formed("abc")
     for attempt in range(1, 8):
