@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -134,13 +135,14 @@ def test_a_state_without_tensors(world: World):
 
 def test_two_sources_share_the_work(world: World, monkeypatch: pytest.MonkeyPatch):
     group, joiner = large(1, chunks=40), large(2, chunks=40)
-    shared, send = world.event(), http_server._Connection._send_chunk
+    shared, send, sent = world.event(), http_server._Connection._send_chunk, Counter[int]()
 
     def sends(self: Any, offer: Any, chunk: int, bounce: Any) -> Any:
-        """The first to begin waits at its tenth chunk for one from the other end."""
-        if chunk >= 30:
+        """The first to begin, whichever it is, waits at its tenth chunk for one of the other's."""
+        sent[id(offer)] += 1
+        if len(sent) == 2:
             shared.set()
-        assert chunk < 10 or shared.wait(30)
+        assert sent[id(offer)] < 10 or shared.wait(30)
         return send(self, offer, chunk, bounce)
 
     monkeypatch.setattr(http_server._Connection, "_send_chunk", sends)
