@@ -196,10 +196,12 @@ class Manager:
         return self._commit_id
 
     @property
-    def writes(self) -> bool:
+    def writes(self) -> tuple[str, int] | None:
         """The first of those that held the state when the quorum was formed, as long as it does."""
         part = self._part
-        return part is not None and part.participants[:1] == (part.replica_id,) and not self._machine.void
+        if part is None or part.participants[:1] != (part.replica_id,) or self._machine.void:
+            return None
+        return part.epoch, part.quorum_id
 
     @property
     def part(self) -> m.Part | None:
@@ -328,7 +330,9 @@ class Manager:
     def _ask_quorum(self, effect: m.AskQuorum) -> None:
         self.gradients.prepare()
         self._group.prepare()
-        member = replace(effect.call.member, commit_failures=int(effect.call.failed), writes_checkpoint=self.writes)
+        member = replace(
+            effect.call.member, commit_failures=int(effect.call.failed), writes_checkpoint=self.writes is not None
+        )
         call = replace(
             effect.call,
             member=member,

@@ -85,8 +85,9 @@ class Seam(Protocol):
         ...
 
     @property
-    def writes(self) -> bool:
-        """Of all groups, this one writes what they share: figures and checkpoints. It changes with the quorum only."""
+    def writes(self) -> tuple[str, int] | None:
+        """Of all groups, this one writes the figures that they share: the epoch and the id of the quorum that says so. None: it does not. A
+        group that was stopped says so until it hears of a newer one."""
         ...
 
     @property

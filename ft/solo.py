@@ -23,7 +23,7 @@ class SoloManager:
         self._step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
-        self.left, self.writes = False, True
+        self.left, self.writes = False, ("", 0)
         self._until: int | None = None
 
     @property

@@ -159,7 +159,7 @@ def cut_journal(path: Path, keep_until: int) -> None:
     if not path.exists():
         return
     lines = (line for line in path.read_bytes().split(b"\n") if line)
-    _replace(path, b"".join(line + b"\n" for line in lines if _journal_step(line) <= keep_until))
+    replace_file(path, b"".join(line + b"\n" for line in lines if _journal_step(line) <= keep_until))
 
 
 def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ def cut_events(folder: Path, keep_until: int) -> None:
         if len(kept) <= 1:  # the first record of a file is its version
             path.unlink()
         elif after != before:
-            _replace(path, after)
+            replace_file(path, after)
 
 
 def _or_null(value: Any) -> Any:
@@ -213,7 +213,7 @@ def _records(content: bytes) -> Iterator[tuple[int, bytes]]:
         at = end
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:

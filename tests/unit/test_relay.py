@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.relay import Relay, Row
+from training.relay import ROWS_KEPT, Relay, Row
 from training.sinks import Sinks, open_sinks
 
 
 class Group:
     def __init__(self, folder: Path, *, writes: bool) -> None:
-        self.folder, self.writes = folder, writes
-        self.relay = Relay(folder, lambda: self.writes, self.open)
+        self.folder, self.writes, self.quorum = folder, writes, ("epoch", 1)
+        self.relay = Relay(folder, lambda: self.quorum if self.writes else None, self.open)
         self.sinks = self.relay.sinks()
 
     def open(self, resumed_step: int | None) -> Sinks:
@@ -98,16 +98,31 @@ def test_one_that_was_stopped_and_wakes_writes_to_nobody(tmp_path: Path):
     assert rows(tmp_path) == rows_of_b == [(1, False), (2, False), (3, False)]
 
 
-def test_one_that_wakes_and_opens_the_files_has_them_until_the_next_step(tmp_path: Path):
-    a, b = Group(tmp_path, writes=False), Group(tmp_path, writes=True)
-    for step in (1, 2, 3):
+def test_one_that_was_stopped_for_long_takes_nothing_back(tmp_path: Path):
+    """It wakes between the step and its figures, a writer by a quorum that is over; the others have gone on for longer than any of them
+    remembers."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in range(1, ROWS_KEPT + 3):
+        if step <= 2:
+            a.commits(step)
+        else:
+            b.writes, b.quorum = True, ("epoch", 2)
         b.commits(step)
+    a.commits(3)
+    b.commits(ROWS_KEPT + 3)
+    assert rows(tmp_path) == [(step, False) for step in range(1, ROWS_KEPT + 4)]
+
+
+def test_a_new_job_writes_whatever_the_last_one_claimed(tmp_path: Path):
+    """Its lighthouse has begun to count anew."""
+    a = Group(tmp_path, writes=True)
+    a.quorum = ("epoch", 7)
     a.commits(1)
-    a.writes = True  # by a quorum that is long over
-    a.commits(2)
+    a.relay.close()
+    b = Group(tmp_path, writes=True)
+    b.quorum = ("another", 1)
+    b.commits(2)
     assert rows(tmp_path) == [(1, False), (2, False)]
-    b.commits(4)
-    assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4)]
 
 
 def test_a_job_that_goes_back_to_a_checkpoint_has_each_step_once(tmp_path: Path):
