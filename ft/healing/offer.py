@@ -46,6 +46,7 @@ class Offer:
         self.manifest = snapshot.manifest
         self.body = snapshot.body()
         self.over = ""  # why, once it is
+        self.fencing = False  # the source waits to commit: whoever sends is to come to an end soon
         self._marks: dict[int, bytes] = {}  # digests of the chunks that somebody has looked at
         self._expected = readers
         self._readers: dict[str, Reader] = {}
@@ -131,6 +132,13 @@ class Offer:
 
     def fence(self, copy_bytes: int, grace_s: float) -> Fenced:
         """Afterwards the tensors may change. Takes at most grace_s and the time of a copy."""
+        self.fencing = True
+        try:
+            return self._fence(copy_bytes, grace_s)
+        finally:
+            self.fencing = False
+
+    def _fence(self, copy_bytes: int, grace_s: float) -> Fenced:
         deadline = time.monotonic() + grace_s
         with self._changed:
             self._changed.wait_for(lambda: self.over or self._unsent_bytes() <= copy_bytes, timeout=grace_s)

@@ -7,7 +7,8 @@ both sides where they lie in one piece of memory; the order of messages follows 
     length of the header, header, seal | messages, each followed by its chunks' digests | the chunks that came damaged are asked for
     again, a few times | the seal again, if the offer has stood to the end
 
-The source's thread holds its lock while messages fly, so a fence waits for them, at most heal_grace_s.
+The source's thread holds its lock while a flight of messages is sent, so a fence waits for those that are under way, at most heal_grace_s:
+a flight is cut short where one waits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import logging
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -29,7 +31,8 @@ from ft.healing.offer import SEAL_BYTES, Offer, Reader
 from ft.healing.transport import Fenced, HealConfig, HealFailed, Progress, Source
 
 MESSAGE_CHUNKS = 16
-FLIGHT = 2  # messages between two looks at the fence
+WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
+FLIGHT = 8  # messages between two looks at what a fence has changed
 ROUNDS = 3  # of chunks asked for again
 MAX_AGAIN = 64  # chunks in one round; more are no accident
 log = logging.getLogger("pharos.healing")
@@ -182,31 +185,38 @@ class _Sender:
         offer = self._offer
         self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
         self._lock = offer.join(reader)
-        bounce = Bounce(offer.body, FLIGHT * MESSAGE_CHUNKS)
-        messages = _messages(offer.manifest)
-        while flight := list(islice(messages, FLIGHT)):
-            self._send_flight(reader, flight, bounce)
+        bounce = Bounce(offer.body, WINDOW * MESSAGE_CHUNKS)
+        self._send_messages(reader, _messages(offer.manifest), bounce)
         for _ in range(ROUNDS):
             again = self._receive_again()
             if not again:
                 break
-            for chunk in again:
-                self._send_flight(reader, [(chunk, chunk)], bounce)
+            self._send_messages(reader, ((chunk, chunk) for chunk in again), bounce)
         offer.check()
         self._send(_bytes(offer.seal))
         offer.done(self._name)
         self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
 
-    def _send_flight(self, reader: Reader, messages: Sequence[tuple[int, int]], bounce: Bounce) -> None:
+    def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], bounce: Bounce) -> None:
         """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
-        works = []
+        while sent := self._send_flight(islice(messages, FLIGHT), bounce):
+            self._offer.sent(reader, sent)
+
+    def _send_flight(self, messages: Iterator[tuple[int, int]], bounce: Bounce) -> list[int]:
+        """The chunks that were sent; none: there are no more."""
+        flying, sent = deque[list[Any]](), list[int]()
         with self._lock:
-            for place, (first, last) in enumerate(messages):
-                data = self._message(first, last, bounce, place * MESSAGE_CHUNKS)
-                works += [self._start(data), self._start(_digests(first, data))]
-            for work in works:
-                work.wait()
-        self._offer.sent(reader, [chunk for first, last in messages for chunk in range(first, last + 1)])
+            for number, (first, last) in enumerate(messages):
+                if len(flying) == WINDOW:
+                    _wait(flying.popleft())
+                data = self._message(first, last, bounce, number % WINDOW * MESSAGE_CHUNKS)
+                flying.append([self._start(data), self._start(_digests(first, data))])
+                sent += range(first, last + 1)
+                if self._offer.fencing:
+                    break
+            while flying:
+                _wait(flying.popleft())
+        return sent
 
     def _message(self, first: int, last: int, bounce: Bounce, place: int) -> torch.Tensor:
         """The tensor's own memory, where nothing was copied aside and it is in one piece."""
@@ -230,8 +240,7 @@ class _Sender:
         return chunks[:count]
 
     def _send(self, *tensors: torch.Tensor) -> None:
-        for work in [self._start(tensor) for tensor in tensors]:
-            work.wait()
+        _wait([self._start(tensor) for tensor in tensors])
 
     def _start(self, tensor: torch.Tensor) -> Any:
         self._tag += 1
@@ -273,36 +282,33 @@ class _Receiver:
         return self._into.values_of(manifest)
 
     def _receive_messages(self, body: Body, messages: list[tuple[int, int]]) -> list[int]:
-        """The chunks that came damaged. One message is received while the one before is compared."""
+        """The chunks that came damaged. Others are on their way while one is compared."""
         damaged: list[int] = []
-        bounce = Bounce(body, 2 * MESSAGE_CHUNKS)
-        done = 0
-        begun = self._begin(body, bounce, messages[0], 0) if messages else None
+        bounce, done = Bounce(body, WINDOW * MESSAGE_CHUNKS), 0
+        begun = deque(self._begin(body, bounce, messages, number) for number in range(min(WINDOW - 1, len(messages))))
         for number, (first, last) in enumerate(messages):
-            assert begun is not None
-            data, marks, works, bounced = begun
-            for work in works:
-                work.wait()
-            if number + 1 < len(messages):
-                begun = self._begin(body, bounce, messages[number + 1], (number + 1) % 2)
+            data, marks, works, bounced = begun.popleft()
+            _wait(works)
+            if number + WINDOW - 1 < len(messages):
+                begun.append(self._begin(body, bounce, messages, number + WINDOW - 1))
             expected = _digests(first, data)
             for chunk in range(first, last + 1):
                 at = (chunk - first) * DIGEST_BYTES
                 if not expected[at : at + DIGEST_BYTES].equal(marks[at : at + DIGEST_BYTES]):
                     damaged.append(chunk)
                 elif bounced:
-                    body.write(chunk, bounce, number % 2 * MESSAGE_CHUNKS + chunk - first)
+                    body.write(chunk, bounce, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
             done += len(data)
             self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
         return damaged
 
     def _begin(
-        self, body: Body, bounce: Bounce, message: tuple[int, int], place: int
+        self, body: Body, bounce: Bounce, messages: Sequence[tuple[int, int]], number: int
     ) -> tuple[torch.Tensor, torch.Tensor, list[Any], bool]:
-        first, last = message
+        first, last = messages[number]
         length = body.manifest.span(last)[1] - body.manifest.span(first)[0]
         memory = body.direct(first, last)
-        start = place * MESSAGE_CHUNKS * CHUNK_BYTES
+        start = number % WINDOW * MESSAGE_CHUNKS * CHUNK_BYTES
         data = bounce.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
         marks = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
         return data, marks, [self._start(data), self._start(marks)], memory is None
@@ -315,6 +321,11 @@ class _Receiver:
     def _start(self, tensor: torch.Tensor) -> Any:
         self._tag += 1
         return self._group.recv([tensor], 0, self._tag - 1)
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _bytes(data: bytes) -> torch.Tensor:
