@@ -156,7 +156,10 @@ def drill(asked: Asked, cleanup: ExitStack) -> int:
         verdicts.append(drill_rules.ledger_exact(job.run))
     if asked.twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
-        verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
+        try:
+            verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
+        except Failed as why:
+            verdicts.append(Verdict(drill_rules.AS_GOOD, False, f"the twin: {why}"))
     report(asked, job, incidents, left_out, verdicts, began_s)
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 

@@ -145,9 +145,17 @@ class Job:
         self.ended()
 
     def ended(self) -> None:
-        """Until all have finished by themselves."""
+        """Until all have finished by themselves, however many steps that takes: each has its time."""
         self.gone |= set(self.groups)
-        self.until("the end of all groups", lambda: all(group.code == 0 for group in self.groups.values()))
+        while not self._over():
+            before = self._steps()
+            self.until("another step, or the end of all groups", lambda: self._over() or self._steps() != before)  # noqa: B023
+
+    def _over(self) -> bool:
+        return all(group.code == 0 for group in self.groups.values())
+
+    def _steps(self) -> list[int]:
+        return [diary.step for diary in self.diaries.values()]
 
     def failure(self, what: str) -> Failed:
         words = []

@@ -188,9 +188,12 @@ def steps_for(run: Path, tokens: float, slots: int) -> int:
     return math.ceil(tokens / (a_sequence * trained[-1].slot_size * slots))
 
 
+AS_GOOD = f"validation loss within {LOSS_NATS} nats of the twin's"
+
+
 def loss_of_twin(run: Path, twin: Path) -> Verdict:
     """The last look of the run beside the twin's after as many tokens: on the line between the looks before and after."""
-    name, (tokens, loss) = f"validation loss within {LOSS_NATS} nats of the twin's", looks(run)[-1]
+    name, (tokens, loss) = AS_GOOD, looks(run)[-1]
     there = looks(twin)
     for (few, before), (many, after) in pairwise(there):
         if few <= tokens <= many:
