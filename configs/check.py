@@ -57,6 +57,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
             lambda: _check_validation(config),
             lambda: _check_run_folder(config),
             lambda: _check_fault_tolerance(config),
+            lambda: _check_meeting(config),
         ],
     )
 
@@ -98,6 +99,15 @@ def _check_fault_tolerance(config: Config) -> None:
         raise ValueError(
             'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
             'nearest: "files", or fault_tolerance.enable = false'
+        )
+
+
+def _check_meeting(config: Config) -> None:
+    """Replica groups have the same settings, and one place to meet would make them one group."""
+    if config.fault_tolerance.enable and config.comm.init_method != "env://":
+        raise ValueError(
+            f'comm.init_method = "{config.comm.init_method}": with fault_tolerance.enable = true all groups would meet there; '
+            'nearest: "env://", where each group\'s launcher says its own place'
         )
 
 

@@ -10,17 +10,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Literal
 
+import torch
 import torch.distributed as dist
 
-from parallelisms.device import Device, pick_device
+from parallelisms.device import Device, has_cuda, pick_device
+from parallelisms.rendezvous import ENV, LEGAL, InitMethod, open_store
 
 
 @dataclass(frozen=True)
 class CommConfig:
-    """[comm]: timeouts of the collectives."""
+    """[comm]: who carries the collectives, where the ranks meet, and timeouts."""
 
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl", "mpi"], "the library of collectives; auto: nccl on GPUs, else gloo"
+    ] = "auto"
+    init_method: Annotated[
+        str,
+        "where ranks meet: env:// (as the launcher says), file:///path (new, on a shared disk), tcp://host:port (of rank 0)",
+    ] = ENV
     init_timeout_seconds: Annotated[int, "longest start: rendezvous, first step, checkpoint, seconds", ">= 1"] = 300
     train_timeout_seconds: Annotated[
         int, "longest later step, seconds; past it the hang is told and the run ends", ">= 1"
@@ -28,11 +37,36 @@ class CommConfig:
     trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000
 
     def check(self) -> None:
+        self._check_backend()
+        try:
+            InitMethod.parse(self.init_method).check(longest_start_s=self.init_timeout_seconds)
+        except ValueError as error:
+            raise ValueError(
+                f'comm.init_method = "{self.init_method}": {error}; it takes {LEGAL}; nearest: "{ENV}"'
+            ) from None
         if self.train_timeout_seconds > self.init_timeout_seconds:
             raise ValueError(
                 f"comm.train_timeout_seconds = {self.train_timeout_seconds}: must not exceed comm.init_timeout_seconds = "
                 f"{self.init_timeout_seconds}, which covers the slower first step; nearest: {self.init_timeout_seconds}"
             )
+
+    def _check_backend(self) -> None:
+        if self.backend == "auto":
+            return
+        cause = unusable(self.backend)
+        if cause:
+            usable = [f'"{name}"' for name in BACKENDS if not unusable(name)]
+            raise ValueError(f'comm.backend = "{self.backend}": {cause}; legal here: "auto", {", ".join(usable)}')
+
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+
+def unusable(backend: str) -> str:
+    """Why this machine's torch cannot use it; empty if it can."""
+    if not getattr(dist, f"is_{backend}_available")():
+        return f"this torch ({torch.__version__}) was built without it"
+    return "it needs a CUDA device, and there is none here" if backend == "nccl" and not has_cuda() else ""
 
 
 BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
@@ -70,16 +104,31 @@ def process_group(config: CommConfig) -> Iterator[World]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = pick_device(local_rank)
     timeout = timedelta(seconds=config.init_timeout_seconds + BACKSTOP_S)
-    if world_size == 1:
-        store: dist.Store = dist.HashStore()
-        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(device.backend, timeout=timeout)
-        store = dist.distributed_c10d._get_default_store()
+    store: dist.Store = dist.HashStore()
+    if world_size > 1:
+        method = InitMethod.parse(config.init_method)
+        store = open_store(method, global_rank=global_rank, world_size=world_size, timeout_s=timeout.total_seconds())
+        store.set_timeout(timeout)
+    join(
+        config.backend if config.backend != "auto" else device.backend,
+        store,
+        global_rank=global_rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     try:
+        store = dist.PrefixStore("pharos", store)
         yield World(global_rank, world_size, local_rank, device, store, store.clone())  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
+
+
+def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, timeout: timedelta) -> None:
+    """Makes the default process group. MPI has its own way to find the others, and asks no store."""
+    if backend == "mpi":
+        dist.init_process_group("mpi", timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=global_rank, world_size=world_size, timeout=timeout)
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:

@@ -122,6 +122,8 @@ CASES = [
     Case("blocks that are not counted", '--activation_checkpoint.selective_ac_option = "two": must be "op" or the text of a number >= 1; nearest: "1"', ("--activation_checkpoint.selective_ac_option=two",)),
     Case("another trainer's name", "run.toml:2: training.enable_loss_parallel: no such key; did you mean parallelism.disable_loss_parallel?", toml="[training]\nenable_loss_parallel = true\n"),
     Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03", ("--validation.enable", "--training.dataset_held_out=0")),
+    Case("no such way to meet", '--comm.init_method = "mpi://": no such way to meet; it takes "env://", "file:///path/on/a/shared/disk" or "tcp://host:port" of rank 0; nearest: "env://"', ("--comm.init_method=mpi://",)),
+    Case("not a backend", '--comm.backend = "glo": must be "auto", "gloo", "nccl" or "mpi"; did you mean "gloo"?', ("--comm.backend=glo",)),
     # files
     Case("data missing", '--training.dataset_path = "corpus/*": no file matches corpus/*; there is no folder corpus', FILES, nproc=1),
     Case("data empty", '--training.dataset_path = "corpus/*": the corpus is empty: no text in 1 file; give files that hold some', FILES, files={"corpus/a.txt": ""}),

@@ -317,6 +317,15 @@ def test_patterns_of_the_optimizer_meet_the_model(folder: Path) -> None:
     assert found[0].startswith('--optimizer.groups[0].pattern = "*norm.wieght": matches no parameter')
 
 
+def test_replica_groups_have_no_one_place_to_meet(folder: Path) -> None:
+    method = "--comm.init_method=tcp://localhost:29500"
+    assert complaints(folder, method) == []
+    [line] = complaints(folder, method, "--fault_tolerance.enable=true")
+    assert line.startswith(
+        '--comm.init_method = "tcp://localhost:29500": with fault_tolerance.enable = true all groups'
+    )
+
+
 def test_a_stream_is_not_dealt_to_replica_groups(folder: Path) -> None:
     [line] = complaints(
         folder, "--fault_tolerance.enable=true", "--training.dataset=huggingface", "--training.dataset_path=a/b"

@@ -1,0 +1,101 @@
+"""`comm.init_method`: ranks meet in each of the three ways, and what cannot work is told before anybody waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallelisms.distributed import CommConfig
+from parallelisms.rendezvous import InitMethod, open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(240)
+def test_ranks_meet_in_each_way(tmp_path: Path):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.multiproc.meeting_ranks", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    expected = {f"{way} {rank}: 3.0 ['rank 0', 'rank 1'] yes" for way in ("env", "file", "tcp") for rank in range(2)}
+    assert set(ran.stdout.split("\n")) - {""} == expected
+
+
+def test_methods_are_read():
+    assert InitMethod.parse("env://") == InitMethod("env")
+    assert InitMethod.parse("file:///shared/meet") == InitMethod("file", path="/shared/meet")
+    assert InitMethod.parse("tcp://10.1.1.20:23456") == InitMethod("tcp", host="10.1.1.20", port=23456)
+    assert InitMethod.parse("tcp://[fe80::1]:80") == InitMethod("tcp", host="fe80::1", port=80)
+
+
+@pytest.mark.parametrize(
+    ("method", "cause"),
+    [
+        ("env", "no such way to meet"),
+        ("env://host", "no such way to meet"),
+        ("mpi://", "no such way to meet"),
+        ("file://meet", "a file is written with three slashes: file:///absolute/path"),
+        ("file:///", "a file is written with three slashes: file:///absolute/path"),
+        ("file:///no/such/folder/meet", "there is no folder /no/such/folder"),
+        ("tcp://10.1.1.20", "must be tcp://host:port with a port from 1 to 65535"),
+        ("tcp://10.1.1.20:70000", "must be tcp://host:port with a port from 1 to 65535"),
+        ("tcp://:23456", "must be tcp://host:port with a port from 1 to 65535"),
+        ("tcp://a:1?rank=0", "takes no ?rank=0: who is which rank is the launcher's to say"),
+    ],
+)
+def test_bad_methods_are_told(method: str, cause: str):
+    with pytest.raises(ValueError) as told:
+        CommConfig(init_method=method).check()
+    assert str(told.value) == (
+        f'comm.init_method = "{method}": {cause}; it takes "env://", "file:///path/on/a/shared/disk" or '
+        '"tcp://host:port" of rank 0; nearest: "env://"'
+    )
+
+
+def test_a_file_of_an_earlier_start_is_refused(tmp_path: Path):
+    (tmp_path / "meet").write_text("addresses that lead nowhere")
+    config = CommConfig(init_method=f"file://{tmp_path}/meet", init_timeout_seconds=300)
+    config.check()  # perhaps another rank of this start has just made it
+    os.utime(tmp_path / "meet", (0, 0))
+    with pytest.raises(ValueError, match="the file is left from an earlier start"):
+        config.check()
+
+
+def test_a_restart_meets_in_another_file(tmp_path: Path):
+    method, environ = InitMethod("file", path=f"{tmp_path}/meet"), {"TORCHELASTIC_RESTART_COUNT": "2"}
+    store = open_store(method, global_rank=0, world_size=1, timeout_s=5, environ=environ)
+    store.set("key", "value")
+    assert [file.name for file in tmp_path.iterdir()] == ["meet.2"]
+
+
+def test_an_environment_without_an_address_is_told():
+    with pytest.raises(ValueError, match="env:// needs MASTER_PORT in the environment"):
+        open_store(InitMethod("env"), global_rank=0, world_size=2, timeout_s=5, environ={"MASTER_ADDR": "localhost"})
+
+
+def test_backends_that_torch_does_not_have_are_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    monkeypatch.setattr("torch.distributed.is_mpi_available", lambda: False)
+    CommConfig(backend="gloo").check()
+    for name in ("nccl", "mpi"):
+        with pytest.raises(
+            ValueError, match=rf'comm.backend = "{name}": this torch \(.*\) was built without it'
+        ) as told:
+            CommConfig(backend=name).check()
+        assert str(told.value).endswith('legal here: "auto", "gloo"')
+
+
+def test_nccl_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("parallelisms.distributed.has_cuda", lambda: False)
+    with pytest.raises(ValueError, match=r'comm\.backend = "nccl": it needs a CUDA device, and there is none here'):
+        CommConfig(backend="nccl").check()
