@@ -39,6 +39,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
+from training.claim import Claim
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.drill import Corruption
@@ -234,8 +235,9 @@ class Run:
         for name in ("model", "optimizer", "meter"):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
         shared = config.fault_tolerance.enable
+        claim = Claim(folder, lambda: self.manager.writes) if shared else None
         self.checkpointer = self.cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, shared=shared))
+            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, claim=claim))
         )
         self.exported = self.checkpointer.exported_step() or 0  # a finished run may hold nothing else of its end
         finished = self.exported >= config.training.steps

@@ -9,96 +9,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from training import checkpoint_files as files
-from training.checkpoint_files import CheckpointFailed, Damaged, FileRecord, Manifest
-from training.checkpoint_ranks import Background, Ranks
-from training.checkpoint_restore import LogLike, initial, initial_folder, restore, steps_phrase, survey
+from training.checkpoint_config import CheckpointConfig
+from training.checkpoint_files import CheckpointFailed, Damaged, Manifest
+from training.checkpoint_ranks import Background, Ranks, Report
+from training.checkpoint_restore import (
+    LogLike,
+    initial,
+    refuse_seed_after,
+    restore,
+    steps_phrase,
+    survey,
+)
 from training.checkpoint_states import ModelState, OptimizerState, Stateful
+from training.claim import Alone, Claim
 
 if TYPE_CHECKING:
     from training.checkpoint_dcp import Snapshot
     from training.checkpoint_streamed import Streamed
 
 __all__ = ["CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """[checkpoint]: saving the run and going on from it."""
-
-    enable: Annotated[bool, "save, and go on from what was saved; false: start from nothing and leave nothing"] = True
-    folder: Annotated[str, "where, inside the run's folder"] = "checkpoint"
-    interval: Annotated[int, "steps from one checkpoint to the next", ">= 1"] = 500
-    async_mode: Annotated[
-        Literal["disabled", "async", "async_with_pinned_mem"],
-        "disabled: the step waits for the disk; async: for a copy in host memory, which is then written in the "
-        "background; async_with_pinned_mem: the copy is in pinned memory, which CUDA fills faster",
-    ] = "disabled"
-    keep_latest_k: Annotated[
-        int, "older checkpoints are removed; 0: keep all; 1 would leave none to fall back to", ">= 0", "!= 1"
-    ] = 10
-    load_step: Annotated[int, "go on from this step; -1: from the newest that is whole", ">= -1"] = -1
-    verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
-    load_only: Annotated[bool, "go on from a checkpoint, but write none"] = False
-    enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
-    # true in torchtitan. Here a finished run may be continued by raising training.steps, which needs the optimizer's
-    # state, and that is worth the space of one full checkpoint.
-    last_save_model_only: Annotated[
-        bool, "the last save holds the weights alone, in export_dtype; the run cannot be continued from it"
-    ] = False
-    export_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], "what weights are cast to where they are saved alone"
-    ] = "float32"
-    initial_load_path: Annotated[
-        str, 'checkpoint (".../step-N") with which a run that has none of its own begins; "": none'
-    ] = ""
-    initial_load_model_only: Annotated[
-        bool, "take the weights alone from initial_load_path; false: optimizer, step and data cursor too"
-    ] = True
-    exclude_from_loading: Annotated[
-        tuple[str, ...],
-        'names, or beginnings of names, that initial_load_path is not asked for, such as "model.output"',
-    ] = ()
-    create_seed_checkpoint: Annotated[
-        bool,
-        "save the freshly initialised weights as step 0, with which every layout can begin, and end; "
-        "scripts/make_seed_checkpoint.py does it for a model of any size, without the run's machines",
-    ] = False
-
-    def check(self) -> None:
-        wishes = {
-            "initial_load_path": self.initial_load_path,
-            "load_only": self.load_only,
-            "create_seed_checkpoint": self.create_seed_checkpoint,
-        }
-        for key, value in wishes.items():
-            if value and not self.enable:
-                shown = "true" if value is True else f'"{value}"'
-                raise ValueError(f"checkpoint.{key} = {shown}: needs checkpoint.enable = true")
-        if not self.folder.strip("/. "):
-            raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
-        if self.create_seed_checkpoint and self.load_only:
-            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; nearest: false")
-        if self.create_seed_checkpoint and self.initial_load_path:
-            raise ValueError(
-                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '
-                'nearest: ""'
-            )
-        if self.exclude_from_loading and not self.initial_load_path:
-            shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
-            raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
-
-    def check_files(self) -> None:
-        """Raises ValueError when initial_load_path is not a checkpoint. Opens no file."""
-        if self.initial_load_path:
-            initial_folder(self.initial_load_path)
 
 
 class Checkpointer:
@@ -119,16 +55,16 @@ class Checkpointer:
         log: LogLike,
         config_digest: str = "",
         timeout: timedelta = timedelta(minutes=30),
-        shared: bool = False,
+        claim: Claim | None = None,
     ) -> None:
-        """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files. `shared`: others have the
+        """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files. `claim`: others have the
         same folder, of whom one saves at a time; so what lies about is cleared away by who saves, and not by who loads."""
         self.folder = run_folder / config.folder
         self._config = config
         self._states = states
         self._log = log
         self._config_digest = config_digest
-        self._shared = shared
+        self._claim = claim or Alone()
         self._ranks = Ranks(timeout)
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
@@ -144,7 +80,7 @@ class Checkpointer:
     def save(self, step: int, *, last: bool = False) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up.
 
-        `last`: the run is finished with this step. Does nothing when checkpoints are off or hold this step already.
+        `last`: the run is finished with this step. Does nothing when checkpoints are off or hold this step already, or another group saves.
         In an async mode all but the last is written in the background; what fails there is raised by the next `save`,
         `wait` or `close`. Raises CheckpointFailed.
         """
@@ -153,8 +89,9 @@ class Checkpointer:
         alone = last and self._config.last_save_model_only
         if not self._writes or (step == self._held_step and not alone):
             return time.perf_counter() - began
-        if self._shared:
-            self._ranks.first(self._tidy)
+        if not self._ranks.first(lambda: self._take_claim(step)):
+            self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
+            return time.perf_counter() - began
         if alone:
             self._export(step)
         elif last or self._config.async_mode == "disabled":
@@ -181,11 +118,11 @@ class Checkpointer:
         """
         if not self._config.enable:
             return None
-        if not self._config.load_only and not self._shared:
+        if not self._config.load_only and not self._claim.shared:
             self._ranks.first(self._tidy)
         steps = self._ranks.first(lambda: files.list_steps(self.folder))
         if self._config.create_seed_checkpoint:
-            self._refuse_seed_after(steps)
+            refuse_seed_after(steps, self.folder)
             return None
         if steps or self._config.load_step >= 0:
             step: int | None = self._load_own(steps)
@@ -244,14 +181,16 @@ class Checkpointer:
 
         began = time.perf_counter()
         try:
-            partial = self._ranks.first(lambda: files.begin(self.folder, step))
-            report = _Report(dcp.write(states, partial, group=self._ranks.group, planner=planner))
+            partial = self._ranks.first(lambda: files.begin(self.folder, step, self._claim.name))
+            report = Report(dcp.write(states, partial, group=self._ranks.group, planner=planner))
         except OSError as error:
-            report = _Report(problem=files.reason(error), own=True)
+            report = Report(problem=files.reason(error), own=True)
         except dcp.OtherRankFailed as error:
-            report = _Report(problem=str(error))
+            report = Report(problem=str(error))
         reports = self._ranks.gather(report)
         size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
+        if size_bytes is None:
+            return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
         if kind == "full":
             self._held_step = step
         self._damaged.pop(step, None)
@@ -259,17 +198,23 @@ class Checkpointer:
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
 
-    def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[_Report]) -> int:
-        """Rank 0: publishes what all have written and returns its bytes, or takes it back and raises CheckpointFailed."""
+    def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[Report]) -> int | None:
+        """Rank 0: publishes what all have written and returns its bytes, or takes it back and raises CheckpointFailed. None: a writer that
+        came after this one has cleared it away, or has saved as much."""
         problems = sorted((report for report in reports if report.problem), key=lambda report: not report.own)
         records = tuple(record for report in reports for record in report.records)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, self._config_digest, records)
+        name = self._claim.name
         try:
             if problems:
                 raise OSError(problems[0].problem)
-            files.publish(self.folder, manifest)
+            if self._is_late(step):
+                raise OSError("another has saved")
+            files.publish(self.folder, manifest, name)
         except OSError as error:
-            files.discard(self.folder, step)
+            files.discard(self.folder, step, name)
+            if self._is_late(step):
+                return None
             good = files.newest(self.folder, but=self._damaged)
             rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
             raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
@@ -277,24 +222,30 @@ class Checkpointer:
             files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=self._damaged.keys() - {step})
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
+        if self._claim.shared:
+            self._tidy(step)
         return manifest.size_bytes
 
-    def _tidy(self) -> None:
-        """Rank 0: clears away what a killed process left."""
+    def _take_claim(self, step: int) -> bool:
         try:
-            notes = files.tidy(self.folder)
+            return self._claim.take()
+        except OSError as error:
+            raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}") from None
+
+    def _is_late(self, step: int) -> bool:
+        """Another group saves by now, and has done so: this step, or a later one."""
+        there = (files.newest(self.folder, kind=kind) or 0 for kind in ("full", "model"))
+        return self._claim.is_over() and max(there) >= step
+
+    def _tidy(self, until: int | None = None) -> None:
+        """Rank 0: clears away what a killed process left. until: only of steps up to this one, which has been saved: of a later one it may
+        be that another group is at work."""
+        try:
+            notes = files.tidy(self.folder, until)
         except OSError as error:
             notes = [f"could not clear away what was left ({files.reason(error)})"]
         if notes:
             self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
-
-    def _refuse_seed_after(self, steps: Sequence[int]) -> None:
-        """A seed is the first state of a run, so there is nothing to load, and nothing that may be there already."""
-        if later := [step for step in steps if step > 0]:
-            raise ValueError(
-                f"checkpoint.create_seed_checkpoint = true: {self.folder} holds step {later[-1]} of a run that has begun; "
-                "give the seed a job.name of its own"
-            )
 
     def _load_own(self, steps: Sequence[int]) -> int:
         wanted = self._config.load_step
@@ -386,12 +337,3 @@ class Checkpointer:
         """Once, for what all ranks know."""
         if self._ranks.rank == 0:
             self._log.warning(message, *args)
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What one rank says of its part of a save. `own`: the problem is this rank's, not what it heard of another's."""
-
-    records: Sequence[FileRecord] = ()
-    problem: str = ""
-    own: bool = False

@@ -9,6 +9,9 @@ files only: no torch, no process group. What changes a folder is called by one r
     <run>/checkpoint/step-50.partial/    being written or being removed; after a kill, left over
     <run>/checkpoint/step-50.replaced/   the earlier step-50, for the moment between two renames
 
+Of several groups each gives what it writes a name of its own (step-50.partial-QUORUM): one that was stopped, and wakes in the middle of a
+save, meets nobody else's files.
+
 Everything reaches the disk (fsync) before the rename that makes it visible, so a kill or a power cut leaves the old
 state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself).
 """
@@ -34,7 +37,7 @@ SEGMENT_BYTES = 64 << 20  # one digest each: small enough to share among ranks a
 _CHUNK_BYTES = 256 << 10  # what is hashed at a time: stays in the second-level cache between write and digest
 
 _NAME = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)")
+_LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)(-.*)?")
 
 
 class CheckpointFailed(RuntimeError):
@@ -192,27 +195,29 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
             _verify_segment(path, file, index)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. Raises
-    OSError.
+def begin(folder: Path, step: int, name: str = "") -> Path:
+    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. `name`: the writer's.
+    Raises OSError.
     """
-    partial = _partial(folder, step)
+    partial, replaced, final = _partial(folder, step, name), _replaced(folder, step), step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
         _fsync_folder(folder.parent)
-    for leftover in (partial, _replaced(folder, step)):
+    if replaced.exists() and not final.exists():
+        replaced.rename(final)
+    for leftover in (partial, replaced):
         if leftover.exists():
             shutil.rmtree(leftover)
     partial.mkdir()
     return partial
 
 
-def publish(folder: Path, manifest: Manifest) -> Path:
+def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
     """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError.
 
     The files must be on the disk already. A checkpoint of the same step is replaced; at no instant are both gone.
     """
-    partial, final = _partial(folder, manifest.step), step_folder(folder, manifest.step)
+    partial, final = _partial(folder, manifest.step, name), step_folder(folder, manifest.step)
     for file in manifest.files:
         if not (partial / file.name).exists():
             raise OSError(
@@ -248,19 +253,19 @@ def remove(folder: Path, step: int) -> None:
         shutil.rmtree(partial)
 
 
-def discard(folder: Path, step: int) -> None:
+def discard(folder: Path, step: int, name: str = "") -> None:
     """Frees what a failed save has written, as far as that is possible; never raises."""
-    shutil.rmtree(_partial(folder, step), ignore_errors=True)
+    shutil.rmtree(_partial(folder, step, name), ignore_errors=True)
 
 
-def tidy(folder: Path) -> list[str]:
-    """Clears away what a killed process left and returns one phrase for each. To be called while nobody writes.
-    Raises OSError.
+def tidy(folder: Path, until: int | None = None) -> list[str]:
+    """Clears away what a killed process left, of steps up to `until` (None: all), and returns one phrase for each. To be called while
+    nobody writes those. Raises OSError.
     """
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None:
+        if match is None or (until is not None and int(match[1]) > until):
             continue
         final = step_folder(folder, int(match[1]))
         if match[2] == "replaced" and not final.exists():
@@ -342,8 +347,8 @@ def _checksum(body: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _partial(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}.partial"
+def _partial(folder: Path, step: int, name: str = "") -> Path:
+    return folder / f"step-{step}.partial{name}"
 
 
 def _replaced(folder: Path, step: int) -> Path:

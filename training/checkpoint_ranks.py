@@ -5,14 +5,26 @@ Flow: checkpoint.py and checkpoint_restore.py ask; the gloo group here is the on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from training.checkpoint_files import FileRecord
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of its part of a save. `own`: the problem is this rank's, not what it heard of another's."""
+
+    records: Sequence[FileRecord] = ()
+    problem: str = ""
+    own: bool = False
 
 
 class Ranks:

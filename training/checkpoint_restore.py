@@ -102,3 +102,12 @@ def steps_phrase(steps: Sequence[int], wanted: int) -> str:
         return "there are no checkpoints in it"
     nearest = min(steps, key=lambda step: abs(step - wanted)) if wanted >= 0 else steps[-1]
     return f"steps there: {', '.join(map(str, steps))}; nearest: {nearest}"
+
+
+def refuse_seed_after(steps: Sequence[int], folder: Path) -> None:
+    """A seed is the first state of a run, so there is nothing to load, and nothing that may be there already."""
+    if later := [step for step in steps if step > 0]:
+        raise ValueError(
+            f"checkpoint.create_seed_checkpoint = true: {folder} holds step {later[-1]} of a run that has begun; "
+            "give the seed a job.name of its own"
+        )

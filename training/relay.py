@@ -3,7 +3,7 @@
 Floor 3, between metrics.py and sinks.py. All groups have the same figures, for all have the same sums. When the role moves, whoever has it
 now writes first what the one before did not come to write, and takes back what that one wrote of steps that did not hold: no step is
 missing in metrics.jsonl and samples.jsonl, and none is there twice. A group that was stopped, and wakes, still counts itself the
-writer; but the quorum that says so is over, and a newer one has been claimed in the run's folder.
+writer; but the quorum that says so is over, and a newer one has been claimed in the run's folder (claim.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from training.sinks import METRICS, SAMPLES, Sinks, last_rows, replace_file
+from training.claim import Quorum, claim
+from training.sinks import METRICS, SAMPLES, Sinks, last_rows
 
-CLAIM = ".writer.json"  # in the run's folder: the quorum that the newest writer has its role by
 ROWS_KEPT = 100  # who writes is known anew with every quorum, so few steps can be missing
 
 Kind = Literal["journals", "charts", "records"]
-Quorum = tuple[str, int]  # epoch, id: within an epoch ids only grow
 
 
 class Row(NamedTuple):
@@ -55,7 +54,7 @@ class Relay:
         self._kept.append(row)
         quorum = self._writes()
         has_files = self._sinks is not None and not self._sinks.replaced()
-        if quorum is None or not (has_files or self._claim(quorum)):
+        if quorum is None or not (has_files or claim(self._folder, quorum)):
             self.close()
         elif has_files:
             self._put(row)
@@ -77,17 +76,6 @@ class Relay:
 
     def _keep(self, rows: Iterable[Row]) -> None:
         self._kept = deque(rows, maxlen=ROWS_KEPT)
-
-    def _claim(self, quorum: Quorum) -> bool:
-        """Unless a newer quorum's writer was here. One that is stopped after the look, and before it opens the files, may still take from
-        them what another writes meanwhile: a matter of milliseconds, once in a quorum."""
-        path = self._folder / CLAIM
-        epoch, newest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else ("", 0)
-        if epoch == quorum[0] and newest > quorum[1]:
-            return False
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(quorum).encode())
-        return True
 
     def _take_over(self, step: int) -> None:
         """What lies at this step and past it is of a life that ended before it was saved; so is what lies before it, from the first step on

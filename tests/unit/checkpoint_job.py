@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from training import checkpoint_files
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
+from training.claim import Claim
 
 
 class Ledger:
@@ -42,7 +43,15 @@ class Lines:
 class Job:
     """A tiny model, its optimizer and a cursor, with the checkpointer over them."""
 
-    def __init__(self, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        claim: Claim | None = None,
+        **settings: Any,
+    ) -> None:
         torch.set_num_threads(1)  # the same bits need the same number of threads, here and in a child
         torch.manual_seed(seed)
         self.layers = [nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
@@ -59,7 +68,7 @@ class Job:
             "ledger": self.ledger,
         }
         config = CheckpointConfig(**settings)
-        self.checkpointer = Checkpointer(config, folder, self.states, log=self.log, config_digest="cafe")
+        self.checkpointer = Checkpointer(config, folder, self.states, log=self.log, config_digest="cafe", claim=claim)
 
     def train(self, steps: int) -> list[float]:
         losses = []

@@ -498,10 +498,10 @@ class HeldBackWrites:
         self.began = threading.Event()
         begin = checkpoint_files.begin
 
-        def held_back(folder: Path, step: int) -> Path:
+        def held_back(*where: Any) -> Path:
             self.began.set()
             assert self.go.wait(30)
-            return begin(folder, step)
+            return begin(*where)
 
         monkeypatch.setattr(checkpoint_files, "begin", held_back)
 

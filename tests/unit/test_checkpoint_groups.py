@@ -1,0 +1,144 @@
+"""Checkpoints that several replica groups share: one of them saves, and one that was stopped, and wakes, believes that it still does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint_job import Job, same, steps_in
+from training import checkpoint_dcp, checkpoint_files
+from training.checkpoint import CheckpointFailed
+from training.claim import Claim
+
+EPOCH = "epoch"
+
+
+class Group(Job):
+    """`quorum`: by which it saves; None: it does not."""
+
+    def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
+        self.quorum = quorum
+        claim = Claim(folder, lambda: None if self.quorum is None else (EPOCH, self.quorum))
+        super().__init__(folder, claim=claim, **settings)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def stopped_in(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
+    """The next call of owner.name finds what others did `meanwhile`, as a process does that was stopped before it."""
+    real = getattr(owner, name)
+
+    def woken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        meanwhile()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, woken)
+
+
+def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other is in the middle of a save: nothing of it may be cleared away, and no older one be put in its place."""
+    a, b = Group(tmp_path, 1), Group(tmp_path, 2)
+    a.step_and_save(2)
+    b.step_and_save(4)
+    a.train(2)
+    b.train(2)
+    stopped_in(checkpoint_files, "publish", monkeypatch, lambda: a.checkpointer.save(4))
+    b.checkpointer.save(6)
+    assert steps_in(tmp_path) == [2, 4, 6] and names(tmp_path) == ["step-2", "step-4", "step-6"]
+    assert a.log.infos[-1] == "checkpoint: step 4 not saved: another group is to save by now"
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 6 and same(resumed.everything(), b.everything())
+
+
+@pytest.mark.parametrize("instant", ["begin", "write", "publish"])
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_one_that_wakes_in_its_save_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str, async_mode: str
+):
+    """Wherever it was stopped: the step that the others have saved meanwhile stays theirs, and nobody's save fails."""
+    a, b = Group(tmp_path, 1, async_mode=async_mode), Group(tmp_path, 2, seed=1)
+    a.train(2)
+    owner = checkpoint_dcp if instant == "write" else checkpoint_files
+    stopped_in(owner, instant, monkeypatch, lambda: b.step_and_save(2))
+    a.checkpointer.save(2)
+    a.checkpointer.close()
+    assert a.log.infos[-1] == "checkpoint: step 2 not saved: another group has saved since"
+    assert a.log.warnings == [] and names(tmp_path) == ["step-2"]
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
+
+
+@pytest.mark.parametrize("instant", ["begin", "write", "publish"])
+def test_a_save_that_another_one_meets_fails_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str):
+    """One that was stopped wakes while the newer writer is at the same step: each has files of its own."""
+    a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)
+    a.train(2)
+    b.train(2)
+    owner = checkpoint_dcp if instant == "write" else checkpoint_files
+
+    def both() -> None:
+        stopped_in(owner, instant, monkeypatch, lambda: None)  # of b
+        b.checkpointer.save(2)
+
+    stopped_in(owner, instant, monkeypatch, both)
+    a.checkpointer.save(2)
+    assert names(tmp_path) == ["step-2"]
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
+
+
+def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both groups live: the earlier step comes as well, for nobody else has saved it."""
+    a, b = Group(tmp_path, 1, async_mode="async"), Group(tmp_path, None)
+    a.train(2)
+
+    def moves() -> None:
+        a.quorum, b.quorum = None, 2
+        assert b.checkpointer._claim.take()  # it has figures to write, and no checkpoint yet
+
+    stopped_in(checkpoint_files, "publish", monkeypatch, moves)
+    a.checkpointer.save(2)
+    a.checkpointer.close()
+    b.step_and_save(4)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_who_saves_clears_away_what_is_older(tmp_path: Path):
+    """What others left of steps that are saved by now; not of a later one, at which one may be at work."""
+    a, b = Group(tmp_path, 1), Group(tmp_path, 2)
+    (tmp_path / "checkpoint/step-4.partial-epoch-1").mkdir(parents=True)
+    a.step_and_save(2)
+    assert names(tmp_path) == ["step-2", "step-4.partial-epoch-1"]
+    b.step_and_save(4)
+    assert names(tmp_path) == ["step-2", "step-4"]
+    assert b.log.warnings == ["checkpoint: a save was cut short by a kill: removed step-4.partial-epoch-1"]
+
+
+def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its writer died between two renames, and the next one's save fails."""
+    a, b = Group(tmp_path, 1), Group(tmp_path, 2)
+    a.step_and_save(2)
+    (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-2.replaced")
+    b.train(2)
+
+    def full(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(checkpoint_files, "publish", full)
+    with pytest.raises(CheckpointFailed):
+        b.checkpointer.save(2)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_claim_that_cannot_be_noted_is_one_line(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    a = Group(tmp_path / "file", 1)
+    a.train(2)
+    with pytest.raises(CheckpointFailed, match=r"^checkpoint: step 2 not saved: .*Not a directory|File exists"):
+        a.checkpointer.save(2)
