@@ -1,0 +1,268 @@
+"""What is kept of checkpoints and cleared away, saves that fail, and saves in the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
+from training import checkpoint_files
+from training.checkpoint import (
+    CheckpointFailed,
+)
+from training.checkpoint_dcp import Snapshot
+
+# What is kept
+
+
+def test_the_newest_k_are_kept(tmp_path: Path) -> None:
+    job = Job(tmp_path, keep_latest_k=2)
+    job.step_and_save(1, 2, 3, 4)
+    assert steps_in(tmp_path) == [3, 4]
+    Job(tmp_path, keep_latest_k=0).step_and_save(5, 6)
+    assert steps_in(tmp_path) == [3, 4, 5, 6]
+
+
+def test_a_checkpoint_below_newer_ones_is_kept_and_removes_none_of_them(tmp_path: Path) -> None:
+    Job(tmp_path, keep_latest_k=0).step_and_save(2, 4, 6, 8)
+    again = Job(tmp_path, keep_latest_k=2, load_step=2)
+    assert again.checkpointer.load() == 2
+    again.step_and_save(3)
+    assert steps_in(tmp_path) == [3, 4, 6, 8]
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    Job(tmp_path).step_and_save(2, 4, 6)
+    flip_a_bit(data_file(tmp_path, 6))
+    job = Job(tmp_path, keep_latest_k=2)
+    assert job.checkpointer.load() == 4
+    job.step_and_save(7)
+    assert steps_in(tmp_path) == [4, 6, 7]
+    job.step_and_save(8)
+    assert steps_in(tmp_path) == [7, 8]
+
+
+def test_seed_export_and_strangers_are_not_removed(tmp_path: Path) -> None:
+    job = Job(tmp_path, keep_latest_k=2, last_save_model_only=True)
+    job.checkpointer.save_seed()
+    (tmp_path / "checkpoint/step-1").mkdir()
+    job.train(2)
+    job.checkpointer.save(2, last=True)
+    job.step_and_save(3, 4, 5)
+    assert steps_in(tmp_path) == [0, 1, 2, 4, 5]
+
+
+# Leftovers
+
+
+def test_leftovers_of_a_kill_are_told_in_one_line_and_removed(tmp_path: Path) -> None:
+    Job(tmp_path).step_and_save(2)
+    folder = tmp_path / "checkpoint"
+    for name in ("step-4.partial", "step-1.partial"):
+        (folder / name).mkdir()
+        (folder / name / "__0_0.distcp").write_bytes(b"half")
+    (folder / "step-2").rename(folder / "step-2.replaced")
+    job = Job(tmp_path)
+    assert job.checkpointer.load() == 2
+    (line,) = job.log.warnings
+    done = "removed step-1.partial, put back step-2, which was being replaced, removed step-4.partial"
+    assert line == f"checkpoint: a save was cut short by a kill: {done}"
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+
+
+def test_a_reader_leaves_leftovers_alone(tmp_path: Path) -> None:
+    Job(tmp_path).step_and_save(2)
+    (tmp_path / "checkpoint/step-4.partial").mkdir()
+    assert Job(tmp_path, load_only=True).checkpointer.load() == 2
+    assert (tmp_path / "checkpoint/step-4.partial").exists()
+
+
+# Saves that fail
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """The system refuses every byte of a file beyond that; Python leaves SIGXFSZ ignored, so the write fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("size_bytes", [0, 1000, 20_000])
+def test_a_write_that_fails_is_one_line_and_leaves_the_last_good_one(
+    tmp_path: Path, size_bytes: int, async_mode: str
+) -> None:
+    job = Job(tmp_path, async_mode=async_mode)
+    job.step_and_save(2)
+    there = job.everything()
+    job.train(2)
+    job.checkpointer.wait()
+    with largest_file(size_bytes), pytest.raises(CheckpointFailed) as failure:
+        job.checkpointer.save(4)
+        job.checkpointer.wait()
+    file = tmp_path / "checkpoint/step-4.partial/__0_0.distcp"
+    assert str(failure.value) == f"checkpoint: step 4 not saved: File too large ({file}); step 2 is the last good one"
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 2
+    assert same(resumed.everything(), there) and resumed.log.warnings == []
+    job.checkpointer.save(4)  # there is room again
+    job.checkpointer.close()
+    assert steps_in(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "rename", "mkdir"])
+def test_a_disk_that_fills_up_anywhere_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    job = Job(tmp_path)
+    job.step_and_save(2)
+    job.train(1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some file")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointFailed) as failure:
+        patch.setattr(*{"fsync": (os, "fsync"), "rename": (Path, "rename"), "mkdir": (Path, "mkdir")}[failing], full)
+        job.checkpointer.save(3)
+    assert re.fullmatch(
+        r"checkpoint: step 3 not saved: No space left on device \(.+\); step 2 is the last good one", str(failure.value)
+    )
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
+
+
+def test_the_first_save_may_fail_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("a file where the folder should be")
+    job = Job(tmp_path)
+    assert job.checkpointer.load() is None
+    message = r"checkpoint: step 2 not saved: Not a directory \(.*/step-2\.partial\); there is no earlier one"
+    with pytest.raises(CheckpointFailed, match=message):
+        job.step_and_save(2)
+
+
+def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
+    Job(tmp_path).step_and_save(2)
+    files = [*(tmp_path / "checkpoint/step-2").iterdir()]
+    room = int(1.5 * sum(file.stat().st_blocks * 512 for file in files))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "pharos", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        job = Job(disk)
+        job.step_and_save(2)
+        with pytest.raises(
+            CheckpointFailed, match=r"step 4 not saved: No space left on device \(.*\); step 2 is the last"
+        ):
+            job.step_and_save(4, 6)
+        assert steps_in(disk) == [2]
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(
+            CheckpointFailed, match=r"step 5 not saved: Read-only file system \(.*\); step 2 is the last"
+        ):
+            job.checkpointer.save(5)
+        resumed = Job(disk)
+        assert resumed.checkpointer.load() == 2
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+# In the background
+
+
+class HeldBackWrites:
+    """Every write of a checkpoint waits here until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.began = threading.Event()
+        begin = checkpoint_files.begin
+
+        def held_back(*where: Any) -> Path:
+            self.began.set()
+            assert self.go.wait(30)
+            return begin(*where)
+
+        monkeypatch.setattr(checkpoint_files, "begin", held_back)
+
+
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, async_mode="async")
+    job.checkpointer.load()
+    job.train(2)
+    there = job.everything()
+    writes = HeldBackWrites(monkeypatch)
+    job.checkpointer.save(2)
+    assert writes.began.wait(30)
+    job.train(3)  # changes every state while its copy waits to be written
+    assert steps_in(tmp_path) == []
+    writes.go.set()
+    job.checkpointer.close()
+    resumed = Job(tmp_path, seed=1)
+    assert resumed.checkpointer.load() == 2
+    assert same(resumed.everything(), there)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, async_mode="async", keep_latest_k=2)
+    writes = HeldBackWrites(monkeypatch)
+    job.train(1)
+    job.checkpointer.save(1)
+    assert writes.began.wait(30)
+    job.train(1)
+    second = threading.Thread(target=job.checkpointer.save, args=(2,))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive() and steps_in(tmp_path) == []
+    writes.go.set()
+    second.join(30)
+    job.step_and_save(3, 4)
+    job.checkpointer.save(5, last=True)  # in the foreground
+    assert steps_in(tmp_path) == [4, 5]
+
+
+def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("a file where the folder should be")
+    job = Job(tmp_path, async_mode="async")
+    job.step_and_save(2)
+    with pytest.raises(CheckpointFailed, match="checkpoint: step 2 not saved"):
+        job.checkpointer.save(3)
+    job.checkpointer.wait()
+
+
+def test_buffers_are_made_before_training_and_used_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, async_mode="async")
+    job.checkpointer.load()
+    snapshot, _ = job.checkpointer._prepared()
+    buffers = {name: buffer.data_ptr() for name, buffer in snapshot._buffers.items()}
+    assert len(buffers) == 8 + 3 * 5  # weights and buffers of the model, three tensors a parameter of the optimizer
+    job.step_and_save(2, 4)
+    job.checkpointer.close()
+    assert {name: buffer.data_ptr() for name, buffer in snapshot._buffers.items()} == buffers
+
+
+def test_a_copy_is_of_everything_that_can_change() -> None:
+    live: dict[str, Any] = {"model": {"w": torch.ones(3)}, "ledger": {"step": 1, "pending": {"a": [1]}}}
+    snapshot = Snapshot(pinned=False)
+    taken = snapshot.take(live)
+    live["model"]["w"].zero_()
+    live["ledger"]["pending"]["a"].append(2)
+    assert taken["ledger"] == {"step": 1, "pending": {"a": [1]}}
+    assert snapshot._buffers["model.w"].equal(torch.ones(3))
