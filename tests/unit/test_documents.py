@@ -1,0 +1,63 @@
+"""What the pages name is there: links, files, settings, figures of the lighthouse, and the words of each alarm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.keys import walk
+from configs.load import section_types
+from configs.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
+GENERATED = ("parity.md", "parity_8_ranks.md", "config.md")
+SECTIONS = section_types(Config)
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All that is said anywhere: strings that were cut at a line's end are joined, and what is put in is a hole."""
+    packages = ("ft", "training", "scripts", "configs", "parallelisms")
+    text = "\n".join(path.read_text() for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    return re.sub(r"\{[^{}]*\}|%[ds]|%\.\w+", "\0", re.sub(r'"\s*\n\s*f?"', "", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
+def test_settings_and_files_that_are_named_exist(page: Path):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    keys = {name for section, kind in SECTIONS.items() for name, _ in walk(kind, section)}
+    named = re.findall(rf"`(?:--)?((?:{'|'.join(SECTIONS)})\.(?!py|json)\w+)(?: =[^`]*)?`", text)
+    assert not [name for name in named if name not in keys]
+    folders = "configs|models|parallelisms|training|ft|proofs|scripts|benchmarks|tests|examples|docs"
+    files = re.findall(rf"`((?:{folders})/[\w/.-]+\.(?:py|sh|toml|md|txt|svg))`", text)
+    assert not [name for name in files if not (ROOT / name).exists() and name != "models/relu2.py"]
+
+
+def test_the_metrics_to_watch_are_served():
+    named = set(re.findall(r"`(pharos_\w+)`", (ROOT / "docs" / "operating.md").read_text()))
+    served = set(re.findall(r'"(pharos_\w+)"', (ROOT / "ft" / "rpc" / "lighthouse_http.py").read_text()))
+    assert named and named <= served
+
+
+def test_every_alarm_that_is_explained_is_said(sources: str):
+    """Of each line in the table some three words in a row that no figure or name interrupts."""
+    page = (ROOT / "docs" / "operating.md").read_text()
+    [table] = re.findall(r"^## What a line means\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    said = [line for cell in cells for line in re.findall(r"`([^`]+)`", cell)]
+    assert len(said) > 10
+    for line in said:
+        runs = [run.split() for run in re.split(r"\.\.\.|\S*\d\S*|\(.*?\)|\[.*?\]|data loading", line)]
+        pieces = [" ".join(run[at : at + 3]) for run in runs for at in range(max(1, len(run) - 2)) if run]
+        longest = max(map(len, map(str.split, pieces)))
+        assert any(len(piece.split()) == longest and piece in sources for piece in pieces), f"nobody says {line!r}"
