@@ -63,7 +63,7 @@ from training.validation import ValidationLoss, validate
 from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
 
 FIRST_ESTIMATE = 3  # steps after which a start says how long it will take: on slow hardware one wants to know at once
-TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside the run's folder
+TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside the folder of the run, or of its group
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
-    os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=config.run_folder / TRACES))
+    traces = group_folder(config.run_folder, config.fault_tolerance, environment) / TRACES
+    os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=traces))
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
     log.adopt("pharos")
@@ -468,11 +469,11 @@ class Run:
             timeout_s=config.comm.train_timeout_seconds,
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
-            record=lambda: dump_flight_recorder(config.run_folder / TRACES, world.global_rank),
+            record=lambda: dump_flight_recorder(self.group_folder / TRACES, world.global_rank),
         )
         cleanup.enter_context(closing(watchdog)).start()
         cuda = self.device.type == "cuda"
-        profiler = Profiler(config.profiling, config.run_folder, global_rank=world.global_rank, log=self.log, cuda=cuda)
+        profiler = Profiler(config.profiling, self.group_folder, global_rank=world.global_rank, log=self.log, cuda=cuda)
         garbage = GarbageCollection(config.training.gc_freq)
         return watchdog, cleanup.enter_context(profiler), cleanup.enter_context(closing(garbage))
 

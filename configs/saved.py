@@ -7,7 +7,6 @@ another seed it would go on as something else under the same name and in the sam
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from configs.errors import ConfigError, Problems
 from configs.keys import keys_of
 from configs.load import section_types
 from configs.values import to_text
+from training.sinks import replace_file
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -53,12 +53,7 @@ def to_toml(config: Config) -> str:
 def save(config: Config, folder: Path) -> None:
     """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{FILE_NAME}.{os.getpid()}"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(to_toml(config))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / FILE_NAME)
+    replace_file(folder / FILE_NAME, to_toml(config).encode())
 
 
 _LAYOUT = (

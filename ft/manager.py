@@ -245,6 +245,8 @@ class Manager:
                 self._deal = Deal(turn.step, turn.slots)
             else:
                 self._deal = Deal(turn.step - 1, ())
+            if until is not None and self._deal.step >= until:
+                self.left = True  # nothing is left to train, nor for the others, who go on from the same state
         return self._deal
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:

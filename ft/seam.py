@@ -92,7 +92,7 @@ class Seam(Protocol):
 
     @property
     def left(self) -> bool:
-        """After `leave`: the others know, and the loop may end."""
+        """After `leave`, or where nothing is left to train: the others know, and the loop may end."""
         ...
 
     def attach(self, model_parts: Sequence[Any]) -> None:

@@ -116,14 +116,18 @@ class Group:
 
 
 def main(argv: list[str]) -> int:
+    from training.runlock import RunLock
+
     try:
         number, rest = read_groups(argv)
         config, restarts, grace_s = prepare([*rest, ENABLED], number)
+        lock = RunLock(
+            config.run_folder / "groups"
+        )  # else a job that goes on lost its token, and its groups their way back
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
     folder = config.run_folder / "groups"
-    folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(number), "PHAROS_TOKEN_FILE": str(token_file(config.run_folder))}
     env.pop("PHAROS_TOKEN", None)
     env.setdefault("OMP_NUM_THREADS", threads_per_group(number))
@@ -145,6 +149,7 @@ def main(argv: list[str]) -> int:
             group.end()
         lighthouse.terminate()
         lighthouse.wait()
+        lock.close()
 
 
 def run(groups: Sequence[Group], grace_s: float, address: str) -> int:

@@ -223,7 +223,7 @@ class Checkpointer:
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if self._claim.shared:
-            self._tidy(step)
+            self._tidy(until=step)
         return manifest.size_bytes
 
     def _take_claim(self, step: int) -> bool:
@@ -238,10 +238,10 @@ class Checkpointer:
         return self._claim.is_over() and max(there) >= step
 
     def _tidy(self, until: int | None = None) -> None:
-        """Rank 0: clears away what a killed process left. until: only of steps up to this one, which has been saved: of a later one it may
-        be that another group is at work."""
+        """Rank 0: clears away what a killed process left. until: only of steps up to this one, which has been saved, and of no newer
+        writer: another group may be at work there."""
         try:
-            notes = files.tidy(self.folder, until)
+            notes = files.tidy(self.folder, until, self._claim.clears)
         except OSError as error:
             notes = [f"could not clear away what was left ({files.reason(error)})"]
         if notes:

@@ -24,7 +24,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -258,14 +258,14 @@ def discard(folder: Path, step: int, name: str = "") -> None:
     shutil.rmtree(_partial(folder, step, name), ignore_errors=True)
 
 
-def tidy(folder: Path, until: int | None = None) -> list[str]:
-    """Clears away what a killed process left, of steps up to `until` (None: all), and returns one phrase for each. To be called while
-    nobody writes those. Raises OSError.
+def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Clears away what a killed process left, of steps up to `until` (None: all) and of writers whose name `clears`, and returns one phrase
+    for each. To be called while nobody writes those. Raises OSError.
     """
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or (until is not None and int(match[1]) > until):
+        if match is None or (until is not None and int(match[1]) > until) or not clears(match[3] or ""):
             continue
         final = step_folder(folder, int(match[1]))
         if match[2] == "replaced" and not final.exists():

@@ -60,6 +60,11 @@ class Claim:
         """What no other writer's is."""
         return f"-{self._taken[0]}-{self._taken[1]}"
 
+    def clears(self, name: str) -> bool:
+        """Whether what a writer of that name left lying is this one's to clear away: not what a newer one writes."""
+        epoch, _, number = name.removeprefix("-").rpartition("-")
+        return epoch != self._taken[0] or int(number) <= self._taken[1]
+
 
 class Alone(Claim):
     shared, name = False, ""
@@ -72,3 +77,6 @@ class Alone(Claim):
 
     def is_over(self) -> bool:
         return False
+
+    def clears(self, name: str) -> bool:
+        return True

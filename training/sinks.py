@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import socket
 import struct
 import time
 import uuid
@@ -215,7 +216,9 @@ def _records(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(
+        f".{path.name}.{socket.gethostname()}.{os.getpid()}"
+    )  # in containers all have the same number
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()

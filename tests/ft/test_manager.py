@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import pytest
 import torch
 
 from ft.diary import Diarist
+from ft.manager import Manager, Options
+from ft.membership import Wish
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.errors import GroupError
+from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
-from ft.seam import GroupEnded, Stopped, from_checkpoint
+from ft.rpc.access import Access
+from ft.seam import GroupEnded, Stopped, from_checkpoint, to_checkpoint
 from tests.ft.groups import LIMIT_S, SLOT, Rank, job
 
 
@@ -218,6 +223,34 @@ def test_who_leaves_says_so_in_the_step_before():
         assert len(computed) == len(set(computed)), "nothing failed, so nothing was computed twice"
         assert a.commits[-1][1] == 1
         assert not any(isinstance(event, m.ReduceFailed) for _, event, _ in a.seen)
+
+
+def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.LogCaptureFixture):
+    """All of it was restored from the last checkpoint: nothing is lost with the group, and the lighthouse is told so."""
+    caplog.set_level("INFO", "pharos")
+    state = {"step": 5, "commit_id": "c", "commit_quorum_id": 3, "ledger": {"position": 5 * SLOT}}
+    with job(min_replicas=1) as made:
+        wish = Wish(
+            name="a",
+            group_rank=0,
+            world_size=1,
+            lighthouse=made.lighthouse,
+            host="127.0.0.1",
+            access=Access(),
+            times=m.Times(),
+        )
+        manager = Manager(
+            ProcessGroupGloo(),
+            wish,
+            Options(slot_size=SLOT, dies_with_group=False),
+            restore=lambda: manager.load_state_dict(to_checkpoint(state)),
+        )
+        with closing(manager):
+            manager.attach([torch.nn.Linear(2, 2)])
+            assert manager.begin_step(until=5).step == 5 and manager.left
+    assert [("clean=True" in line, "'done'" in line) for line in caplog.messages if line.startswith("Leave(")] == [
+        (True, True)
+    ]
 
 
 def test_a_generation_that_does_not_end_holds_up_no_close():

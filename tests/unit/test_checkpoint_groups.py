@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint import CheckpointFailed
 from training.claim import Claim
 
-EPOCH = "epoch"
+EPOCH, WAIT_S = "epoch", 50.0
 
 
 class Group(Job):
@@ -93,6 +94,37 @@ def test_a_save_that_another_one_meets_fails_neither(tmp_path: Path, monkeypatch
     assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
 
 
+def test_each_writes_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that was stopped before it wrote wakes when the other has written the same step, and has yet to publish it."""
+    a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)
+    a.train(2)
+    b.train(2)
+    stopped, wakes = threading.Event(), threading.Event()
+    zombie = threading.Thread(target=a.checkpointer.save, args=(2,), name="zombie")
+    write, publish = checkpoint_dcp.write, checkpoint_files.publish
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is zombie:
+            stopped.set()
+            assert wakes.wait(WAIT_S)
+        return write(*args, **kwargs)
+
+    def meets(*args: Any) -> Path:
+        if threading.current_thread() is not zombie:
+            wakes.set()
+            zombie.join(WAIT_S)
+        return publish(*args)
+
+    monkeypatch.setattr(checkpoint_dcp, "write", stops)
+    monkeypatch.setattr(checkpoint_files, "publish", meets)
+    zombie.start()
+    assert stopped.wait(WAIT_S)
+    b.checkpointer.save(2)
+    assert names(tmp_path) == ["step-2"]
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
+
+
 def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both groups live: the earlier step comes as well, for nobody else has saved it."""
     a, b = Group(tmp_path, 1, async_mode="async"), Group(tmp_path, None)
@@ -110,14 +142,16 @@ def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path
 
 
 def test_who_saves_clears_away_what_is_older(tmp_path: Path):
-    """What others left of steps that are saved by now; not of a later one, at which one may be at work."""
-    a, b = Group(tmp_path, 1), Group(tmp_path, 2)
-    (tmp_path / "checkpoint/step-4.partial-epoch-1").mkdir(parents=True)
-    a.step_and_save(2)
-    assert names(tmp_path) == ["step-2", "step-4.partial-epoch-1"]
-    b.step_and_save(4)
-    assert names(tmp_path) == ["step-2", "step-4"]
-    assert b.log.warnings == ["checkpoint: a save was cut short by a kill: removed step-4.partial-epoch-1"]
+    """What others left of steps that are saved by now; not of a later one, nor what a newer writer has there."""
+    a, b = Group(tmp_path, 1), Group(tmp_path, 3)
+    (tmp_path / "checkpoint/step-4.partial-epoch-2").mkdir(parents=True)
+    a.step_and_save(2, 4)
+    assert names(tmp_path) == ["step-2", "step-4", "step-4.partial-epoch-2"]
+    b.step_and_save(3)
+    assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-4.partial-epoch-2"]
+    b.step_and_save(6)
+    assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-6"]
+    assert b.log.warnings == ["checkpoint: a save was cut short by a kill: removed step-4.partial-epoch-2"]
 
 
 def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

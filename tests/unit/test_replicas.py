@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, read_groups
+from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, main, read_groups, token_file
+from training.runlock import RunLock
 
 
 def group(tmp_path: Path, program: str, restarts: int = 100) -> Group:
@@ -63,3 +66,19 @@ def test_its_words_are_in_its_log_without_colours(tmp_path: Path, capsys: pytest
 def test_the_number_of_groups_may_stand_anywhere():
     assert read_groups(["a.toml", "--groups", "3", "--training.steps=2"]) == (3, ["a.toml", "--training.steps=2"])
     assert read_groups(["--groups=2", "a.toml"]) == (2, ["a.toml"])
+
+
+def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its groups read the token whenever they start again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
+    groups = tmp_path / "outputs" / "a" / "groups"
+    with closing(RunLock(groups)):
+        token = token_file(groups.parent).read_text()
+        assert main(["a.toml", "--groups=2"]) == 2
+        assert (groups / "token").read_text() == token
+    assert re.fullmatch(
+        r"pharos: job.name: outputs/a/groups is being trained by process \d+ on .+\n", capsys.readouterr().err
+    )
