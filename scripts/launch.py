@@ -193,14 +193,19 @@ def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
 
 
 def threads_per_rank(nproc: int) -> str:
-    """Ranks share the cores this process may use. A container's quota counts; Python and OpenMP do not look at it."""
+    """Ranks share the cores this process may use."""
+    return str(max(1, cores_here() // nproc))
+
+
+def cores_here() -> int:
+    """Those this process may use. A container's quota counts; Python and OpenMP do not look at it."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota
         cores = min(cores, int(quota) // int(period))
     except (OSError, ValueError):
         pass
-    return str(max(1, cores // nproc))
+    return cores
 
 
 # One rank: this process

@@ -1,0 +1,147 @@
+"""What the user gave: flags, and the environment that says which rank this process is. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# How launchers tell a process its place: (rank, world size, rank on its node), and what tells them from one another.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "srun": (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+    ),  # the latter two are set in steps, not in batch scripts
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this process is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @staticmethod
+    def read(environ: Mapping[str, str]) -> Place | None:
+        """None: no launcher started this process. Raises ValueError."""
+        for launcher, names in LAUNCHERS.items():
+            rank, size, local = (environ.get(name, "") for name in names)
+            if not rank or not size:
+                continue
+            if not all(text.isdecimal() for text in (rank, size, local or "0")) or int(rank) >= int(size):
+                given = ", ".join(f"{name}={environ.get(name, '')}" for name in names)
+                raise ValueError(f"{given}: not what {launcher} says: whole numbers, the rank below the size")
+            return Place(int(rank), int(size), int(local or "0"))
+        return None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    backend: str
+    init_method: str
+    timeout_s: float
+    start_s: float
+    sizes: tuple[int, ...]  # bytes
+    folder: Path
+    disk_bytes: int
+    slow: float  # 0: usual_share
+    skew_s: float
+    least_mb_s: float
+
+    @property
+    def op_s(self) -> float:
+        """How long one collective may take, in which a rank went silent, say."""
+        return 0.4 * self.timeout_s
+
+    @property
+    def words_s(self) -> float:
+        """How long the last words of the others are then waited for."""
+        return 0.5 * self.timeout_s
+
+    @staticmethod
+    def parse(argv: Sequence[str]) -> Settings:
+        """Raises ValueError; on --help, and on flags that there are not, argparse ends the process (0, 2)."""
+        given = _parser().parse_args(argv)
+        for name in ("timeout", "start_timeout", "disk_mib", "skew_ms"):
+            if getattr(given, name) <= 0:
+                raise ValueError(f"--{name} {getattr(given, name):g}: must be > 0")
+        if not 0 <= given.slow < 1:
+            raise ValueError(f"--slow {given.slow:g}: a share of what is usual, below 1")
+        if given.folder.exists() and not given.folder.is_dir():
+            raise ValueError(f"--folder {given.folder}: a file, not a folder")
+        return Settings(
+            given.backend,
+            given.init_method,
+            given.timeout,
+            given.start_timeout,
+            tuple(_bytes(text) for text in given.sizes.split(",")),
+            given.folder,
+            int(given.disk_mib * (1 << 20)),
+            given.slow,
+            given.skew_ms / 1000,
+            given.least_mb_s,
+        )
+
+
+def usual_share(*, crowded: bool) -> float:
+    """Of the usual figure, below which a rank is slow. Ranks that share cores are held up by each other, some more, some less."""
+    return 0.2 if crowded else 0.5
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="check_cluster.py",
+        description="Runs every kind of communication over the ranks of a cluster, checks and times it, and names what is slow or broken.",
+        epilog="Under torchrun, srun or mpirun it joins their ranks. Else it starts them: NPROC ranks here (default: one per GPU, "
+        "else 1); on several nodes NNODES, NODE_RANK and RDZV_ENDPOINT=host:port as for run_train.sh. "
+        "Exit code: 0 all is well; 1 something was found, and named; 2 bad input.",
+    )
+    add = parser.add_argument
+    add("--backend", choices=("auto", "gloo", "nccl", "mpi"), default="auto", help="auto: nccl on GPUs, else gloo")
+    add(
+        "--init_method", default="env://", help="env:// (default), file:///path or tcp://host:port, as comm.init_method"
+    )
+    add("--timeout", type=float, default=30, help="seconds within which a rank that says nothing is named (default 30)")
+    add("--start_timeout", type=float, default=300, help="seconds for all ranks to arrive (default 300)")
+    add(
+        "--sizes",
+        default="1KiB,64KiB,1MiB",
+        help="message sizes, the largest buffer of a rank (default 1KiB,64KiB,1MiB)",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=Path("outputs"),
+        help="folder of runs: a checkpoint is tried in it (default outputs)",
+    )
+    add("--disk_mib", type=float, default=8, help="MiB that each rank writes there (default 8)")
+    add(
+        "--slow",
+        type=float,
+        default=0,
+        help="what is below this share of the usual is named (default 0.5; 0.2 where CPU ranks outnumber cores)",
+    )
+    add("--skew_ms", type=float, default=500, help="clocks may differ by this many milliseconds (default 500)")
+    add(
+        "--least_mb_s",
+        type=float,
+        default=0,
+        help="links below this are named whatever is usual, MB/s (default 0: none)",
+    )
+    return parser
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)?", text.strip())
+    if not found or int(found[1]) == 0:
+        raise ValueError(f'--sizes {text}: must be sizes such as "1KiB,64KiB,1MiB"')
+    return int(found[1]) << {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2] or "B"]

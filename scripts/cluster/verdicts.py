@@ -1,0 +1,226 @@
+"""From figures to culprits. Pure: numbers and names in, findings out; nothing here knows how they were measured.
+
+What is usual is a median over ranks, so one bad rank does not move it; what is bad is named by rank and host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+Link = tuple[int, int]  # from, to
+LATENCY_TIMES, LATENCY_MORE_S = (
+    5.0,
+    2e-3,
+)  # a link is late that takes this many times, and this much more than, the usual
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and whose it is."""
+
+    what: str  # silent, failed, wrong, slow link, late link, slow rank, slow disk, clock
+    ranks: tuple[int, ...]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Names:
+    """How ranks are called in findings."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """`hosts` by rank; "": unknown, since it never said a word."""
+        self.hosts = list(hosts)
+
+    def rank(self, rank: int) -> str:
+        return f"rank {rank} on {self.hosts[rank]}" if self.hosts[rank] else f"rank {rank}"
+
+    def ranks(self, ranks: Collection[int]) -> str:
+        return ", ".join(self.rank(rank) for rank in sorted(ranks))
+
+
+def silent(names: Names, seen: Mapping[int, str], waited_s: float) -> list[Finding]:
+    """Ranks that said nothing any more; `seen`: what each was last seen at."""
+    return [
+        Finding("silent", (rank,), f"{names.rank(rank)} said nothing for {waited_s:.0f} s; last seen at: {step}")
+        for rank, step in sorted(seen.items())
+    ]
+
+
+def failed(names: Names, troubles: Mapping[int, str], silent_ranks: Collection[int]) -> list[Finding]:
+    """Ranks that met with an error. Where others were silent, an error is their doing, and is not told again."""
+    if silent_ranks:
+        return []
+    told: dict[str, list[int]] = {}
+    for rank, text in troubles.items():
+        told.setdefault(text, []).append(rank)
+    return [Finding("failed", tuple(sorted(ranks)), f"{names.ranks(ranks)}: {text}") for text, ranks in told.items()]
+
+
+def wrong(
+    names: Names, op: str, seen: Sequence[tuple[int, int, str]], pairs: Mapping[tuple[int, int], bool] | None = None
+) -> Finding:
+    """Whose results of `op` are wrong. `seen`: (whose block, at which rank, how); whose is -1 where all are in it.
+
+    `pairs`: the same operation between two ranks alone, and whether it was right; asked for where all saw it wrong.
+    """
+    sources, places, how = {source for source, _, _ in seen}, {at for _, at, _ in seen}, seen[0][2]
+    if len(places) == 1 and (len(seen) > 1 or sources == {-1}):
+        [at] = places
+        return Finding("wrong", (at,), f"{names.rank(at)}: {op} gave it a wrong result: {how}")
+    if len(sources) == 1 and sources != {-1} and len(places) > 1:
+        [source] = sources
+        return Finding("wrong", (source,), f"{names.rank(source)}: in {op} all that it sends arrives wrong: {how}")
+    if len(seen) == 1:
+        source, at, _ = seen[0]
+        where = f"what {names.rank(source)} sends to {names.rank(at)}"
+        return Finding("wrong", (source, at), f"{op}: {where} arrives wrong: {how}")
+    bad = [set(pair) for pair, right in (pairs or {}).items() if not right]
+    common = set.intersection(*bad) if bad else set()
+    if len(common) == 1 and len(bad) > 1:
+        [culprit] = common
+        text = f"{names.rank(culprit)}: {op} is wrong at every rank, and of two ranks alone whenever this one takes part: {how}"
+        return Finding("wrong", (culprit,), text)
+    tried = "" if pairs is None else ", and right between any two" if not bad else ", also between two"
+    return Finding("wrong", tuple(sorted(places)), f"{op} is wrong at {names.ranks(places)}{tried}: {how}")
+
+
+def needs_pairs(seen: Sequence[tuple[int, int, str]]) -> bool:
+    """Whether only a second look, two ranks at a time, can tell whose it is."""
+    return len({at for _, at, _ in seen}) > 1 and -1 in {source for source, _, _ in seen}
+
+
+def slow_ranks(names: Names, rates: Mapping[int, float], *, what: str, unit: str, share: float) -> list[Finding]:
+    """Ranks whose rate is below `share` of the median."""
+    if len(rates) < 2:
+        return []
+    usual = median(rates.values())
+    return [
+        Finding(
+            f"slow {what}", (rank,), f"{names.rank(rank)}: slow {what}: {rate:.4g} {unit}, where {usual:.4g} is usual"
+        )
+        for rank, rate in sorted(rates.items())
+        if rate < share * usual
+    ]
+
+
+def slow_hosts(names: Names, rates: Mapping[int, float], *, what: str, unit: str, share: float) -> list[Finding]:
+    """Hosts whose best rank is below `share` of the median host: for what the ranks of a host share."""
+    best: dict[str, int] = {}
+    for rank, rate in rates.items():
+        if rate > rates.get(best.get(names.hosts[rank], -1), -1.0):
+            best[names.hosts[rank]] = rank
+    return slow_ranks(names, {rank: rates[rank] for rank in best.values()}, what=what, unit=unit, share=share)
+
+
+def clocks(names: Names, ahead: Mapping[int, tuple[float, float]], *, limit_s: float) -> list[Finding]:
+    """Clocks that differ from the median by more than the limit and the error of measuring: (seconds ahead, error)."""
+    usual = median(value for value, _ in ahead.values())
+    return [
+        Finding("clock", (rank,), f"{names.rank(rank)}: its clock is {value - usual:+.3f} s off (within {error:.3f} s)")
+        for rank, (value, error) in sorted(ahead.items())
+        if abs(value - usual) - error > limit_s
+    ]
+
+
+def slow_links(names: Names, bytes_s: Mapping[Link, float], *, share: float, least: float = 0.0) -> list[Finding]:
+    """Links below `share` of what is usual, on one host or between hosts; `least` (bytes/s) is asked of each."""
+    found = []
+    for kind in (True, False):
+        rates = {link: rate for link, rate in bytes_s.items() if _one_host(names, link) is kind}
+        usual = _usual(rates)
+        bad = {link for link, rate in rates.items() if rate < max(share * usual, least)}
+        for ranks, links, who in blame(names, rates, bad):
+            rate = median(rates[link] for link in links)
+            text = f"{who}: slow links: {rate / 1e6:.4g} MB/s, where {usual / 1e6:.4g} is usual ({len(links)} of them)"
+            found.append(Finding("slow link", ranks, text))
+    return found
+
+
+def late_links(names: Names, latency_s: Mapping[Link, float]) -> list[Finding]:
+    """Links whose messages take several times as long as is usual, and milliseconds more."""
+    found = []
+    for kind in (True, False):
+        times = {link: taken for link, taken in latency_s.items() if _one_host(names, link) is kind}
+        usual = 1 / _usual({link: 1 / taken for link, taken in times.items()}) if times else 0.0
+        bad = {link for link, taken in times.items() if taken > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S)}
+        for ranks, links, who in blame(names, times, bad):
+            taken = median(times[link] for link in links)
+            text = f"{who}: late links: {taken * 1e3:.3g} ms, where {usual * 1e3:.3g} is usual ({len(links)} of them)"
+            found.append(Finding("late link", ranks, text))
+    return found
+
+
+def blame(
+    names: Names, links: Collection[Link], bad: Collection[Link]
+) -> list[tuple[tuple[int, ...], list[Link], str]]:
+    """The fewest that explain all bad links: (ranks, their bad links, their name).
+
+    A host or rank most of whose links are bad, all or those one way, is what is bad; the worst first, since a neighbour's
+    links to it say nothing of the neighbour. What is then left are single links.
+    """
+    left, still_bad = set(links), set(bad)
+    blamed: list[tuple[tuple[int, ...], list[Link], str]] = []
+    while still_bad and (worst := _worst(names, left, still_bad)):
+        party, way = worst
+        its = _links_of(party, way, left)
+        which = {"out": ", what it sends", "in": ", what it receives"}.get(way, "")
+        blamed.append((tuple(sorted(party)), sorted(its & still_bad), names.ranks(party) + which))
+        left -= its
+        still_bad -= its
+    rest: dict[tuple[Any, ...], list[Link]] = {}
+    for a, b in sorted(still_bad):
+        ends = (a, b) if _one_host(names, (a, b)) else (names.hosts[a], names.hosts[b])
+        rest.setdefault(tuple(sorted(ends)), []).append((a, b))
+    for its_links in rest.values():
+        ranks = tuple(sorted({rank for link in its_links for rank in link}))
+        sides = [{link[side] for link in its_links} for side in (0, 1)]
+        how = "between {} and {}" if sides[0] & sides[1] else "from {} to {}"
+        first = {rank for rank in ranks if names.hosts[rank] == names.hosts[its_links[0][0]]}
+        one, other = (first, set(ranks) - first) if first != set(ranks) else ({its_links[0][0]}, {its_links[0][1]})
+        blamed.append((ranks, its_links, how.format(names.ranks(one), names.ranks(other))))
+    return blamed
+
+
+def _worst(names: Names, links: set[Link], bad: set[Link]) -> tuple[frozenset[int], str] | None:
+    """The host or rank, and the way ("both", "out", "in"), with the largest share of bad links; None: nobody has most of them bad."""
+    everyone = range(len(names.hosts))
+    parties = [frozenset({rank}) for rank in everyone]
+    parties += [frozenset(rank for rank in everyone if names.hosts[rank] == host) for host in sorted(set(names.hosts))]
+    worst, most = None, (0.5, 0)
+    for party in parties:
+        for way in ("both", "out", "in"):
+            its = _links_of(party, way, links)
+            others = {rank for link in its for rank in link if rank not in party}
+            hosts = {names.hosts[rank] for rank in others}
+            partners = (
+                hosts if hosts - {names.hosts[rank] for rank in party} else others
+            )  # ranks of one host are one voice
+            share = (len(its & bad) / len(its), len(its & bad)) if its else (0.0, 0)
+            if len(partners) > 1 and share[0] > 0.5 and share > most:
+                worst, most = (party, way), share
+    return worst
+
+
+def _links_of(party: Collection[int], way: str, links: Collection[Link]) -> set[Link]:
+    """Links between it and others: those on which it sends, receives, or both."""
+    out = {link for link in links if link[0] in party and link[1] not in party}
+    into = {link for link in links if link[1] in party and link[0] not in party}
+    return {"out": out, "in": into, "both": out | into}[way]
+
+
+def _one_host(names: Names, link: Link) -> bool:
+    return names.hosts[link[0]] == names.hosts[link[1]]
+
+
+def _usual(rates: Mapping[Link, float]) -> float:
+    """The median over ranks of each one's best link. Not over links: of three hosts a bad one has two of the three links."""
+    best: dict[int, float] = {}
+    for link, rate in rates.items():
+        for rank in link:
+            best[rank] = max(best.get(rank, 0.0), rate)
+    return median(best.values()) if best else 0.0
