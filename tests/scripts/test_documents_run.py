@@ -1,0 +1,105 @@
+"""Every command of the pages is run: here, in a copy of the repository whose main configuration is a smaller one, or by the test that is
+named beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)  # a dozen starts in one test, each with an import of torch
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+COPIED = (
+    "train.py",
+    "configs",
+    "ft",
+    "models",
+    "parallelisms",
+    "scripts",
+    "training",
+    "requirements.lock",
+    "pyproject.toml",
+)
+SMALL = """
+[model]
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+hidden_dim = 64
+
+[training]
+dataset = "files"
+dataset_path = "readme.txt"
+local_batch_size = 2
+seq_len = 32
+steps = 30
+
+[lr_scheduler]
+warmup_steps = 2
+
+[checkpoint]
+interval = 1000
+"""
+# The beginning of a command -> the test that runs it in its own way, and what of it stands there. Those that measure for hours on an idle
+# machine are not run by a test; their parts are.
+ELSEWHERE = {
+    "./scripts/run_tests.sh": ("tests/scripts/test_install.py", "run_tests.sh"),
+    "./scripts/run_lighthouse.sh": ("tests/scripts/test_run_lighthouse.py", "run_lighthouse.sh"),
+    "head -c 24 /dev/urandom": ("tests/scripts/test_run_lighthouse.py", "token_file"),
+    "curl ": ("tests/rpc/test_lighthouse_main.py", "status.json"),
+    "tensorboard ": ("tests/unit/test_metrics_sinks.py", "event_accumulator"),
+    "export TORCHFT_LIGHTHOUSE": ("tests/scripts/test_bad_groups.py", "TORCHFT_LIGHTHOUSE"),
+    "REPLICA_GROUP_ID=0": ("tests/scripts/test_bad_groups.py", "REPLICA_GROUP_ID"),
+    "./scripts/run_train.sh configs/relu2.toml": ("tests/scripts/test_add_a_model.py", "configs/relu2.toml"),
+    "make drill": ("tests/e2e/test_drill.py", "drill.py"),
+    "make e2e": ("tests/e2e/test_drill.py", "PHAROS_E2E"),
+    "python proofs/drill.py": ("tests/e2e/test_drill.py", "drill.py"),
+    "NPROC=4 python proofs/drill.py": ("tests/e2e/test_drill.py", "NPROC"),
+    "make goodput": ("tests/unit/test_goodput.py", "goodput"),
+    "python benchmarks/goodput.py": ("tests/unit/test_goodput.py", "goodput"),
+    "make recovery": ("tests/unit/test_recovery.py", "recovery"),
+}
+
+
+def commands(page: str) -> list[str]:
+    """Without comments; what goes over several lines is one."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(command.split()) for line in lines if (command := re.sub(r"\s{2,}#.*", "", line).strip())]
+
+
+def test_the_commands_of_the_pages_work(tmp_path: Path):
+    for part in COPIED:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+        copy(ROOT / part, tmp_path / part)
+    for name in ("llama", "mine"):
+        (tmp_path / "configs" / f"{name}.toml").write_text(SMALL)
+    shutil.copy2(ROOT / "README.md", tmp_path / "readme.txt")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # "python" is that of the environment
+    env = {**os.environ, "PATH": path, "PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
+    done = set[str]()
+    for page in PAGES:
+        for command in commands(page):
+            if command in done or command.startswith(tuple(ELSEWHERE)):
+                continue
+            done.add(command)
+            line = command.replace("CONFIG", "configs/mine.toml").replace("steps 2000", "steps 40")
+            ran = subprocess.run(
+                ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+            )
+            assert ran.returncode == 0, f"{page}: {command}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
+    assert any("run_replicas" in command for command in done) and any("--explain" in command for command in done)
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_what_is_run_elsewhere_is_on_a_page_and_in_that_test(command: str):
+    assert any(each.startswith(command) for page in PAGES for each in commands(page)), "no page says it any more"
+    test, word = ELSEWHERE[command]
+    assert word in (ROOT / test).read_text()
