@@ -19,6 +19,7 @@ from torch import Tensor
 
 ALIGN_BYTES = 64  # where a gradient begins: a cache line, and more than any vector instruction or NCCL wants
 TAIL_ELEMENTS = 1 << 14  # room for the tail: a slot per group, and then some
+BUCKET_BYTES = 25 << 20  # what travels together at most, unless a gradient is larger
 RIDER_BYTES = 64 << 10  # a gradient may ride with the tail up to this size
 RIDERS_BYTES = 1 << 20  # and all of them up to that
 ALONE_BYTES = 1 << 20  # in place, from this size on: below, a message of its own costs more than the copy

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import TAIL_ELEMENTS, Layout, lay_out
+from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Layout, lay_out
 from ft.process_groups.work import GroupWork
 from ft.scratch import Buffers, Scratch, Sets, like, local_of
 from ft.user_sums import UserSum
@@ -83,7 +83,7 @@ class Gradients:
         keep: bool = True,
         shared: bool = False,
         slots: int = 0,
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | str = "cpu",
     ) -> None:
         self._keep, self._shared, self._bucket_bytes = keep, shared, bucket_bytes

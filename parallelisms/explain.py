@@ -5,7 +5,7 @@ scripts/explain.py (flags and settings) -> here -> explain_rank.py (what each ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from textwrap import wrap
@@ -30,8 +30,8 @@ _CARDS = {24: "RTX 4090", 40: "A100 40", 80: "A100, H100", 141: "H200", 180: "B2
 _USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspaces, gaps between blocks
 
 
-def explain(job: Job) -> str:
-    """The text: at most WIDTH columns, ends in a newline."""
+def explain(job: Job, beside: Callable[[Rank], Mapping[str, int]] | None = None) -> str:
+    """The text: at most WIDTH columns, ends in a newline. `beside`: bytes of a rank that something else takes, each with what for."""
     acted = ranks(job)
     sections = [
         ("", _head(job)),
@@ -42,6 +42,7 @@ def explain(job: Job) -> str:
         ("MODULES", _modules(acted)),
         ("PARAMETERS, by kind, on the first rank", _parameters(job, acted)),
         ("MEMORY of a rank's device, in a step", _memory(job, acted)),
+        ("FAULT TOLERANCE, memory of a rank on top", _beside(acted, beside)),
         ("COMMUNICATION of a rank, in a step", _communication(job, acted)),
         ("FSDP", _fsdp(job, acted[0])),
         ("PIPELINE", _pipeline(job, acted)),
@@ -176,6 +177,14 @@ def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield f"with 4 GiB for CUDA, NCCL and gaps: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
     if job.layout.cpu_offload:
         yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory, and not in the peak"
+
+
+def _beside(acted: Sequence[Rank], beside: Callable[[Rank], Mapping[str, int]] | None) -> Iterator[str]:
+    """Of the rank that has most."""
+    if beside is not None:
+        most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
+        yield from _table([(what, _size(size)) for what, size in most.items() if size], right=[1])
+        yield "the gradients are kept until the step holds, and no longer than that: they are in the table above"
 
 
 def _communication(job: Job, acted: Sequence[Rank]) -> Iterator[str]:

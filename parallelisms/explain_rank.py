@@ -76,6 +76,7 @@ class Kind:
     shape: tuple[int, ...]  # of the whole
     cuts: tuple[tuple[str, int], ...]  # an axis of the mesh, and the dim that it cuts
     local_shape: tuple[int, ...]
+    layers: int = 1  # so many of them
 
 
 @dataclass(frozen=True)
@@ -207,11 +208,11 @@ def _modules(part: Model) -> Iterable[str]:
 
 
 def _kinds(part: Model) -> Iterable[Kind]:
-    seen = set()
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name, _ in part.named_parameters())
+    left = dict(counts)
     for name, parameter in part.named_parameters():
         kind = re.sub(r"\.\d+\.", ".*.", name)
-        if kind not in seen:
-            seen.add(kind)
+        if layers := left.pop(kind, 0):
             assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
             mesh = parameter.device_mesh
             cuts = tuple(
@@ -219,7 +220,7 @@ def _kinds(part: Model) -> Iterable[Kind]:
                 for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
                 if isinstance(placement, Shard | _StridedShard) and mesh[axis].size() > 1
             )
-            yield Kind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape))
+            yield Kind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), layers)
 
 
 def _groups(part: Model, job: Job, mesh: DeviceMesh) -> Iterable[Group]:

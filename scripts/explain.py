@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from configs.schema import Config
     from parallelisms.explain_memory import DeviceType
-    from parallelisms.explain_rank import Job
+    from parallelisms.explain_rank import Job, Rank
     from parallelisms.mesh import ParallelismConfig
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
@@ -38,12 +38,13 @@ def main(argv: Sequence[str]) -> int:
         world_size = ranks or ranks_asked(config.parallelism)
         check_settings(_without_devices(config), world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
+        beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of how it is used: the run itself will say them
-        text = explain(job)
+        text = explain(job, beside)
     print(text, end="")
     return 0
 
@@ -91,6 +92,31 @@ def _without_devices(config: Config) -> Config:
     )
     training = replace(config.training, enable_cpu_offload=False)
     return replace(config, parallelism=parallelism, training=training, float8=type(config.float8)())
+
+
+def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]]:
+    """What it takes of a rank's memory. Raises ValueError where the environment says nothing of the groups."""
+    import torch
+
+    from ft.config import Environment
+    from ft.memory import memory
+
+    settings = config.fault_tolerance
+    slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
+
+    def beside(rank: Rank) -> dict[str, int]:
+        kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
+        dtype = job.layout.precision.master
+        return memory(
+            [torch.empty(kind.local_shape, dtype=dtype, device="meta") for kind in kinds],
+            keep_gradients=settings.keep_gradients,
+            in_child=settings.process_group.startswith("baby"),
+            slots=slots,
+            heal_backlog=settings.heal_backlog,
+            heal_copy_bytes=settings.heal_copy_bytes,
+        )
+
+    return beside
 
 
 def job_of(config: Config, *, world_size: int, device: str) -> Job:

@@ -1,0 +1,42 @@
+"""What fault tolerance takes of a rank's memory, on top of the same training without it: a formula, for --explain and for docs.
+
+Flow: scripts/explain.py asks, with the parameters as tensors without memory; gradients.py and scratch.py then take it. What autograd makes
+is not in it: kept gradients are those, and live until the step holds where they would otherwise live until the optimizer has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ft.buckets import BUCKET_BYTES, lay_out
+from ft.scratch import READY
+
+
+def memory(
+    tensors: Sequence[Tensor],
+    *,
+    keep_gradients: bool,
+    in_child: bool,
+    slots: int = 0,
+    heal_backlog: int,
+    heal_copy_bytes: int,
+) -> dict[str, int]:
+    """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
+    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce)."""
+    layout = lay_out(
+        [*tensors] * max(1, slots),
+        bucket_bytes=BUCKET_BYTES,
+        in_place=not keep_gradients and not in_child and not slots,
+        device=tensors[0].device,
+    )
+    one_set = sum(size * dtype.itemsize for (dtype, _), size in layout.sizes.items())
+    gradients = sum(tensor.nbytes for tensor in tensors)
+    return {
+        "always: two sets of sums, in turns": READY * one_set,
+        "while an abandoned generation has not ended: one set more": one_set,
+        f"while it heals: sums of {heal_backlog} steps, held": heal_backlog * one_set,
+        "while others heal from it, at most": heal_copy_bytes,
+        f"alone with all {slots} slots: the gradients of each, kept": max(0, slots - 1) * gradients * keep_gradients,
+    }

@@ -1,0 +1,82 @@
+"""The memory that fault tolerance takes is the memory that --explain says: measured while gradients are summed, held and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ft.memory import memory
+from parallelisms.explain_memory import Ruler
+from scripts.explain import main
+from tests.unit.gradient_groups import Member, finish, open_all
+
+SLACK = 1.02  # figures of sizes, and a few bytes of the models' own
+
+
+def large() -> nn.Module:
+    """One gradient of 4 MiB, one of 1 MiB less a row, and small ones."""
+    return nn.Sequential(nn.Linear(32, 32768, bias=False), nn.Linear(32768, 7, bias=False), nn.Linear(7, 5))
+
+
+def said(model: nn.Module, *, keep: bool = True, shared: bool = False, slots: int = 0) -> list[int]:
+    tensors = [torch.empty_like(parameter, device="meta") for parameter in model.parameters()]
+    sizes = memory(tensors, keep_gradients=keep, in_child=shared, slots=slots, heal_backlog=3, heal_copy_bytes=77)
+    return [*sizes.values()]
+
+
+def taken(ruler: Ruler, member: Member) -> int:
+    """Bytes that are there at the end, less the model's own."""
+    [stretch] = ruler.stretches(gradients=set(), held=ruler.serials(member.model.parameters()))
+    return stretch.change[0]
+
+
+@pytest.mark.parametrize(("keep", "slots"), [(True, 0), (False, 0), (True, 3)])
+def test_two_sets_are_always_there(keep: bool, slots: int):
+    member = Member(0, large, keep=keep, slots=slots)
+    with Ruler() as ruler:
+        member.gradients.prepare()
+    always, one_set, *_ = said(member.model, keep=keep, slots=slots)
+    assert always == 2 * one_set and always <= taken(ruler, member) <= SLACK * always
+
+
+def test_plain_steps_take_no_more():
+    member = Member(0, large)
+    with Ruler() as ruler:
+        for seed in range(3):
+            open_all([member])
+            member.backward(seed)
+            finish([member])
+            member.model.zero_grad()
+    always, *_ = said(member.model)
+    assert always <= taken(ruler, member) <= SLACK * always
+
+
+def test_each_step_that_is_held_takes_one_set():
+    """Beside the sums in .grad and those of the step that is tried."""
+    member = Member(0, large)
+    with Ruler() as ruler:
+        open_all([member])
+        finish([member])
+        for step in range(3):
+            open_all([member])
+            member.gradients.launch((1.0,), zeros=True)
+            member.gradients.wait()
+            member.gradients.hold(step)
+        open_all([member])
+    always, one_set, held, copies, kept = said(member.model)
+    assert (held, copies, kept) == (3 * one_set, 77, 0)
+    assert always + held <= taken(ruler, member) <= SLACK * (always + held)
+
+
+def test_explain_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "4")
+    (tmp_path / "run.toml").write_text("[model]\nvocab_size = 4096\nn_layers = 2\n[training]\nseq_len = 64\n")
+    ask = [str(tmp_path / "run.toml"), "--explain", "--device=cpu", "--ranks=1"]
+    assert main(ask) == 0 and "FAULT TOLERANCE" not in capsys.readouterr().out
+    apart = ["--fault_tolerance.deterministic_reduce=true", "--fault_tolerance.keep_global_batch=true"]
+    for more, words in (([], "while it heals: sums of 2 steps, held"), (apart, "alone with all 4 slots")):
+        assert main([*ask, "--fault_tolerance.enable=true", *more]) == 0
+        assert words in capsys.readouterr().out.partition("FAULT TOLERANCE, memory of a rank on top")[2]
