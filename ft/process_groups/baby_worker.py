@@ -1,7 +1,9 @@
 """The child's program: a group of torch that may be killed at any moment, without loss to the process that trains.
 
 The process that trains starts this program once (`python -m ft.process_groups.baby_worker DESCRIPTOR`), as its *nursery*: it imports
-torch, starts no thread, and waits. For each generation it is asked for a child and forks: milliseconds, and the pages of torch are shared.
+torch, starts no thread, and waits. For each generation it is asked for a child. It forks, and the pages of torch are shared; but a fork of
+so large a process, and the first writes of the child to pages that it shares, take tens of milliseconds on a busy machine. So one child,
+the spare, is always forked ahead, when nobody waits: it gets its socket when it is asked for.
 
 Nobody outlives the process that trains: Linux kills the nursery with the thread that started it, and each child with the nursery; and
 elsewhere, or should that fail, all leave when their socket ends.
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 FORK, BURY, READY = b"fork", b"bury", b"ready"
+REST_S = 1.0  # after a child was asked for, until the next spare is made: the step that waits for that child is over
 
 
 def main() -> None:
@@ -30,37 +33,76 @@ def main() -> None:
 
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
 
+    import ft.process_groups.commands
     import ft.process_groups.inline
     import ft.process_groups.shared  # noqa: F401
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     gc.freeze()  # the pages stay shared: a collection in a child does not write on them
-    control.send(READY)
-    nursery(control)
+    Nursery(control).serve()
 
 
-def nursery(control: Any) -> None:
-    """Forks a child for each message, which brings the child's socket; answers with its process number."""
-    while (message := control.receive()) is not None:
-        _bury()
-        what, descriptors = message
-        if what != FORK:
-            continue
+class Nursery:
+    """Hands out a child for each message, which brings the child's socket; answers with its process number."""
+
+    def __init__(self, control: Any) -> None:
+        self._control = control
+        self._spare: tuple[int, Any] | None = None  # its number, and the channel that it waits at
+
+    def serve(self) -> None:
+        self._spare = self._fork()
+        self._control.send(READY)
+        while (message := self._next()) is not None:
+            _bury()
+            what, descriptors = message
+            if what == FORK:
+                self._control.send(str(self._give(descriptors[0])).encode())
+
+    def _next(self) -> Any:
+        """What is asked; None when nobody asks any more. Meanwhile there is time to make a spare."""
+        if self._spare is None and not self._control.waits(REST_S):
+            self._spare = self._fork()
+        return self._control.receive()
+
+    def _give(self, descriptor: int) -> int:
+        """That end of a socket to the spare, or to a child that is forked now. The child's number."""
+        while True:
+            number, channel = self._spare or self._fork()
+            self._spare = None
+            try:
+                channel.send(FORK, [descriptor])
+            except OSError:  # it was killed, by whoever looks for memory
+                continue
+            else:
+                os.close(descriptor)
+                return number
+            finally:
+                channel.close()
+
+    def _fork(self) -> tuple[int, Any]:
+        """A child that waits for its socket, and the channel to it."""
+        from ft.process_groups.channel import Channel
+
+        ours, theirs = Channel.pair()
         me = os.getpid()
-        child = os.fork()
-        if child == 0:
+        number = os.fork()
+        if number == 0:
             die_with(me)
-            control.close()
-            _become(descriptors[0])
-        os.close(descriptors[0])
-        control.send(str(child).encode())
+            ours.close()
+            self._control.close()
+            _become(Channel(theirs))
+        theirs.close()
+        return number, ours
 
 
-def _become(descriptor: int) -> None:
+def _become(waiting: Any) -> None:
+    """A child, for whoever is at the other end of the socket that comes."""
     from ft.process_groups.channel import Channel
 
     try:
-        Child(Channel(socket.socket(fileno=descriptor))).serve()
+        if (message := waiting.receive()) is not None:
+            waiting.close()
+            Child(Channel(socket.socket(fileno=message[1][0]))).serve()
     finally:
         os._exit(0)  # without a word to torch's threads: they may never end
 

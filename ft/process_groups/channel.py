@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import select
 import socket
 import struct
 import threading
@@ -50,6 +51,10 @@ class Channel:
             return self._exactly(_HEAD.unpack(head)[0]), given.tolist()
         except (EOFError, OSError):
             return None
+
+    def waits(self, limit_s: float) -> bool:
+        """Whether something can be received, or the other end is gone, within the limit."""
+        return bool(select.select([self._socket], [], [], limit_s)[0])
 
     def hang_up(self) -> None:
         """Wakes the thread that receives, at both ends."""

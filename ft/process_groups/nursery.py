@@ -68,7 +68,7 @@ class Child:
 
 
 class Nursery:
-    """One process that forks children. If it dies, the next call starts another."""
+    """The parent's end of one process that forks children. If it dies, the next call starts another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of the conversation with it
@@ -95,7 +95,7 @@ class Nursery:
             raise GroupError("no nursery for child processes: it dies before it has imported torch")
 
     def child(self) -> Child:
-        """A new one, within milliseconds; but where the nursery has died it is started again first."""
+        """A new one: the spare, else it is forked now; where the nursery has died it is started again first."""
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()

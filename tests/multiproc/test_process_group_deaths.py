@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ft.process_groups.nursery import Nursery
 from ft.process_groups.store import serve
 
 pytestmark = [
@@ -187,3 +188,23 @@ def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
     result = sums[0].result(LIMIT_S)
     assert "the child process is gone" in result["error"], result
     survive(crew, "baby_gloo", members, sums[1:], "member a failed")
+
+
+def test_a_spare_child_that_is_gone_is_not_given():
+    """It waits for its turn, and is killed by whoever looks for memory: the nursery forks another."""
+    nursery = Nursery()
+    try:
+        nursery.prepare()
+        at = nursery.pid
+        [spare] = Path(f"/proc/{at}/task/{at}/children").read_text().split()
+        handle = os.pidfd_open(int(spare))
+        os.kill(int(spare), signal.SIGKILL)
+        assert select.select([handle], [], [], LIMIT_S)[0], "it has not ended"
+        os.close(handle)
+        child = nursery.child()
+        assert (nursery.pid, child.pid != int(spare)) == (at, True)
+        assert "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
+        child.kill()
+        child.end()
+    finally:
+        nursery.close()

@@ -31,7 +31,7 @@ from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.forming import Formation
 from ft.process_groups.generation import Generation
 from ft.process_groups.inline import GlooEngine, ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.nursery import Child
+from ft.process_groups.nursery import Child, nursery_of_this_process
 from ft.process_groups.special import ErrorSwallowingProcessGroup
 from ft.process_groups.store import StoreClient, no_names, parse, serve
 from ft.process_groups.work import GroupWork
@@ -469,7 +469,17 @@ def count(what: str) -> int:
 
 
 def children() -> int:
-    """Of this process, and of those."""
+    """Of this process, and of those; once the nursery, if there is one, has its next spare child."""
+    nursery, until_s = nursery_of_this_process().pid, time.monotonic() + LIMIT_S
+    while (parents := parents_of_all()) and nursery in parents and nursery not in parents.values():
+        assert time.monotonic() < until_s, "the nursery makes no spare child"
+        time.sleep(0.01)
+    mine = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    return len(mine) + sum(parent in mine for parent in parents.values())
+
+
+def parents_of_all() -> dict[int, int]:
+    """By process that lives."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -478,8 +488,7 @@ def children() -> int:
             continue
         if stat[0] != "Z":
             parents[int(folder.name)] = int(stat[1])
-    mine = [pid for pid, parent in parents.items() if parent == os.getpid()]
-    return len(mine) + sum(parent in mine for parent in parents.values())
+    return parents
 
 
 @pytest.mark.parametrize("kind", KINDS)
