@@ -1,17 +1,20 @@
 """Where the members of a group meet before torch connects them: a store, and a key of each member's own in it.
 
 torch's own constructors wait for a member that never comes, and nobody can call them off. So each member says in the store that it is
-there, and polls for the others; only when all are there is a constructor called. The polling ends at a notice, or when its time is over,
-and says who was absent.
+there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
+says who was absent.
 
 All of it runs in a thread of the formation (forming.py), for a store may be silent as well: its host may be stopped. The connection to a
-store of the form "host:port/prefix" is this meeting's own (store.py), so it can be cut to wake that thread.
+store of the form "host:port/prefix" is this meeting's own (store.py), so it can be cut to wake that thread: there the server is asked once
+and answers when the last member has come. A store of torch's cannot be called off, and is asked again and again.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -56,16 +59,26 @@ class Meeting:
                 f"rank {self.rank} is in this store already: each generation needs a prefix of its own, each member a rank"
             )
         keys = [_key(rank) for rank in range(self.size)]
+        try:
+            return [json.loads(value) for value in self._values(keys)]
+        except TimeoutError:
+            absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
+            self._formation.absent = absent
+            raise RendezvousFailed(f"has not formed within {self._limit_s:g} s", absent) from None
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        """What stands there, once all does. Raises TimeoutError; RendezvousFailed or OSError when it was given up."""
+        if self._own is not None:
+            self._own.set_timeout(timedelta(seconds=self.left_s()))
+            return self._own.multi_get(keys)
         pause_s, longest_s = POLL_S, min(MOST_POLL_S, MEMBER_POLL_S * self.size)
-        while not self.store.check(keys):
+        while not self.store.check(list(keys)):
             if self._formation.given_up.wait(pause_s):
                 raise RendezvousFailed("given up")
             if time.monotonic() > self._until_s:
-                absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
-                self._formation.absent = absent
-                raise RendezvousFailed(f"has not formed within {self._limit_s:g} s", absent)
+                raise TimeoutError
             pause_s = min(longest_s, pause_s * 1.5)
-        return [json.loads(self.store.get(key)) for key in keys]
+        return [self.store.get(key) for key in keys]
 
     def close(self) -> None:
         """Nothing more is to be asked of the store. Not needed by who gives up."""
