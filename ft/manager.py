@@ -345,16 +345,19 @@ class Manager:
             self._inbox.feed(event)
 
     def _configure(self, effect: m.Configure) -> None:
+        """The fetch begins last: its start takes milliseconds of this process, and the others wait for the group, not for the state."""
         part = self._part = effect.part
         self.replica_id = part.replica_id
         self._teller.quorum(part)
         with self._teller.spends("heal"):
             self._healer.offer(part)
-            if part.heal:
+        configured = m.Configured(part.quorum_id, ok=True) if part.known else self._form(part)
+        if part.heal:
+            with self._teller.spends("heal"):
                 self._healer.fetch(part)
-        if part.known:
-            self._inbox.feed(m.Configured(part.quorum_id, ok=True))
-            return
+        self._inbox.feed(configured)
+
+    def _form(self, part: m.Part) -> m.Configured:
         store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._wish.group_rank}"
         try:
             self._group.configure(
@@ -365,9 +368,8 @@ class Manager:
             )
         except RendezvousFailed as error:
             absent = tuple(part.members[rank] for rank in error.absent if rank < len(part.members))
-            self._inbox.feed(m.Configured(part.quorum_id, ok=False, reason=str(error), blame=absent))
-            return
-        self._inbox.feed(m.Configured(part.quorum_id, ok=True))
+            return m.Configured(part.quorum_id, ok=False, reason=str(error), blame=absent)
+        return m.Configured(part.quorum_id, ok=True)
 
     def _stop_waiting(self, effect: m.StopWaiting) -> None:
         """From any thread: whoever waits on that generation is woken. What is complete stays so."""
