@@ -28,6 +28,7 @@ from ft.process_groups.meeting import Meeting
 from ft.process_groups.operations import Operation, Receive
 from ft.process_groups.sockets import Address
 
+_Task = tuple[list[dist.Work], Operation, Ended]
 ABORT_LIMIT_S = 10.0  # for NCCL; then the process has to go
 POLL_S = 0.0005  # between looks at the GPU's progress
 
@@ -121,12 +122,14 @@ class GlooEngine(_Native):
     def __init__(self, native: dist.ProcessGroup, near: set[Address], far: set[Address]) -> None:
         super().__init__(native)
         self._near, self._far = near, far
+        self._waiters = _Waiters()
 
     def wake(self) -> None:
         if self._near:
             sockets.shut(near=self._near, far=self._far)
 
     def end(self) -> None:
+        self._waiters.close()
         self._native = (
             None  # joins torch's threads: all works have failed by then, or are complete, or meet the backstop
         )
@@ -135,10 +138,50 @@ class GlooEngine(_Native):
         try:
             future = work.get_future()
         except RuntimeError:  # gloo's messages and its reduce_scatter have none
-            name = f"ft-gloo-{operation.name}"
-            threading.Thread(target=_wait, args=([work], operation, ended), name=name, daemon=True).start()
+            self._waiters.take(work, operation, ended)
             return
         future.add_done_callback(lambda done: ended(_failure(done.wait), -1))
+
+
+class _Waiters:
+    """Threads, each of which waits for one work at a time. Who has waited is kept for the next work: a start costs both sides of a heal a
+    tenth of their time. There are as many as were ever needed at once, for a work may end before those that came first."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # one for each free thread that is wanted
+        self._lock = threading.Lock()
+        self._count = self._free = 0  # threads that were started; those that nothing is meant for
+        self._closed = False
+
+    def take(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
+        task = [work], operation, ended
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                self._tasks.put(task)
+                return
+            self._count += 1
+            name = f"ft-gloo-{self._count}"
+        threading.Thread(target=self._run, args=([task],), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """They end, each when its work has."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._free):
+                self._tasks.put(None)
+            self._free = 0
+
+    def _run(self, first: list[_Task]) -> None:
+        task: _Task | None = first.pop()
+        while task is not None:
+            _wait(*task)
+            del task  # the tensors
+            with self._lock:
+                if self._closed:
+                    return
+                self._free += 1
+            task = self._tasks.get()
 
 
 class NcclEngine(_Native):
