@@ -55,13 +55,14 @@ def cuda_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability(0) if has_cuda() else (0, 0)
 
 
-def pick_device(local_rank: int) -> Device:
+def pick_device(local_rank: int, *, keep_memory: bool = True) -> Device:
     """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
     if has_cuda():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return Device(device, "nccl")
-    keep_freed_memory()
+    if keep_memory:
+        keep_freed_memory()
     return Device(torch.device("cpu"), "gloo")
 
 

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("outputs"),
         help="folder of runs: a checkpoint is tried in it (default outputs)",
     )
-    add("--disk_mib", type=float, default=8, help="MiB that each rank writes there (default 8)")
+    add("--disk_mib", type=float, default=2, help="MiB that each rank writes there (default 2; a real disk wants 1000)")
     add(
         "--slow",
         type=float,

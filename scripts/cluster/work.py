@@ -26,7 +26,7 @@ from scripts.cluster.speeds import operations, seconds
 from scripts.cluster.values import CHECKS, Check, Team, Wrong
 from scripts.cluster.verdicts import Finding, Names
 
-AGAIN = 4  # how often what looks slow is measured again before it is said: the best figure counts
+AGAIN = 3  # how often what looks slow is measured again before it is said: the best figure counts
 MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two
 
 
@@ -52,7 +52,7 @@ class Work:
     def join(self) -> None:
         """The process group: every rank connects to every other one."""
         self.control.meet("join the process group", self.settings.start_s)
-        device = pick_device(self.place.local_rank)
+        device = pick_device(self.place.local_rank, keep_memory=False)
         backend = device.backend if self.settings.backend == "auto" else self.settings.backend
         join(
             backend,

@@ -1,7 +1,7 @@
-"""scripts/check_cluster.py with a fault planted beneath it: `cluster_faults.py FAULT [FLAG ...]`, for test_check_cluster.py.
+"""scripts/check_cluster.py with faults planted beneath it: `cluster_faults.py FAULT@RANK,... [FLAG ...]`, for test_check_cluster.py.
 
 The faults are in torch's functions, as a broken card, cable or library would have them; the tool itself knows nothing of them.
-They strike the rank in FAULT_RANK. Ranks are forked from this process, so what is replaced here is replaced in them.
+Ranks are forked from this process, so what is replaced here is replaced in them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch.distributed as dist  # noqa: E402
-
 from scripts import check_cluster  # noqa: E402
-from scripts.cluster.control import Control  # noqa: E402
 
 
-def struck() -> bool:
-    return os.environ.get("RANK") == os.environ["FAULT_RANK"]
-
-
-def result_of_all_reduce() -> None:
+def result_of_all_reduce(rank: int) -> None:
     """What it gives this rank has one wrong element."""
 
     def strike(real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
@@ -34,83 +28,99 @@ def result_of_all_reduce() -> None:
         tensor[5] += 1
         return done
 
-    _replace("all_reduce", strike)
+    _replace("all_reduce", rank, strike)
 
 
-def input_of_all_reduce() -> None:
-    """What this rank puts in has one wrong element, so all get a wrong result."""
+def input_of_reduce_scatter(rank: int) -> None:
+    """What this rank puts in is wrong, so all get a wrong result."""
 
-    def strike(real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
-        tensor[5] *= 2
-        return real(tensor, *rest, **named)
+    def strike(real: Callable[..., Any], output: Any, tensor: Any, *rest: Any, **named: Any) -> Any:
+        return real(output, tensor * 3, *rest, **named)
 
-    _replace("all_reduce", strike)
+    _replace("reduce_scatter_tensor", rank, strike)
 
 
-def broadcast_of_root() -> None:
+def broadcast_of_root(rank: int) -> None:
+    """What this rank sends to all has one wrong element; its own copy is right."""
+
     def strike(real: Callable[..., Any], tensor: Any, src: int, *rest: Any) -> Any:
-        mine = tensor.clone()
-        mine[7] = -1 if src == dist.get_rank() else mine[7]
-        done = real(mine, src, *rest)
-        if src != dist.get_rank():
-            tensor.copy_(mine)
-        return done
+        if src != rank:
+            return real(tensor, src, *rest)
+        sent = tensor.clone()
+        sent[7] = -1
+        return real(sent, src, *rest)
 
-    _replace("broadcast", strike)
-
-
-def stopped() -> None:
-    """This rank stops (SIGSTOP) on its way into a collective."""
-    _at("values: all_reduce MIN", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    _replace("broadcast", rank, strike)
 
 
-def killed() -> None:
-    _at("values: gather", lambda: os.kill(os.getpid(), signal.SIGKILL))
+def clock(rank: int) -> None:
+    """This rank's clock is five seconds ahead."""
+    real = time.time
+    time.time = lambda: real() + (5.0 if _is(rank) else 0.0)
 
 
-def absent() -> None:
-    """This rank never comes: it ends before it says who it is."""
-    _at("arrive", lambda: os._exit(1))
+def stopped(rank: int) -> None:
+    """This rank stops (SIGSTOP) when the others are on their way into a collective."""
+    _at("values: all_reduce MIN", rank, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def hangs() -> None:
-    """This rank waits in C code for ever, where no exception can reach it."""
-    _at("values: scatter", lambda: signal.sigwait({signal.SIGUSR2}))
+def killed(rank: int) -> None:
+    _at("values: gather", rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def errs() -> None:
+def absent(rank: int) -> None:
+    """This rank ends before it says who it is."""
+    _at("arrive", rank, lambda: os._exit(1))
+
+
+def hangs(rank: int) -> None:
+    """This rank waits in C code for ever, where no exception reaches it."""
+    _at("values: scatter", rank, lambda: signal.sigwait({signal.SIGUSR2}))
+
+
+def errs(rank: int) -> None:
+    """An operation raises, on this rank alone."""
+
     def strike(real: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    _replace("reduce", strike)
+    _replace("reduce", rank, strike)
 
 
-def clock() -> None:
-    import time
-
-    real = time.time
-    time.time = lambda: real() + (5.0 if struck() else 0.0)
+def none(rank: int) -> None:
+    pass
 
 
-def _replace(name: str, strike: Callable[..., Any]) -> None:
+def _is(rank: int) -> bool:
+    return os.environ.get("RANK") == str(rank)
+
+
+def _replace(name: str, rank: int, strike: Callable[..., Any]) -> None:
     real = getattr(dist, name)
-    setattr(dist, name, lambda *rest, **named: strike(real, *rest, **named) if struck() else real(*rest, **named))
+    setattr(dist, name, lambda *rest, **named: strike(real, *rest, **named) if _is(rank) else real(*rest, **named))
 
 
-def _at(step: str, do: Callable[[], object]) -> None:
-    """After the others have been told that this rank is there, so they go into the collective."""
+def _at(step: str, rank: int, do: Callable[[], object]) -> None:
+    """When the others know that this rank is there, so that they go into the collective; "arrive": before they do."""
     real = Control.meet
 
     def meet(self: Control, name: str, timeout_s: float = 0.0) -> None:
-        if struck() and name == step == "arrive":
+        if _is(rank) and name == step == "arrive":
             do()
         real(self, name, timeout_s)
-        if struck() and name == step:
+        if _is(rank) and name == step:
             do()
 
     Control.meet = meet  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    check_cluster.quiet_torch()
+    import torch.distributed as dist
+
+    from scripts.cluster.control import Control
+
+    for planted in sys.argv[1].split(","):
+        fault, _, where = planted.partition("@")
+        globals()[fault](int(where or 0))
     sys.exit(check_cluster.main(sys.argv[2:]))
