@@ -31,7 +31,7 @@ from ft.rpc import codec, state_file
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Deadlines, Outbox, Pending, Refused, listen, stream, unary
+from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Outbox, Pending, Refused, listen, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -78,7 +78,7 @@ class LighthouseService:
         self.issued_at = 0.0  # seconds since 1970
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._waiting_bytes, self._deadlines = 0, Deadlines()
+        self._waiting_bytes = 0
         self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
         self._times = codec.to_message(config.times)
@@ -94,7 +94,9 @@ class LighthouseService:
         }
         epoch = uuid.uuid4().hex[:12]
         self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh)
-        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._deadlines.look)
+        self.driver = Driver(
+            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._look_at_deadlines
+        )
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
@@ -138,11 +140,16 @@ class LighthouseService:
         self._waiting_bytes += size
         try:
             self.driver.feed(call)
-            return await waiting.wait(context, self._deadlines if self.config.tick_s <= LOOK_EVERY_S else None)
+            return await waiting.wait(context, looked_at=self.config.tick_s <= LOOK_EVERY_S)
         finally:
-            self._deadlines.remove(waiting)
             self._waiting_bytes -= size
             self._forget(replica_id, waiting)
+
+    def _look_at_deadlines(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for calls in self._waiting.values():
+            for waiting in calls:
+                waiting.expire_if_due(now_s)
 
     def _check_kind(self, kind: m.Kind) -> None:
         if problem := self.machine.refuses(kind):

@@ -53,26 +53,31 @@ class Calls:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._over = False
 
-    async def serve(self, handler: Callable[[Any, Any], Awaitable[Any]], data: Any, context: Any) -> Any:
-        """What `handler` returns; what it raises becomes the call's status."""
-        task = asyncio.current_task()
-        assert task
-        self._tasks.add(task)
-        try:
-            if self._over:  # it was on its way when the server stopped
-                raise STOPS
-            return await handler(data, context)
-        except asyncio.CancelledError:
-            if not self._over:
-                raise  # the caller is gone
-            refused = STOPS
-        except Refused as error:
-            refused = error
-        except ValueError as error:
-            refused = Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        finally:
-            self._tasks.discard(task)
-        await context.abort(refused.code, refused.reason)
+    def serving(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        """`handler` as grpc is to call it: what it raises becomes the call's status. A function, and no object or partial: at each call
+        grpc looks whether it is async, and takes long to find out about anything else."""
+
+        async def serve(data: Any, context: Any) -> Any:
+            task = asyncio.current_task()
+            assert task
+            self._tasks.add(task)
+            try:
+                if self._over:  # it was on its way when the server stopped
+                    raise STOPS
+                return await handler(data, context)
+            except asyncio.CancelledError:
+                if not self._over:
+                    raise  # the caller is gone
+                refused = STOPS
+            except Refused as error:
+                refused = error
+            except ValueError as error:
+                refused = Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            finally:
+                self._tasks.discard(task)
+            await context.abort(refused.code, refused.reason)
+
+        return serve
 
     def end(self) -> None:
         """Each is told that the server stops."""
@@ -85,14 +90,7 @@ Route = Callable[[Calls], Any]
 
 
 def unary(handler: Handler) -> Route:
-    def of(calls: Calls) -> Any:
-        # a function, and no partial of one: at each call grpc looks whether it is async, and takes long to find out about anything else
-        async def serve(data: bytes, context: Any) -> Any:
-            return await calls.serve(handler, data, context)
-
-        return grpc.unary_unary_rpc_method_handler(serve)
-
-    return of
+    return lambda calls: grpc.unary_unary_rpc_method_handler(calls.serving(handler))
 
 
 def stream(handler: StreamHandler) -> Route:
@@ -103,13 +101,7 @@ def stream(handler: StreamHandler) -> Route:
         await context.send_initial_metadata(())
         await handler(context)
 
-    def of(calls: Calls) -> Any:
-        async def serve(requests: Any, context: Any) -> None:
-            await calls.serve(open_and_handle, requests, context)
-
-        return grpc.stream_stream_rpc_method_handler(serve)
-
-    return of
+    return lambda calls: grpc.stream_stream_rpc_method_handler(calls.serving(open_and_handle))
 
 
 async def _deny(_: Any, context: Any) -> None:
@@ -219,6 +211,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._due_s = math.inf
 
     def give(self, answer: bytes) -> None:
         if not self._answer.done():
@@ -231,16 +224,22 @@ class Pending:
     def expire(self) -> None:
         self.fail(Refused(grpc.StatusCode.CANCELLED, "Timeout expired"))
 
-    def wait(self, context: Any, deadlines: Deadlines | None = None) -> Awaitable[bytes]:
+    def expire_if_due(self, now_s: float) -> None:
+        """now_s: of the loop."""
+        if self._due_s <= now_s:
+            self.expire()
+
+    def wait(self, context: Any, *, looked_at: bool = False) -> Awaitable[bytes]:
         """The answer. A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused.
-        deadlines: takes the far ones; to be told when the wait is over."""
+        looked_at: somebody calls expire_if_due every LOOK_EVERY_S. Deadlines are hardly ever missed, and one look at those of all calls
+        now and then is far cheaper than a timer for each, set and cancelled."""
         left_s = context.time_remaining()
         if left_s is None:
             return self._answer
         left_s -= min(0.2, left_s / 10)
-        if deadlines is None or left_s <= 20 * LOOK_EVERY_S:
+        if not looked_at or left_s <= 20 * LOOK_EVERY_S:
             return self._within(left_s)
-        deadlines.add(self, left_s)
+        self._due_s = self._answer.get_loop().time() + left_s
         return self._answer  # a future and not a coroutine: one frame less to go through, twice a call
 
     async def _within(self, left_s: float) -> bytes:
@@ -249,30 +248,6 @@ class Pending:
             return await self._answer
         finally:
             timer.cancel()
-
-
-class Deadlines:
-    """Those of many calls, of which hardly one is ever missed: one look at all of them now and then is far cheaper than a timer for each,
-    set and cancelled."""
-
-    def __init__(self) -> None:
-        """To be made on the loop that is to look, at least every LOOK_EVERY_S."""
-        self._clock = asyncio.get_running_loop().time
-        self._due_s: dict[Pending, float] = {}
-
-    def add(self, pending: Pending, left_s: float) -> None:
-        """The first look after that tells `pending` that it has expired, unless it was removed."""
-        self._due_s[pending] = self._clock() + left_s
-
-    def remove(self, pending: Pending) -> None:
-        """Also of one that was never added."""
-        self._due_s.pop(pending, None)
-
-    def look(self) -> None:
-        now_s = self._clock()
-        for pending, due_s in self._due_s.items():
-            if due_s <= now_s:
-                pending.expire()
 
 
 class Outbox:

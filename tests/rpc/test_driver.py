@@ -16,7 +16,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.driver import Driver, Metronome
-from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Deadlines, Outbox, Pending, Refused
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Pending, Refused
 
 
 @dataclass(frozen=True)
@@ -284,10 +284,10 @@ def test_calls_end_with_their_server_those_on_their_way_too():
 
     async def story() -> None:
         calls = Calls()
-        early = asyncio.ensure_future(calls.serve(handle, "early", Caller()))
+        early = asyncio.ensure_future(calls.serving(handle)("early", Caller()))
         await asyncio.sleep(0)
         calls.end()
-        for call in (early, calls.serve(handle, "late", Caller())):
+        for call in (early, calls.serving(handle)("late", Caller())):
             with pytest.raises(Aborted) as caught:
                 await call
             assert caught.value.args == ("UNAVAILABLE", "this server stops")
@@ -299,7 +299,8 @@ def test_calls_end_with_their_server_those_on_their_way_too():
 def test_a_caller_that_goes_away_is_told_nothing():
     async def story() -> None:
         calls = Calls()
-        call = asyncio.ensure_future(calls.serve(lambda seconds, context: asyncio.sleep(seconds), 60, Caller()))
+        sleep = calls.serving(lambda seconds, context: asyncio.sleep(seconds))
+        call = asyncio.ensure_future(sleep(60, Caller()))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -314,7 +315,7 @@ def test_what_a_handler_raises_before_there_is_anything_to_await_is_the_calls_st
 
     async def story() -> None:
         with pytest.raises(Aborted) as caught:
-            await Calls().serve(handle, b"", Caller())
+            await Calls().serving(handle)(b"", Caller())
         assert caught.value.args == ("INVALID_ARGUMENT", "no such step")
 
     asyncio.run(story())
@@ -339,15 +340,16 @@ class Patient(Caller):
 
 def test_a_far_deadline_is_told_a_little_before_it_comes_and_not_earlier():
     async def story(loop: Ahead) -> None:
-        deadlines, pending, answered = Deadlines(), Pending(), Pending()
-        waiting = asyncio.ensure_future(pending.wait(Patient(), deadlines))
-        deadlines.remove(answered)  # it was never added
+        pending, never_waited_for = Pending(), Pending()
+        waiting = asyncio.ensure_future(pending.wait(Patient(), looked_at=True))
+        await asyncio.sleep(0)
         loop.by_s = 59.0
-        deadlines.look()
+        pending.expire_if_due(loop.time())
         await asyncio.sleep(0)
         assert not waiting.done()
         loop.by_s = 60.0
-        deadlines.look()
+        for one in (pending, never_waited_for):
+            one.expire_if_due(loop.time())
         with pytest.raises(Refused, match="Timeout expired") as caught:
             await asyncio.wait_for(waiting, 10)
         assert caught.value.code is grpc.StatusCode.CANCELLED

@@ -156,7 +156,7 @@ def test_what_it_keeps_is_bounded_however_many_come_and_go():
             one.driver.feed(m.StreamClosed(comes.replica_id))
             one.driver.feed(m.Tick())
             if change in (5_000, 10_000):
-                kept[change] = entries(one, one.machine, one.driver, one._deadlines)
+                kept[change] = entries(one, one.machine, one.driver)
         assert known == 10_000 and kept[5_000] == kept[10_000]
         assert sum(kept[10_000].values()) < 5_000
 
