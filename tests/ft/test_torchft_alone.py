@@ -1,0 +1,216 @@
+"""torchft's names over the Manager, in one group that is alone: how a step goes, what is summed, saved and told."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from ft import (
+    LighthouseServer,
+)
+from ft.manager import Stopped
+from ft.process_groups.operations import AllReduce
+from ft.process_groups.work import GroupWork
+from ft.torchft_manager import _Told
+from tests.ft.torchft_groups import LIMIT_S, Group, job
+
+A = 4.0  # the gradient
+
+
+@pytest.fixture(scope="module")
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", 1)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def alone(lighthouse: LighthouseServer, request: pytest.FixtureRequest) -> Iterator[Group]:
+    """A group of its own job, whose loop is the test's."""
+    name = re.sub(r"\W", "-", request.node.name)[-64:]
+    group = Group(name, A, 0, lighthouse.address(), arguments=getattr(request, "param", {}))
+    group._train()  # of no step
+    yield group
+    group.manager.shutdown()
+
+
+def step(group: Group) -> None:
+    group.optimizer.zero_grad()
+    group.backward()
+    group.optimizer.step()
+
+
+def test_gradients_add_up_in_no_sync(alone: Group):
+    alone.optimizer.zero_grad()
+    with alone.ddp.no_sync():
+        alone.backward()
+        alone.backward()
+    alone.backward()
+    assert alone.model.a.grad.tolist() == [3 * A] * 3
+    alone.optimizer.step()
+    assert alone.manager.current_step() == 1 and alone.model.a.tolist() == [-3 * A] * 3
+
+
+def test_gradients_go_out_during_the_backward(alone: Group):
+    sent: list[bool] = []
+    alone.model.a.register_hook(lambda _: sent.append(alone.manager.gradients._in_last_pass))
+    with alone.ddp.no_sync():
+        alone.optimizer.zero_grad()
+        alone.backward()
+    alone.backward()
+    assert sent == [False, True] and not alone.manager.gradients._in_last_pass
+
+
+def test_a_second_backward_says_what_to_do(alone: Group):
+    alone.optimizer.zero_grad()
+    alone.backward()
+    with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
+        alone.backward()
+
+
+def test_a_backward_that_raised_is_none(alone: Group):
+    alone.optimizer.zero_grad()
+    loss = alone.ddp(A)["loss"]
+    alone.model.b.register_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    alone.model.b._backward_hooks.clear()
+    alone.optimizer.zero_grad()  # the body is left; its gradients are dropped
+    assert alone.manager.current_step() == 0
+    alone.backward()
+    alone.optimizer.step()
+    assert alone.manager.current_step() == 1 and alone.model.b.tolist() == [[-A] * 2] * 2
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_where_a_step_stands(alone: Group):
+    """It moves in should_commit and nowhere else; outside of a body nothing can be asked."""
+    manager = alone.manager
+    assert (manager.current_step(), manager.batches_committed(), manager.num_participants()) == (0, 0, 0)
+    assert manager.participating_rank() is None and not manager.is_participating()
+    for ask in (manager.should_commit, lambda: manager.allreduce(torch.ones(1))):
+        with pytest.raises(RuntimeError, match="without start_quorum"):
+            ask()
+    manager.start_quorum()
+    manager.start_quorum()  # nothing has happened in between
+    manager.wait_quorum()
+    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (1, 0, True)
+    alone.backward()
+    assert (manager.current_step(), manager.step) == (0, 1)
+    assert manager.should_commit() and manager.current_step() == manager.batches_committed() == 1
+
+
+def test_means_and_sums_before_and_after_the_backward(alone: Group):
+    manager = alone.manager
+    alone.optimizer.zero_grad()
+    before, count = torch.tensor([3.0]), torch.tensor([5])
+    assert manager.allreduce(before).wait() and manager.allreduce(count, reduce_op=dist.ReduceOp.SUM).wait()
+    alone.backward()
+    after = torch.tensor([7.0])
+    assert manager.allreduce(after, reduce_op=dist.ReduceOp.SUM).wait()
+    assert (before.item(), count.item(), after.item()) == (3.0, 5, 7.0)
+    alone.optimizer.step()
+    assert manager.current_step() == 1
+    manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).get_future().wait()[0].item() == 1.0
+    with pytest.raises(ValueError, match=r"torch\.int64"):
+        manager.allreduce(count)
+    with pytest.raises(ValueError, match="MAX is not to be had"):
+        manager.allreduce(before, reduce_op=dist.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize("alone", [{"max_retries": 1}], indirect=True)
+def test_errors_of_a_group_that_is_alone_drop_its_steps_until_max_retries(
+    alone: Group, monkeypatch: pytest.MonkeyPatch
+):
+    """A sum after the step was dropped goes nowhere: the others may have gone on."""
+    manager = alone.manager
+    monkeypatch.setattr(manager, "_sum_late", fails)
+    for failures in (1, 0, 1):  # in a row
+        for _ in range(failures):
+            manager.start_quorum()
+            manager.report_error(RuntimeError("not a number"))
+            alone.backward()
+            assert manager.allreduce(late := torch.tensor([3.0])).wait() and late.item() == 3.0
+            assert not manager.should_commit()
+        step(alone)
+    assert manager.current_step() == 3
+    with pytest.raises(Stopped, match="max_failures allows 1"):
+        for _ in range(2):
+            manager.start_quorum()
+            manager.report_error(RuntimeError("not a number"))
+            manager.should_commit()
+
+
+def test_a_step_that_holds_and_was_not_taken_is_counted(alone: Group, caplog: pytest.LogCaptureFixture):
+    alone.optimizer.zero_grad()
+    alone.backward()
+    alone.optimizer.zero_grad()
+    assert "step 1 holds, but should_commit was not asked" in caplog.text
+    assert alone.manager.current_step() == 1
+
+
+def test_the_state_of_a_checkpoint_is_json(alone: Group):
+    step(alone)
+    state = alone.manager.state_dict()
+    assert (state["step"], state["batches_committed"]) == (1, 1) and json.loads(json.dumps(state)) == state
+
+
+def test_torchfts_checkpoints_are_taken(alone: Group):
+    alone.manager.load_state_dict({"step": 7, "batches_committed": 20})
+    assert (alone.manager.current_step(), alone.manager.batches_committed()) == (7, 20)
+    step(alone)
+    assert (alone.manager.current_step(), alone.manager.batches_committed()) == (8, 21)
+
+
+def test_state_has_names_that_are_used_once(alone: Group):
+    manager = alone.manager
+    manager.register_state_dict_fn("schedule", lambda state: None, dict)
+    with pytest.raises(ValueError, match="schedule is registered already"):
+        manager.register_state_dict_fn("schedule", lambda state: None, dict)
+    manager.set_state_dict_fns(lambda state: None, dict)  # takes the place of the constructor's
+    assert manager._state.snapshot().manifest.values.keys() == {"ft", "batches_committed", "default", "schedule"}
+
+
+def test_a_work_that_is_late_is_told():
+    told: list[Exception] = []
+    late = GroupWork(AllReduce([torch.ones(1)]))
+    work = _Told(late, told.append)
+    assert not work.wait(timedelta(seconds=0.001)) and not work.is_completed()
+    assert isinstance(told[0], TimeoutError)
+    late.end(None)
+    assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_success() and len(told) == 1
+
+
+def test_a_future_that_never_fails(alone: Group):
+    wrap = alone.manager.wrap_future
+    good: Future[int] = Future()
+    wrapped = wrap(good, default=-1)
+    assert not wrapped.done()
+    good.set_result(5)
+    assert wrapped.wait() == 5 and alone.manager.errored() is None
+    bad: Future[int] = Future()
+    wrapped = wrap(bad, default=-1, timeout=timedelta(seconds=LIMIT_S))
+    bad.set_exception(RuntimeError("broken"))
+    assert wrapped.wait() == -1 and "broken" in str(alone.manager.errored())
+    assert wrap(Future(), default=-1, timeout=timedelta(seconds=0)).wait() == -1
+
+
+def test_a_quorum_that_does_not_come_in_time():
+    with job(min_replicas=2) as made:
+        group = Group("a", A, 0, made.lighthouse.address())
+        group._train()
+        with pytest.raises(Stopped, match=r"no quorum: none within 0\.[12]"):
+            group.manager.start_quorum(timeout=timedelta(seconds=0.2))
+        group.manager.shutdown()

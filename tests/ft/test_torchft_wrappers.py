@@ -1,0 +1,102 @@
+"""torchft's Optimizer and DistributedDataParallel, over a manager that says what it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ft import DistributedDataParallel, Optimizer
+from ft.ddp import _tensors
+
+
+class FakeManager:
+    """Answers as it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.holds = True
+
+    def start_quorum(self) -> None:
+        self.calls.append("start_quorum")
+
+    def should_commit(self) -> bool:
+        self.calls.append("should_commit")
+        return self.holds
+
+    def attach(self, parts: list[nn.Module]) -> None:
+        self.calls.append("attach")
+
+    def backward_begins(self) -> None:
+        self.calls.append("begins")
+
+    def backward_ended(self) -> None:
+        self.calls.append("ended")
+
+
+def test_the_optimizer_steps_only_if_the_step_holds():
+    manager, model = FakeManager(), nn.Linear(2, 2)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer = Optimizer(manager, inner)  # type: ignore[arg-type]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    before = [p.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    assert inner.state and all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    model(torch.ones(2)).sum().backward()
+    manager.holds = False
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    manager.holds = True
+    optimizer.step()
+    assert not torch.equal(model.weight, before[0]) and manager.calls == ["start_quorum", *["should_commit"] * 2]
+    schedule.step()
+    assert inner.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    count: int = 3
+
+
+class Shapes(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.make = nn.Parameter(torch.ones(2)), make
+
+    def forward(self, x: float) -> Any:
+        return self.make((self.weight * x).sum())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda loss: loss, lambda loss: [{"a": loss}, "text"], lambda loss: Output(loss), lambda loss: (loss, loss)],
+)
+def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor], Any]):
+    manager = FakeManager()
+    ddp = DistributedDataParallel(manager, Shapes(make))  # type: ignore[arg-type]
+    assert set(ddp.state_dict()) == {"module.weight"}  # as torch's has it
+    for _ in range(2):
+        returned = ddp(2.0)
+        losses = list(_tensors(returned))
+        sum(losses).backward()
+    with torch.no_grad():
+        ddp(2.0)
+    with ddp.no_sync():
+        next(_tensors(ddp(2.0))).backward()
+    assert manager.calls == ["attach", *["begins", "ended"] * 2]
+
+
+def test_a_module_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="no parameter to train"):
+        DistributedDataParallel(FakeManager(), nn.Identity())  # type: ignore[arg-type]
