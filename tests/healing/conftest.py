@@ -1,7 +1,26 @@
-"""The pool of tests/multiproc, for the transport that needs two processes."""
+"""Groups that heal over HTTP in one process; and the pool of tests/multiproc, for the transport that needs two processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from ft.healing import http_fetch
+from tests.healing.http_world import World
 from tests.multiproc.conftest import pool
 
 __all__ = ["pool"]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """With short stripes, so that small states have several."""
+    monkeypatch.setattr(http_fetch, "LEAST_STRIPE", 8)
+    with ExitStack() as stack:
+        world = World(stack)
+        try:
+            yield world
+        finally:
+            world.open_gates()

@@ -5,89 +5,22 @@ In every case a heal either gives the source's state bit for bit, or raises and 
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
-from ft.healing import http_fetch, http_server
+from ft.healing import http_server
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import HttpTransport
-from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
+from ft.healing.transport import Fenced, HealConfig, HealFailed
 from ft.rpc.access import Access
-from tests.healing.proxy import Proxy, Spoil, cut, flip, hold
+from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
+from tests.healing.proxy import cut, flip, hold
 from tests.healing.states import Group, equal, large
-
-TOKEN = Access(token="a token of the test's own")
-ONE_STREAM = HealConfig(heal_streams=1)  # so that what passes a proxy has an order
-QUICK = HealConfig(heal_streams=1, heal_copy_bytes=0, heal_grace_s=0.5, offer_wait_s=0.5)
-MIB = 1 << 20
-
-
-class World:
-    """Transports, proxies and threads, all ended with the test."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._events: list[threading.Event] = []
-        self._threads = stack.enter_context(ThreadPoolExecutor(8))
-
-    def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
-        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
-        self._stack.callback(transport.close)
-        return transport
-
-    def source(self, group: Group, name: str = "a", config: HealConfig | None = None, **offer: Any) -> HttpTransport:
-        transport = self.transport(name, config=config)
-        transport.offer(group.snapshot(), **({"quorum_id": 3, "step": 7, "readers": ["j"]} | offer))
-        return transport
-
-    def proxy(self, to: HttpTransport, spoil: Spoil) -> Proxy:
-        proxy = Proxy(to.address, spoil)
-        self._stack.callback(proxy.close)
-        return proxy
-
-    def start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._threads.submit(call, *args, **kwargs)
-
-    def event(self) -> threading.Event:
-        self._events.append(threading.Event())
-        return self._events[-1]
-
-    def open_gates(self) -> None:
-        for event in self._events:
-            event.set()
-
-
-@pytest.fixture(autouse=True)
-def _short_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small states then have several."""
-    monkeypatch.setattr(http_fetch, "LEAST_STRIPE", 8)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with ExitStack() as stack:
-        world = World(stack)
-        try:
-            yield world
-        finally:
-            world.open_gates()
-
-
-def heal(
-    joiner: HttpTransport, group: Group, *sources: Any, quorum_id: int = 3, step: int = 7, progress: Any = None
-) -> None:
-    """As a joiner does it: fetch, then load."""
-    named = [Source(f"source-{i}", source.address) for i, source in enumerate(sources)]
-    group.state.load(joiner.fetch(named, group.snapshot(), quorum_id=quorum_id, step=step, progress=progress))
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
@@ -131,34 +64,6 @@ def test_a_state_without_tensors(world: World):
     group, joiner = Group({"ledger": {"step": 5}}), Group({"ledger": {"step": 0}})
     heal(world.transport("j"), joiner, world.source(group))
     assert joiner.loaded == {"ledger": {"step": 5}}
-
-
-def test_two_sources_share_the_work(world: World, monkeypatch: pytest.MonkeyPatch):
-    group, joiner = large(1, chunks=40), large(2, chunks=40)
-    shared, send, sent = world.event(), http_server._Connection._send_chunk, Counter[int]()
-
-    def sends(self: Any, offer: Any, chunk: int, bounce: Any) -> Any:
-        """The first to begin, whichever it is, waits at its tenth chunk for one of the other's."""
-        sent[id(offer)] += 1
-        if len(sent) == 2:
-            shared.set()
-        assert sent[id(offer)] < 10 or shared.wait(30)
-        return send(self, offer, chunk, bounce)
-
-    monkeypatch.setattr(http_server._Connection, "_send_chunk", sends)
-    proxies = [world.proxy(world.source(group, name), lambda _, data: data) for name in ("a", "b")]
-    heal(world.transport("j"), joiner, *proxies)
-    assert equal(joiner.loaded, group.values)
-    total = group.snapshot().manifest.total_bytes
-    assert all(MIB <= proxy.passed < total for proxy in proxies), [proxy.passed for proxy in proxies]
-
-
-@pytest.mark.parametrize("dies_after", [0, 300, 5 * MIB, 8 * MIB + 2000, 13 * MIB])
-def test_one_of_two_sources_dies(world: World, dies_after: int):
-    group, joiner = large(1, chunks=32), large(2, chunks=32)
-    dies = world.proxy(world.source(group, "a"), cut(dies_after))
-    heal(world.transport("j"), joiner, dies, world.source(group, "b"))
-    assert equal(joiner.loaded, group.values)
 
 
 def test_the_only_source_dies(world: World):
@@ -258,110 +163,6 @@ def test_no_wide_address_without_a_token():
         HttpTransport("0.0.0.0", "a", Access())
 
 
-def test_sources_with_different_states(world: World):
-    """The one that answers first is believed, and it alone."""
-    one, other, joiner = large(1, chunks=24), large(5, chunks=24), large(2, chunks=24)
-    gate = world.event()
-    late = world.proxy(world.source(other, "b"), hold(0, gate))
-
-    def progress(done: int, total: int) -> None:
-        gate.set()
-
-    heal(world.transport("j"), joiner, world.source(one, "a"), late, progress=progress)
-    assert equal(joiner.loaded, one.values)
-
-
-def after(gate: threading.Event) -> Spoil:
-    """On no connection comes anything before the gate is open."""
-
-    def spoil(before: int, data: bytes) -> bytes:
-        assert gate.wait(30)
-        return data
-
-    return spoil
-
-
-@pytest.fixture
-def gate(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Sources say what they hold when it is open, and the first to give chunks stops at its tenth until that is compared."""
-    gate, compared = world.event(), world.event()
-    send, tell, compare = (
-        http_server._Connection._send_chunk,
-        http_server._Connection._send_digests,
-        http_fetch.Fetch.compare,
-    )
-
-    def sends(self: Any, offer: Any, chunk: int, bounce: Any) -> Any:
-        assert chunk < 10 or compared.wait(30)
-        return send(self, offer, chunk, bounce)
-
-    def tells(self: Any, *asked: Any) -> None:
-        assert gate.wait(30)
-        tell(self, *asked)
-
-    def compares(self: Any, source: Source, digests: bytes) -> None:
-        compare(self, source, digests)
-        if len(self._digests) == 2:
-            compared.set()
-
-    monkeypatch.setattr(http_server._Connection, "_send_chunk", sends)
-    monkeypatch.setattr(http_server._Connection, "_send_digests", tells)
-    monkeypatch.setattr(http_fetch.Fetch, "compare", compares)
-    return gate
-
-
-@pytest.mark.parametrize("flipped", ["first", "weights", "last"])
-def test_sources_of_which_one_has_a_flipped_bit(
-    world: World, gate: threading.Event, flipped: str, caplog: pytest.LogCaptureFixture
-):
-    """Their headers are equal, and every chunk is what its source holds: the joiner takes nothing from the second one."""
-    one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
-    other.values["model"][flipped].view(-1).view(torch.uint8)[-2] ^= 16
-    late = world.proxy(world.source(other, "b"), after(gate))
-    heal(world.transport("j"), joiner, world.source(one, "a"), late, progress=lambda done, total: gate.set())
-    assert equal(joiner.loaded, one.values) and late.passed < MIB
-    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert said.startswith("source-0 and source-1 hold different states, first in model/") and flipped in said
-
-
-def test_sources_that_are_compared_after_their_fence(world: World, gate: threading.Event):
-    """What was sent is gone, but its digest is known; what is not, was copied aside."""
-    group, joiner = large(1, chunks=24), large(2, chunks=24)
-    sources = [world.source(group, name) for name in "ab"]
-    before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
-    fenced: list[Fenced] = []
-
-    def progress(done: int, total: int) -> None:
-        if not fenced:
-            fenced.extend(source.fence() for source in sources)
-            commit(group)
-            gate.set()
-
-    heal(world.transport("j"), joiner, sources[0], world.proxy(sources[1], after(gate)), progress=progress)
-    assert equal(joiner.loaded["model"], before) and fenced == [Fenced.COPIED] * 2
-
-
-def test_the_one_that_was_chosen_dies_before_they_are_compared(world: World):
-    """The other may hold something else: all comes from it, also what the first has given."""
-    one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
-    other.values["model"]["weights"][5] += 1
-    gate = world.event()
-    dies = world.proxy(world.source(one, "a"), cut(12 * MIB))
-    late = world.proxy(world.source(other, "b"), after(gate))
-    heal(world.transport("j"), joiner, dies, late, progress=lambda done, total: gate.set())
-    assert equal(joiner.loaded, other.values)
-
-
-def test_nothing_is_compared_that_has_but_one_source(world: World, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str] = []
-    monkeypatch.setattr(
-        http_server._Connection, "_send_digests", lambda self, offer, reader, what: asked.append(what.reader)
-    )
-    group, joiner = large(1), large(2)
-    heal(world.transport("j", config=HealConfig(heal_streams=2)), joiner, world.source(group))
-    assert equal(joiner.loaded, group.values) and not asked
-
-
 def test_another_shape_is_refused_before_a_byte_is_written(world: World):
     joiner = large(2, chunks=3)
     before = joiner.values["model"]["weights"].clone()
@@ -371,12 +172,6 @@ def test_another_shape_is_refused_before_a_byte_is_written(world: World):
 
 
 # ------------------------------------------------------------------------------------------------ the source goes on
-
-
-def commit(group: Group) -> None:
-    """Changes every tensor, as an optimizer does."""
-    for tensor in group.values["model"].values():
-        tensor.add_(1)
 
 
 def half_way(
