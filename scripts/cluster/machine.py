@@ -26,7 +26,7 @@ MATMUL_S = 1.0  # all ranks multiply at the same time for this long, as in train
 def matmul_flops(team: Team) -> float:
     """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's products."""
     cuda = team.device.type == "cuda"
-    n, dtype = (8192, torch.bfloat16) if cuda else (384, torch.float32)
+    n, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
     a, b = (torch.randn(n, n, dtype=dtype, device=team.device) for _ in range(2))
     a @ b
     settle(team.device)

@@ -94,7 +94,7 @@ class Settings:
 
 def usual_share(*, crowded: bool) -> float:
     """Of the usual figure, below which a rank is slow. Ranks that share cores are held up by each other, some more, some less."""
-    return 0.2 if crowded else 0.5
+    return 0.1 if crowded else 0.5
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "--slow",
         type=float,
         default=0,
-        help="what is below this share of the usual is named (default 0.5; 0.2 where CPU ranks outnumber cores)",
+        help="what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)",
     )
     add("--skew_ms", type=float, default=500, help="clocks may differ by this many milliseconds (default 500)")
     add(
