@@ -38,6 +38,7 @@ from ft.rpc.torchft_group import BEAT_S, TorchftGroup
 from ft.rpc.torchft_lighthouse import LinkOverTorchft
 
 TICK_S = 0.5
+LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
 CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
 LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
 log = logging.getLogger("pharos.group")
@@ -270,14 +271,16 @@ class GroupService:
 
     async def _beat_for_ever(self) -> None:
         while True:
-            await self._beat()
-            await asyncio.sleep(self.config.times.beat_s)
+            beaten = await self._beat()
+            await asyncio.sleep(self.config.times.beat_s if beaten else LOOK_S)
 
-    async def _beat(self) -> None:
-        """A group of which a trainer is stopped does not beat: it is as good as dead."""
-        if not any(process.is_stopped() for process in self.processes.values()):
-            self._beaten = self._report()
-            await self.link.beat(self._beaten)
+    async def _beat(self) -> bool:
+        """A group of which a trainer is stopped does not beat: it is as good as dead. False: so it is."""
+        if any(process.is_stopped() for process in self.processes.values()):
+            return False
+        self._beaten = self._report()
+        await self.link.beat(self._beaten)
+        return True
 
     def _report(self) -> pharos_pb2.Report:
         """Of all ranks: rank 0's figures, what they add up to, and whether all of them wait."""

@@ -284,3 +284,28 @@ def test_no_torch_in_a_group_server():
         "assert not {'torch', 'numpy', 'aiohttp'} & set(sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=50).returncode == 0
+
+
+def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
+    """A slow machine: looks that are as far apart as beats would find it stopped each time."""
+
+    async def beats() -> int:
+        looks, beaten = iter([True] * 5), asyncio.Event()
+        config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=m.Times(beat_s=3600.0))
+        service = GroupService(config, "http://127.0.0.1:1", Access(), lambda why: None)
+
+        class Trainer:
+            def is_stopped(self) -> bool:
+                return next(looks, False)
+
+        async def beat(report: object) -> None:
+            beaten.set()
+
+        service.processes[0] = Trainer()  # type: ignore[assignment]
+        service.link.beat = beat  # type: ignore[method-assign]
+        beating = asyncio.create_task(service._beat_for_ever())
+        await asyncio.wait_for(beaten.wait(), WAIT_S)
+        beating.cancel()
+        return len([*looks])
+
+    assert asyncio.run(beats()) == 0
