@@ -121,9 +121,8 @@ def main(argv: list[str]) -> int:
     try:
         number, rest = read_groups(argv)
         config, restarts, grace_s = prepare([*rest, ENABLED], number)
-        lock = RunLock(
-            config.run_folder / "groups"
-        )  # else a job that goes on lost its token, and its groups their way back
+        # Else a job that goes on lost its token, and its groups their way back
+        lock = RunLock(config.run_folder / "groups")
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
