@@ -418,8 +418,9 @@ class Manager:
         self._teller.difference(effect, self._part.members)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
-        """Waits for the group's word; not on a heal, whose end finds the ranks at different places."""
-        if effect.vote.kind == "healed":
+        """Waits for the group's word; not on a heal, whose end finds the ranks at different places, nor on a commit beside it: another
+        rank may apply what was held before it votes on this one, and the step that does is one of all ranks."""
+        if effect.vote.kind == "healed" or self._machine.healing or self._inbox.next() is not None:
             threading.Thread(target=self._vote_aside, args=(effect.vote,), name="ft-vote", daemon=True).start()
         else:
             self._inbox.feed(self._calls.outcome(effect.vote))

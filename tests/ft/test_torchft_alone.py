@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ft import (
-    LighthouseServer,
-)
+from ft import LighthouseServer, Manager, ProcessGroupGloo, torchft_manager
 from ft.manager import Stopped
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
@@ -214,3 +212,28 @@ def test_a_quorum_that_does_not_come_in_time():
         with pytest.raises(Stopped, match=r"no quorum: none within 0\.[12]"):
             group.manager.start_quorum(timeout=timedelta(seconds=0.2))
         group.manager.shutdown()
+
+
+def test_what_changes_nothing_is_said_once(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(torchft_manager, "_SAID", set())
+    monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "90")
+    group = ProcessGroupGloo(timeout=5)
+    more = {"use_async_quorum": True, "enable_error_bus": True, "dies_with_group": False, "replica_id": "said"}
+    manager = Manager(group, None, None, 1, lighthouse_addr=lighthouse.address(), **more)
+    assert group.timeout_s == 90, "the variable stands above the arguments"
+    for _ in range(2):
+        manager.start_quorum(allow_heal=False)
+        manager.allreduce(torch.ones(1), should_quantize=True).wait()
+        assert manager.should_commit(timeout=timedelta(seconds=1))
+    manager.shutdown()
+    manager.shutdown()
+    said = [record.getMessage() for record in caplog.records if record.name == "pharos.torchft"]
+    assert [text.partition(" changes nothing")[0] for text in said] == [
+        "Manager(use_async_quorum=True)",
+        "Manager(enable_error_bus=True)",
+        "start_quorum(allow_heal=False)",
+        "allreduce(should_quantize=True)",
+        "should_commit(timeout=...)",
+    ]
