@@ -85,13 +85,19 @@ class Group:
 
 
 def together(stays: Group, victim: Group, known: int) -> int:
-    """The id of a quorum that has both."""
-    threads = [threading.Thread(target=victim.quorum, args=(0,))]
+    """The id of a quorum that has both. Each asks until it is in one: whoever came first may have had one alone, and the other then waits for
+    it, since it beats and no half of the groups is a majority."""
+    threads = [threading.Thread(target=until_both, args=(victim, 0))]
     threads[0].start()
-    part = stays.quorum(known)
-    while len(part.members) < 2:
-        part = stays.quorum(part.quorum_id)
+    known = until_both(stays, known)
     threads[0].join()
+    return known
+
+
+def until_both(group: Group, known: int) -> int:
+    part = group.quorum(known)
+    while len(part.members) < 2:
+        part = group.quorum(part.quorum_id)
     return part.quorum_id
 
 
