@@ -5,9 +5,9 @@
     python benchmarks/goodput.py --no-kills [--rounds 9]        a step of configs/llama.toml with fault tolerance, beside one without
 
 Ways: ours, replica groups that go on; restart, DistributedDataParallel whose ranks all start again from the last checkpoint when one dies,
-with a checkpoint every 1, 2, 5 or 10 seconds; torchft, where PEER has torchft-nightly. Each step "computes" for --step-ms on TOKENS tokens
-a process and sums a gradient as large as the model. They take turns (--rounds), with the same kills: one SIGKILL every --every seconds of
-one that runs, by --seed, but never of the only one that does.
+with a checkpoint every 1, 2, 5 or 10 seconds (after the first round, the two best of these); torchft, where PEER has torchft-nightly.
+Each step "computes" for --step-ms on TOKENS tokens a process and sums a gradient as large as the model. They take turns (--rounds), with
+the same kills: one SIGKILL every --every seconds of one that runs, by --seed, but never of the only one that does.
 
 Nothing is held against a restart but what it takes: the other ranks are killed at once, as if they knew. In every way a killed process is
 started again at once, or after --startup-s: what a cluster takes to find a machine and start a container. So is one that ends by itself.
@@ -169,12 +169,17 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> Run:
 
 
 def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
-    """Rows of a table, and the goals in words. Every other round runs backwards."""
+    """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
     runs: dict[str, list[Run]] = {way.name: [] for way in ways}
-    for index in range(options.rounds):
-        for way in ways if index % 2 == 0 else list(reversed(ways)):
+    turns = list(ways)
+    for _ in range(options.rounds):
+        for way in turns:
             runs[way.name] += _turn(way, megabytes, options)
-    rows = [[f"{megabytes:g} MB", way.name, *_figures(runs[way.name], options.rounds)] for way in ways]
+        rates = {name: max((run.rate for run in of), default=0.0) for name, of in runs.items()}
+        best = sorted((way for way in turns if way.checkpoint_s), key=lambda way: rates[way.name], reverse=True)[:2]
+        turns = [way for way in reversed(turns) if not way.checkpoint_s or way in best]
+    due = {way.name: options.rounds if way in turns else 1 for way in ways}
+    rows = [[f"{megabytes:g} MB", way.name, *_figures(runs[way.name], due[way.name])] for way in ways]
     return rows, verdicts(runs, megabytes, startup=options.startup_s > 0)
 
 
@@ -201,13 +206,14 @@ def _figures(runs: Sequence[Run], rounds: int) -> list[str]:
 def verdicts(runs: dict[str, list[Run]], megabytes: float, *, startup: bool) -> list[str]:
     """Ours beside the best restart and torchft, round by round, and whether it is as much as was to be reached."""
     rates = {name: [run.rate for run in of] for name, of in runs.items()}
-    restarts = [name for name in rates if name.startswith("restart") and rates[name]]
+    whole = len(rates["ours"])
+    restarts = [name for name in rates if name.startswith("restart") and len(rates[name]) == whole > 0]
     best = max(restarts, key=lambda name: statistics.median(rates[name]), default="")
     goals = {best: STARTUP_GOAL if startup else GOALS["restart"].get(megabytes)}
     goals["torchft"] = None if startup else GOALS["torchft"].get(megabytes)
     said = []
     for name, goal in goals.items():
-        if rates.get(name) and len(rates[name]) == len(rates["ours"]):
+        if rates.get(name) and len(rates[name]) == whole:
             seen = ratio(rates["ours"], rates[name])
             words = (
                 f"; at least {goal:g}x was to be reached: {reached(goal / seen.low, goal / seen.median)}"

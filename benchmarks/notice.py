@@ -85,8 +85,8 @@ class Group:
 
 
 def together(stays: Group, victim: Group, known: int) -> int:
-    """The id of a quorum that has both. Each asks until it is in one: whoever came first may have had one alone, and the other then waits for
-    it, since it beats and no half of the groups is a majority."""
+    """The id of a quorum that has both. Each asks until it is in one: whoever came first may have had one alone, and then the other waits
+    for it, since it beats and half of the groups are no majority."""
     threads = [threading.Thread(target=until_both, args=(victim, 0))]
     threads[0].start()
     known = until_both(stays, known)
