@@ -7,7 +7,8 @@
 Ways: ours, replica groups that go on; restart, DistributedDataParallel whose ranks all start again from the last checkpoint when one dies,
 with a checkpoint every 1, 2, 5 or 10 seconds (after the first round, the two best of these); torchft, where PEER has torchft-nightly.
 Each step "computes" for --step-ms on TOKENS tokens a process and sums a gradient as large as the model. They take turns (--rounds), with
-the same kills: one SIGKILL every --every seconds of one that runs, by --seed, but never of the only one that does.
+the same kills: one SIGKILL every --every seconds (the first after half of it, so that a turn has its share) of one that runs, by --seed,
+but never of the only one that does.
 
 Nothing is held against a restart but what it takes: the other ranks are killed at once, as if they knew. In every way a killed process is
 started again at once, or after --startup-s: what a cluster takes to find a machine and start a container. So is one that ends by itself.
@@ -149,7 +150,7 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> Run:
         made.start()
         job.steps(STEADY, PROCESSES)
         began_s, kills, own, step = time.monotonic(), 0, 0, max(group.step for group in job.groups)
-        end_s, next_s = began_s + 60 * options.minutes, began_s + options.every
+        end_s, next_s = began_s + 60 * options.minutes, began_s + options.every / 2
         while (now_s := time.monotonic()) < end_s:
             if now_s >= next_s:
                 next_s += options.every
