@@ -282,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     text = table(["model", "way", "tokens/s", "kills", "ended", "steps redone", ""], rows) + "\n\n" + "\n".join(said)
     print(text)
     heading = f"With a start-up of {options.startup_s:g} s" if options.startup_s else "With kills"
-    kills = f"a kill every {options.every:g} s for {options.minutes:g} minutes, {options.rounds} rounds"
+    kills = f"a kill every {options.every:g} s, turns of {options.minutes:g} min, {options.rounds} rounds"
     _write(options.write, heading, f"{machine}, {kills}, steps of {options.step_ms:g} ms", text)
     return 0
 
