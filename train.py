@@ -38,7 +38,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
-from training.checkpoint import Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
+from training.checkpoint import FIGURES, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
 from training.claim import Claim
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
@@ -233,9 +233,12 @@ class Run:
             "data": DataState(self.data),
             "loader": self.loader,
         }
-        for name in ("model", "optimizer", "meter"):  # what a group that heals receives
-            self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
         shared = config.fault_tolerance.enable
+        relay = Relay(folder, lambda: self.manager.writes, self.open_sinks)
+        if shared:
+            states[FIGURES] = relay
+        for name in ("model", "optimizer", "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
+            self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
         claim = Claim(folder, lambda: self.manager.writes) if shared else None
         self.checkpointer = self.cleanup.enter_context(
             closing(Checkpointer(config.checkpoint, folder, states, log=self.log, claim=claim))
@@ -250,7 +253,7 @@ class Run:
         self.look: ValidationLoss | None = None  # the last one
         if self.world.global_rank == 0:
             save(config, folder)
-            self.meter.open(self.figures(resumed))
+            self.meter.open(relay.sinks() if shared else self.open_sinks(resumed))
         self.cleanup.enter_context(closing(self.meter))
 
     def restore(self) -> None:
@@ -261,25 +264,16 @@ class Run:
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
 
-    def figures(self, resumed_step: int | None) -> Sinks:
-        """Where this start's figures go. Of several groups one writes, and which one may change."""
-        config, folder = self.config, self.config.run_folder
-        tensorboard_folder = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else ""
-
-        def sinks(resumed_step: int | None) -> Sinks:
-            return open_sinks(
-                folder,
-                tensorboard_folder=tensorboard_folder,
-                wandb=config.metrics.enable_wandb,
-                resumed_step=resumed_step,
-                settings=asdict(config),
-            )
-
-        if not config.fault_tolerance.enable:
-            return sinks(resumed_step)
-        relay = Relay(folder, lambda: self.manager.writes, sinks)
-        self.manager.register("figures", relay.state_dict, relay.load_state_dict)
-        return relay.sinks()
+    def open_sinks(self, resumed_step: int | None) -> Sinks:
+        """Where figures go that this group is to write."""
+        metrics = self.config.metrics
+        return open_sinks(
+            self.config.run_folder,
+            tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
+            wandb=metrics.enable_wandb,
+            resumed_step=resumed_step,
+            settings=asdict(self.config),
+        )
 
     def train(self) -> None:
         """Steps until training.steps are committed, or a signal asks to stop. Raises NonFinite, CheckpointFailed."""
@@ -426,6 +420,7 @@ class Run:
         if not self.manager.writes:
             return
         with self.progress.phase("checkpoint"):
+            self.meter.sync()  # a checkpoint of a step whose figures a power cut has taken would miss them for ever
             self.checkpointer.save(self.manager.step, last=last)
 
     def finish(self) -> None:

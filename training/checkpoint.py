@@ -27,14 +27,14 @@ from training.checkpoint_restore import (
     steps_phrase,
     survey,
 )
-from training.checkpoint_states import ModelState, OptimizerState, Stateful
+from training.checkpoint_states import FIGURES, ModelState, OptimizerState, Stateful
 from training.claim import Alone, Claim
 
 if TYPE_CHECKING:
     from training.checkpoint_dcp import Snapshot
     from training.checkpoint_streamed import Streamed
 
-__all__ = ["CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
+__all__ = ["FIGURES", "CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
 
 
 class Checkpointer:
@@ -300,7 +300,8 @@ class Checkpointer:
         whole = manifest is not None and manifest.kind == "full"
         if not config.initial_load_model_only and not whole and not isinstance(found, str):
             raise ValueError(f"{setting}: holds the weights alone; nearest: checkpoint.initial_load_model_only = true")
-        names = ("model",) if config.initial_load_model_only else tuple(self._states)
+        whole_run = tuple(name for name in self._states if name != FIGURES)  # another run's files are not this one's
+        names = ("model",) if config.initial_load_model_only else whole_run
         problem = self._problem(path, found) or self._restore(path, manifest, names, initial=setting)
         if problem:
             raise CheckpointFailed(f"{setting}: damaged: {problem}")

@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from training.checkpoint_files import Digest, FileRecord
+from training.checkpoint_states import FIGURES
 from training.checkpoint_streamed import OneAtATime, Streamed
 
 States = dict[str, dict[str, Any]]
 
-_OPTIMIZER_SETTINGS = "optimizer.param_groups."
+_OPTIONAL = ("optimizer.param_groups.", f"{FIGURES}.")  # may be missing here or there
 _ASIDE_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
 
 
@@ -103,8 +104,8 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
     """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names.
 
     Names that are, or begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was
-    never made (it had no gradient) and settings of the optimizer that another version of torch does not know may be
-    missing.
+    never made (it had no gradient), settings of the optimizer that another version of torch does not know and figures of
+    groups may be missing.
     """
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [f'exclude_from_loading: no name begins with "{part}"' for part in exclude if not _begin(saved, part)]
@@ -121,7 +122,7 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
     states = {state: values for state, values in states.items() if values}
     present = _flat(states)
     misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
-    unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIMIZER_SETTINGS)}
+    unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
     return Fit(states, misfits, unknown)
 
 
@@ -270,7 +271,7 @@ def _begin(names: Iterable[str], part: str) -> bool:
 
 
 def _may_be_missing(name: str, saved: Mapping[str, Any]) -> bool:
-    if name.startswith(_OPTIMIZER_SETTINGS):
+    if name.startswith(_OPTIONAL):
         return True
     return name.startswith("optimizer.state.") and not _begin(saved, name.rpartition(".")[0])
 

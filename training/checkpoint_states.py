@@ -13,6 +13,8 @@ from torch import nn
 
 from ft.materialise import materialise
 
+FIGURES = "figures"  # what relay.py remembers of this run's own files; only groups that share a run have it
+
 
 class Stateful(Protocol):
     """What can be saved: a dictionary that has the same keys at every time. What varies goes into one value."""

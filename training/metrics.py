@@ -182,6 +182,10 @@ class Meter:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
 
+    def sync(self) -> None:
+        """What was written of the steps so far outlives the machine, as a checkpoint does."""
+        self._sinks.sync()
+
     def close(self) -> None:
         """Closes the sinks."""
         self._sinks.close()

@@ -4,6 +4,10 @@ Floor 3, between metrics.py and sinks.py. All groups have the same figures, for 
 now writes first what the one before did not come to write, and takes back what that one wrote of steps that did not hold: no step is
 missing in metrics.jsonl and samples.jsonl, and none is there twice. A group that was stopped, and wakes, still counts itself the
 writer; but the quorum that says so is over, and a newer one has been claimed in the run's folder (claim.py).
+
+What is remembered goes to groups that heal, and into each checkpoint, for that may be of a step which its writer alone has committed. Where
+that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from the checkpoint's, and
+whoever writes first puts back the rows that belong to it.
 """
 
 from __future__ import annotations
@@ -62,12 +66,17 @@ class Relay:
             self._take_over(row.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a group that heals: it may be the next to write."""
+        """For a group that heals, or begins with this checkpoint: it may be the next to write."""
         return {"rows": json.dumps(list(self._kept))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.close()
         self._keep(Row(*row) for row in json.loads(state["rows"]))
+
+    def sync(self) -> None:
+        """Where this group writes."""
+        if self._sinks is not None:
+            self._sinks.sync()
 
     def close(self) -> None:
         if self._sinks is not None:
@@ -81,19 +90,19 @@ class Relay:
         """What lies at this step and past it is of a life that ended before it was saved; so is what lies before it, from the first step on
         that this group knows otherwise: the one before wrote it, and the others went on without it."""
         self.close()
-        written = self._written()
+        written = self._written(step - 1)
         first = min(row.step for row in self._kept if row.step >= step or not written(row))
         self._sinks = self._open_sinks(first - 1 or None)
         for row in self._kept:
             if row.step >= first:
                 self._put(row)
 
-    def _written(self) -> Callable[[Row], bool]:
-        """Whether a row is in the files. Time and memory are each group's own; what was trained on is the same in all, and tells whether a
-        step is the same step. Charts are written after the journal, and not read."""
-        metrics = [Row("journals", row["step"], row) for row in last_rows(self._folder / METRICS, 2 * ROWS_KEPT)]
-        samples = last_rows(self._folder / SAMPLES, ROWS_KEPT)
-        there = {(row.step, row.is_validation) for row in metrics}
+    def _written(self, until: int) -> Callable[[Row], bool]:
+        """Whether a row, of a step up to `until`, is in the files. Time and memory are each group's own; what was trained on is the same in
+        all, and tells whether a step is the same step. Charts are written after the journal, and not read."""
+        metrics = last_rows(self._folder / METRICS, 2 * ROWS_KEPT, until=until)
+        samples = last_rows(self._folder / SAMPLES, ROWS_KEPT, until=until)
+        there = {(row["step"], Row("journals", row["step"], row).is_validation) for row in metrics}
 
         def written(row: Row) -> bool:
             if row.kind == "records":
@@ -115,6 +124,9 @@ class _End:
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         self._relay.write(Row(self._kind, step, dict(scalars)))
+
+    def sync(self) -> None:
+        self._relay.sync()
 
     def close(self) -> None:
         self._relay.close()

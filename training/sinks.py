@@ -15,6 +15,7 @@ import struct
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -29,17 +30,29 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Journal(Sink, Protocol):
+    """A sink that is read back."""
+
+    def sync(self) -> None:
+        """What was written outlives the machine, too, when this returns."""
+        ...
+
+
 class Sinks(NamedTuple):
     """Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags; records get what every
     step was trained on, with the keys of samples.jsonl."""
 
-    journals: tuple[Sink, ...] = ()
+    journals: tuple[Journal, ...] = ()
     charts: tuple[Sink, ...] = ()
-    records: tuple[Sink, ...] = ()
+    records: tuple[Journal, ...] = ()
 
     def replaced(self) -> bool:
         """Somebody else has opened the files of this folder since: what is written here reaches nobody."""
         return any(isinstance(sink, JournalSink) and sink.replaced() for sink in (*self.journals, *self.records))
+
+    def sync(self) -> None:
+        for sink in (*self.journals, *self.records):
+            sink.sync()
 
     def close(self) -> None:
         for sink in (*self.journals, *self.charts, *self.records):
@@ -91,6 +104,9 @@ class JournalSink:
             return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
             return True
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -163,10 +179,11 @@ def cut_journal(path: Path, keep_until: int) -> None:
     replace_file(path, b"".join(line + b"\n" for line in lines if _journal_step(line) <= keep_until))
 
 
-def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Of the last `count` lines of a journal those that are whole."""
-    lines = path.read_bytes().splitlines()[-count:] if path.exists() else []
-    return [json.loads(line) for line in lines if _journal_step(line) < math.inf]
+def last_rows(path: Path, count: int, *, until: int) -> list[dict[str, Any]]:
+    """Of a journal's whole lines, those of steps past `until` left out, the last `count`, in no order."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    whole = (line for line in reversed(lines) if _journal_step(line) <= until)
+    return [json.loads(line) for line in islice(whole, count)]
 
 
 def cut_events(folder: Path, keep_until: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint_job import Job, same, steps_in
+from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_dcp, checkpoint_files
-from training.checkpoint import CheckpointFailed
+from training.checkpoint import FIGURES, CheckpointFailed
 from training.claim import Claim
 
 EPOCH, WAIT_S = "epoch", 50.0
@@ -176,3 +176,33 @@ def test_a_claim_that_cannot_be_noted_is_one_line(tmp_path: Path):
     a.train(2)
     with pytest.raises(CheckpointFailed, match=r"^checkpoint: step 2 not saved: .*Not a directory|File exists"):
         a.checkpointer.save(2)
+
+
+class Figures(Ledger):
+    """As relay.py has them."""
+
+    def __init__(self, rows: str) -> None:
+        self.state = {"rows": rows}
+
+
+def test_figures_are_of_this_run_and_may_be_missing(tmp_path: Path):
+    """A run may go on with groups or without, and one from before there were any; another run that begins with it has files of its own."""
+
+    def start(folder: Path, figures: str, **settings: Any) -> Job:
+        job = Job(folder, **settings)
+        if figures:
+            job.states[FIGURES] = Figures(figures)
+        return job
+
+    own = tmp_path / "own"
+    start(own, "of step 2").step_and_save(2)
+    again = start(own, "none yet")
+    assert again.checkpointer.load() == 2 and again.states[FIGURES].state == {"rows": "of step 2"}
+    without = start(own, "")
+    assert without.checkpointer.load() == 2
+    without.step_and_save(4)
+    again = start(own, "none yet")
+    assert again.checkpointer.load() == 4 and again.states[FIGURES].state == {"rows": "none yet"}
+    settings = {"initial_load_path": str(own / "checkpoint/step-2"), "initial_load_model_only": False}
+    other = start(tmp_path / "other", "none yet", **settings)
+    assert other.checkpointer.load() == 2 and other.states[FIGURES].state == {"rows": "none yet"}

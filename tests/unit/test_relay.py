@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from ft.protocol.ledger import Ledger
+from scripts.samples import prove, read
 from training.relay import ROWS_KEPT, Relay, Row
 from training.sinks import Sinks, open_sinks
 
@@ -146,3 +153,91 @@ def test_a_group_that_heals_can_fill_in_what_it_never_saw(tmp_path: Path):
     healed.relay.load_state_dict(b.relay.state_dict())
     healed.commits(4)
     assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4)]
+
+
+# ------------------------------------------------------------------------------------------------ all die; a checkpoint goes on
+
+
+LAST = ROWS_KEPT // 2 + 10  # step of the checkpoint; the first ones, and half of another, nobody remembers
+LOOKS = 5
+
+
+class History:
+    """What a job has trained on: its ledger, and a row for each step."""
+
+    def __init__(self) -> None:
+        self.ledger, self.rows = Ledger(slot_size=2), dict[int, dict[str, Any]]()
+
+    def step(self, number: int, *deal: str, dead: str = "") -> None:
+        """Dealt to these; `dead` gave nothing."""
+        dealt = self.ledger.deal(deal)
+        self.ledger.commit([float(owner != dead) for owner in dealt.values()])
+        slots = {str(slot): owner for slot, owner in dealt.items() if owner != dead}
+        self.rows[number] = {"slot_size": 2, "slots": slots, "holes": list(self.ledger.holes)}
+
+    def tell(self, group: Group, *steps: int) -> None:
+        for step in steps:
+            group.sinks.journals[0].write(step, {"loss": float(step)})
+            group.sinks.records[0].write(step, self.rows[step])
+            if step == LOOKS:
+                group.sinks.journals[0].write(step, {"validation_loss": float(step)})
+
+
+def lose(path: Path, lines: int) -> None:
+    """The machine lost power: the last of them are gone, and of one there is a part."""
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[: len(whole) - lines]) + b'{"step": 9')
+
+
+@pytest.mark.parametrize("lost", [(0, 0), (1, 0), (0, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("further", [-1, 0, 1, 3, 2 * ROWS_KEPT])
+@pytest.mark.parametrize("of", ["one", "others"])
+def test_a_checkpoint_brings_the_rows_of_its_steps(tmp_path: Path, of: str, further: int, lost: tuple[int, int]):
+    """The last step is committed by a alone, which writes, and dies; the others make it anew, and go `further`, or not even that far. Then
+    all die; of the files so many lines are `lost`. The newest checkpoint is of that step, of one or the others; each group has it again,
+    and the role moves with each step."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    alone = History()
+    for step in range(1, LAST):
+        alone.step(step, "a", "b", "c")
+    others = deepcopy(alone)
+    alone.step(LAST, "a", "b", "c")
+    others.step(LAST, "a", "b", "c", dead="a")
+    alone.tell(a, *range(1, LAST + 1))
+    others.tell(b, *range(1, LAST))
+    figures, history = a.relay.state_dict(), deepcopy(alone)
+    if further >= 0:
+        b.writes, b.quorum = True, ("epoch", 2)
+        others.tell(b, LAST)
+        if of == "others":
+            figures, history = b.relay.state_dict(), deepcopy(others)
+        for step in range(LAST + 1, LAST + 1 + further):
+            others.step(step, "b", "c")
+            others.tell(b, step)
+    lose(tmp_path / "metrics.jsonl", lost[0])
+    lose(tmp_path / "samples.jsonl", lost[1])
+
+    groups = [Group(tmp_path, writes=False), Group(tmp_path, writes=False)]
+    for group in groups:
+        group.relay.load_state_dict(json.loads(json.dumps(figures)))
+    steps = range(1, LAST + 4)
+    for step in steps[LAST:]:
+        history.step(step, "d", "e")
+        for number, group in enumerate(groups):
+            group.quorum, group.writes = ("another", step), number == step % 2
+            history.tell(group, step)
+    assert rows(tmp_path) == [(step, look) for step in steps for look in ({False, step == LOOKS})]
+    written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert written == [{"step": step, **history.rows[step]} for step in steps]
+    assert prove(read(tmp_path / "samples.jsonl")).exact
+
+
+def test_figures_are_on_disk_where_a_checkpoint_is_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name))
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for group in (a, b):
+        group.commits(1)
+        synced.clear()
+        group.sinks.sync()
+        assert set(synced) == ({"metrics.jsonl", "samples.jsonl"} if group is a else set())
