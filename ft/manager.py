@@ -34,6 +34,7 @@ from ft.membership import Wish, join
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.protocol import messages as m
+from ft.protocol.compare import in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
@@ -405,7 +406,7 @@ class Manager:
         """The tail, with what this rank's weights are, where others are to compare it."""
         if not (at := effect.digest_at):
             return effect.tail
-        figures = digest(self._weights)
+        figures = in_tail(digest(self._weights), copied=effect.copied)
         self._teller.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *figures, *effect.tail[at + len(figures) :])
 

@@ -56,6 +56,13 @@ class Diary:
         """The last that it has committed."""
         return next((line.step for line in reversed(self.ranks[0]) if line.event == "commit"), 0)
 
+    def is_compared(self, groups: int, interval: int) -> bool:
+        """Since its latest life, and heal, began, so many groups have compared their weights, as they do every `interval` steps."""
+        lines = self.ranks[0]
+        since = max((number for number, line in enumerate(lines) if line.event in ("start", "healed")), default=0)
+        compared = (line for line in lines[since:] if line.event == "commit" and line.step % interval == 0)
+        return any(line.contributors == groups for line in compared)
+
     def is_with(self, groups: int, steps: int, since_s: float) -> bool:
         """Its last steps, so many since then, had the gradients of so many groups, on all its ranks."""
         for rank in range(len(self.ranks)):

@@ -212,6 +212,8 @@ def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief
 
 def inject(job: Job, variant: str, dice: random.Random) -> Incident:
     """One fault, until all groups are together again. Raises Failed."""
+    if variant == "corrupt":
+        job.compared()
     before, at_s = frozenset(job.live), time.monotonic()
     step = max(job.diaries[name].step for name in before)
     target, hit = HARMS[variant](job, dice)

@@ -138,6 +138,14 @@ class Job:
 
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
+    def compared(self) -> None:
+        """Until each is a witness of its own weights. Of three groups one of which has just healed nobody can tell whose went wrong."""
+        interval = self.config.fault_tolerance.digest_interval
+        self.until(
+            "a comparison of the weights of all groups",
+            lambda: all(self.diaries[name].is_compared(len(self.live), interval) for name in self.live),
+        )
+
     def end(self) -> None:
         """All save and leave."""
         for name in self.live:

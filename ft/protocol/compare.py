@@ -1,7 +1,9 @@
 """Whose weights are not the others': a rule on digests that travel in the tail (tail.py), each in its member's place, zeros elsewhere.
 
 A digest is FIGURES whole numbers below 2**24, which a sum in fp32 with nothing but zeros leaves as they are: after the reduction each
-rank knows what the same rank of every other group holds, without a message of its own.
+rank knows what the same rank of every other group holds, without a message of its own. Below zero they are a copy's: its group took its
+state from another one since weights were last compared. What was wrong there is wrong here, so it is no witness: a group whose weights
+went wrong would else outvote the others together with those who have healed from it.
 """
 
 from __future__ import annotations
@@ -10,21 +12,31 @@ from collections import Counter
 from collections.abc import Sequence
 
 FIGURES = 2  # 48 bits of a digest: shards that differ look alike once in 3e14 times
-NONE = (0.0,) * FIGURES  # of a member that holds no state to speak of
+
+Digest = tuple[float, ...]
+NONE: Digest = (0.0,) * FIGURES  # of a member that holds no state to speak of
+
+
+def in_tail(digest: Digest, *, copied: bool) -> Digest:
+    """What a member puts into its place."""
+    return tuple(-figure for figure in digest) if copied else digest
+
+
+def at(digests: Sequence[float], rank: int) -> Digest:
+    """What the member of that replica rank has put there."""
+    return tuple(digests[FIGURES * rank : FIGURES * (rank + 1)]) or NONE
 
 
 def odd_ones(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
-    """Members whose digest is not that of most who gave one. All members where no digest is: they differ, and nobody can tell who is
-    right; two that differ are such a case. Empty: there is no difference."""
-    given = {
-        member: tuple(digests[FIGURES * rank : FIGURES * (rank + 1)])
-        for rank, member in enumerate(members)
-        if tuple(digests[FIGURES * rank : FIGURES * (rank + 1)]) != NONE
-    }
-    counts = Counter(given.values())
-    if len(counts) < 2:
+    """Members whose digest is not the one that most witnesses have, and, where that is a single one, most of all. All members where there
+    is no such digest: they differ, and nobody can tell who is right. Empty: there is no difference."""
+    given = {member: said for rank, member in enumerate(members) if (said := at(digests, rank)) != NONE}
+    held = {member: tuple(map(abs, said)) for member, said in given.items()}
+    votes, of_all = Counter(held[member] for member in given if min(given[member]) >= 0), Counter(held.values())
+    if len(of_all) < 2:
         return ()
-    [(most, times)] = counts.most_common(1)
-    if 2 * times <= len(given):
-        return tuple(members)
-    return tuple(member for member, digest in given.items() if digest != most)
+    for right, times in votes.most_common(1):
+        # two that went wrong by themselves do not go wrong alike, but one alone may have done so after the others had its state
+        if 2 * times > votes.total() and (times > 1 or 2 * of_all[right] > len(given)):
+            return tuple(member for member, digest in held.items() if digest != right)
+    return tuple(members)

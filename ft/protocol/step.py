@@ -19,7 +19,8 @@ Where the rules leave a choice:
   bucket, which differs between the ranks of a group.
 - Weights are compared in the step before every digest_interval-th, so that what is saved there was compared just before. Of each group one
   rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
-  holds: those before it were summed with the same wrong weights.
+  holds: those before it were summed with the same wrong weights. A group that has healed is no witness before it has been compared; of
+  step 0 there is but one state, whoever gives it, and that is right.
 - A group that is dealt nothing (it came in for a retry, or has just healed) gives zeros and announces a change, to be dealt next time.
 """
 
@@ -31,7 +32,7 @@ from enum import Enum
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES, odd_ones
+from ft.protocol.compare import FIGURES, NONE, at, odd_ones
 from ft.protocol.heal import Healing
 from ft.protocol.ledger import MAX_UNABLE, Ledger
 from ft.protocol.messages import VOID, Effect, Event, Member, Outcome, Part, Vote
@@ -102,6 +103,7 @@ class Step:
         self._tail: Tail | None = None
         self._offering = False
         self._emptied = False  # the last step of the generation was none, and its deal was returned
+        self._copied = False  # the state is another group's, and was not compared since
         self._late = False  # healed in this generation: a slot that the open deal has for it is nobody's until the next
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
@@ -279,6 +281,7 @@ class Step:
                 not usable,
                 again=again and usable,
                 digest_at=place if knows else 0,
+                copied=self._copied and knows,
             )
         )
 
@@ -342,6 +345,8 @@ class Step:
         elif self.part and set(outcome.blame) == set(self.part.members):
             self._stop(f"after step {self.step} the groups hold different weights, and nobody can tell whose are right")
         else:
+            assert self.part is not None
+            self._copied &= at(self._tail.digests, self.part.replica_rank) == NONE
             self._commit_or_hold(self._tail, change=outcome.change, now_s=now_s)
             if self.part and self.part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:
                 self._distrust()
@@ -476,6 +481,7 @@ class Step:
         """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
         assert self.part is not None
         self._load(state, keep_deal=True)
+        self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
         self._emit(m.LoadState(self.step))
@@ -507,7 +513,7 @@ class Step:
         self._drop_held()
         self._healing.forget()
         self._load(event.state or _INITIAL, keep_deal=False)
-        self.void, self._restored, self.settled = False, self.step, self.step
+        self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
         self.reason = f"restored from checkpoint {self.step}"
         if self.phase is Phase.ASKING:
             self._ask(self.reason)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES
+from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from ft.protocol.tail import Tail
@@ -283,8 +283,8 @@ class RankNode:
         if not at:
             return effect.tail
         assert self.weights is not None, f"{self.process.name} compares a void state"
-        figures = [float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES)]
-        return (*effect.tail[:at], *figures, *effect.tail[at + FIGURES :])
+        figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES))
+        return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + FIGURES :])
 
     def _stop_waiting(self, effect: m.StopWaiting) -> None:
         give_up = self._pending.get(effect.quorum_id)

@@ -18,9 +18,12 @@ from ft.membership import Wish
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
+from ft.protocol import compare
 from ft.protocol import messages as m
+from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
+from ft.protocol.tail import Tail
 from ft.rpc.access import Access
 from ft.seam import GroupEnded, Stopped, from_checkpoint, to_checkpoint
 from tests.ft.groups import LIMIT_S, SLOT, Rank, job
@@ -280,6 +283,14 @@ def flips_a_bit(rank: Rank, step: int) -> None:
 COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit}
 
 
+def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
+    """For each comparison, the groups that said that they are no witnesses."""
+    reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
+    tails = [Tail.of(event.tail, FIGURES * members).digests for event in reduced]
+    names = [m.name_of(member) for member in rank.manager.part.members]
+    return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
+
+
 def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
     """Of each group one rank sees it, and all ranks of the one that is odd heal."""
     wrote: dict[tuple[str, int, int], bool] = {}
@@ -296,6 +307,8 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
             told = [m.name_of(odd) for effect in rank.seen_of(m.WeightsDiffer) for odd in effect.replica_ids]
             assert told == (["a"] if rank.group_rank == 0 else [])
             assert bool(rank.seen_of(m.LoadState)) == (rank.name == "a")
+            copies = copies_in(rank, members=3, interval=2)
+            assert copies[0] == copies[-1] == set() and [said for said in copies if said] == [{"a"}]
             assert wrote["a", rank.group_rank, 3] and not wrote["a", rank.group_rank, 4], (
                 "no checkpoint of wrong weights"
             )

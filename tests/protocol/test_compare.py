@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ft.protocol import messages as m
+from ft.protocol.compare import in_tail, odd_ones
 from ft.protocol.messages import Computed
-from tests.protocol.rank import Rank, names, only, part
+from tests.protocol.rank import Rank, names, only, part, source_state
 
 OWN, OTHER, NOTHING = (7.0, 8.0), (7.0, 9.0), (0.0, 0.0)
 TRIO = {"members": ("a:1", "b:1", "c:1"), "participants": ("a:1", "b:1", "c:1")}
@@ -93,3 +94,113 @@ def test_who_is_healing_says_nothing_of_its_weights():
     rank = Rank(digest_interval=2)
     zeros = only(m.LaunchTail, rank.enter(part(2, heal=True, step=5, commit=(1, "x"), **TRIO)))
     assert zeros.zeros and zeros.digest_at == 0 and len(zeros.tail) == 3 + 3 + 3 * 2
+
+
+# ------------------------------------------------------------------------------------------------ copies are no witnesses
+
+
+def copy(digest: tuple[float, float]) -> tuple[float, float]:
+    return (-digest[0], -digest[1])
+
+
+W, C = OWN, copy(OWN)  # right, of a witness and of a copy; X, Y: wrong
+X, Y = OTHER, copy(OTHER)
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [
+        ([W, W, C], ""),
+        ([C, C, C], ""),
+        ([W, X, Y], "all"),  # b was wrong before c healed from it,
+        ([X, W, C], "all"),  # or a went wrong, and b and c are right: who can tell
+        ([W, W, Y], "c"),
+        ([W, W, Y, Y, Y], "cde"),  # one that was wrong before it gave its state to three others
+        ([W, W, X, Y, Y], "cde"),
+        ([W, W, X, C], "c"),
+        ([W, W, X, X, Y], "all"),
+        ([W, C, Y], "c"),  # a alone is a witness: it gave to both, and one of them went wrong since,
+        ([X, C, C], "all"),  # or it did itself
+        ([W, Y], "all"),
+        ([C, C, Y], "all"),
+        ([W, NOTHING, Y], "all"),
+        ([W, NOTHING, C], ""),
+    ],
+)
+def test_whose_weights_are_odd(digests: list[tuple[float, float]], odd: str):
+    members = "abcde"[: len(digests)]
+    found = odd_ones([figure for digest in digests for figure in digest], tuple(members))
+    assert "".join(found) == (members if odd == "all" else odd)
+
+
+def test_a_figure_of_zero_is_a_copys_as_well():
+    assert odd_ones((*in_tail((0.0, 5.0), copied=True), 0.0, 5.0, 0.0, 5.0), ("a", "b", "c")) == ()
+    assert odd_ones((*in_tail((0.0, 5.0), copied=True), 0.0, 6.0, 0.0, 6.0), ("a", "b", "c")) == ("a",)
+
+
+def healed(step: int, **config: Any) -> Rank:
+    """This group, a, comes to two others at that step, and is whole by the next."""
+    rank = Rank(digest_interval=2, **config)
+    rank.enter(part(2, heal=True, step=step, commit=(1, f"c{step}"), **{**TRIO, "participants": ("b:1", "c:1")}))
+    rank.see(m.HealEnded(2, True, source_state(step, pending=2)))
+    rank.see(m.Outcome("healed", 2, 0, step, "yes"))
+    rank.reduced(10, 10, 75, 3, 1, *([0.0] * 6 if (step + 1) % 2 == 0 else []))
+    rank.outcome("commit", change=True)
+    return rank
+
+
+def launch(rank: Rank, quorum_id: int) -> m.LaunchTail:
+    step, quorum, commit_id = rank.machine.step, rank.machine.commit_quorum_id, rank.machine.commit_id
+    rank.enter(part(quorum_id, step=step, commit=(quorum, commit_id), **TRIO, replica_rank=0))
+    return only(m.LaunchTail, rank.see(Computed((10.0,), 25.0)))
+
+
+def test_who_has_healed_is_no_witness_until_it_was_compared():
+    rank = healed(6)
+    sent = launch(rank, 3)
+    assert sent.digest_at > 0 and sent.copied
+    rank.reduced(10, 10, 10, 75, 3, 1, *C, *W, *W)
+    rank.outcome("commit", change=True)
+    sent = launch(rank, 4)
+    assert (sent.digest_at, sent.copied) == (0, False)
+    rank.reduced(10, 10, 10, 75, 3, 1)
+    rank.outcome("commit", change=True)
+    sent = launch(rank, 5)
+    assert sent.digest_at > 0 and not sent.copied
+
+
+def test_a_comparison_that_it_had_no_part_in_makes_it_no_witness():
+    """Its state came after it had given zeros, in the place of its digest, too."""
+    rank = healed(5)
+    launch(rank, 3)
+    rank.reduced(10, 10, 10, 75, 3, 1)
+    rank.outcome("commit", change=True)
+    sent = launch(rank, 4)
+    assert sent.digest_at > 0 and sent.copied
+
+
+def test_who_went_wrong_and_has_healed_is_no_witness_either():
+    rank = trio()
+    compared(OTHER, OWN, OWN, rank=rank)
+    assert rank.machine.void
+    step, quorum, commit_id = rank.machine.step, rank.machine.commit_quorum_id, rank.machine.commit_id
+    state = {**source_state(step, pending=2), "commit_id": commit_id, "commit_quorum_id": quorum}
+    rank.enter(part(2, heal=True, step=step, commit=(quorum, commit_id), **{**TRIO, "participants": ("b:1", "c:1")}))
+    rank.see(m.HealEnded(2, True, state))
+    rank.see(m.Outcome("healed", 2, 0, step, "yes"))
+    rank.reduced(10, 10, 75, 3, 1)
+    rank.outcome("commit", change=True)
+    assert launch(rank, 3).copied
+
+
+def test_the_first_state_of_all_and_a_checkpoint_have_no_witness_to_ask():
+    """Of step 0 and of a checkpoint there is but one: what all take from there is right."""
+    rank = healed(0, init_sync=True)
+    sent = launch(rank, 3)
+    assert sent.digest_at > 0 and not sent.copied
+    rank = healed(6)
+    rank.see(m.Begin())
+    rank.see(m.WantsRestore(6))
+    rank.see(m.Restored(source_state(7)))
+    sent = launch(rank, 3)
+    assert sent.digest_at > 0 and not sent.copied

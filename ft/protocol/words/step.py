@@ -133,7 +133,8 @@ class Compute(Effect):
 class LaunchTail(Effect):
     """Append `tail` to the last bucket and launch what is not launched yet; then feed back Reduced or ReduceFailed.
     zeros: all buckets as zeros; again: the kept gradients, on this attempt's generation (nothing was launched before).
-    digest_at: from there on the tail has room for the digest of this rank's weights, which the driver fills in; 0: it has none."""
+    digest_at: from there on the tail has room for the digest of this rank's weights, which the driver fills in; 0: it has none. copied: it
+    is to say that it is no witness (compare.in_tail)."""
 
     quorum_id: int
     attempt: int
@@ -142,6 +143,7 @@ class LaunchTail(Effect):
     zeros: bool = False
     again: bool = False
     digest_at: int = 0
+    copied: bool = False
 
 
 @dataclass(frozen=True)
