@@ -136,7 +136,7 @@ class Manager:
         self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
         self._deal: Deal | None = None
         self._restored: dict[str, Any] | None = None
-        self.settled = 0  # checkpoints up to this step may be published
+        self.settled = 0  # up to this step there is one history
         self.left = False  # the others know that this group goes, and the step is committed: close
         self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.AskQuorum: self._ask_quorum,

@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from ft.rpc.access import Endpoint
 from ft.rpc.lighthouse_flags import Options, complain, read_options
 from ft.rpc.lighthouse_server import LighthouseService, Place, serve, until_stopped
+from ft.rpc.state_file import TakenOver
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,6 +29,9 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(_run(options))
     except ValueError as error:
         return complain(error)
+    except TakenOver as error:
+        print(f"lighthouse: {error}: this one ends", file=sys.stderr)
+        return 1
     return 0
 
 

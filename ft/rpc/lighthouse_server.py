@@ -28,7 +28,7 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.rules import MAX_STEP, absurd
 from ft.rpc import codec, state_file
-from ft.rpc.access import Access, Endpoint, endpoints
+from ft.rpc.access import Access, Endpoint, endpoints, try_to_listen
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Outbox, Pending, Refused, listen, stream, unary
@@ -386,9 +386,13 @@ class Place:
 async def serve(
     config: LighthouseConfig, place: Place, *, seen: Seen | None = None
 ) -> AsyncIterator[tuple[LighthouseService, int]]:
-    """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run()."""
+    """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
+    which raises state_file.TakenOver when another one goes on from the same file."""
+    for at in place.at:
+        if at.port:
+            try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
+    keeper = state_file.Keeper(place.state, _take_over(place.state)) if place.state else None
     saved = _read_state(place)
-    keeper = state_file.Keeper(place.state) if place.state else None
     service = LighthouseService(config, keeper=keeper, saved=saved, fresh=not place.recover, seen=seen)
     server, port = listen(place.access, service.routes, place.at)
     await server.start()
@@ -399,6 +403,13 @@ async def serve(
         await server.stop()
         if keeper:
             await keeper.close()
+
+
+def _take_over(state: Path) -> str:
+    try:
+        return state_file.take_over(state)
+    except OSError as error:
+        raise ValueError(f"--state_file {state}: cannot be written: {error.strerror}") from None
 
 
 def _read_state(place: Place) -> m.Saved | None:

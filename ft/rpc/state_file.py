@@ -3,6 +3,11 @@
 Persist must be done before what comes after it: an id that was seen must not come again. So a new id is on disk before its quorum is
 answered. A quorum that keeps its id (members that ask again at a later step) is written within a second instead, for all that is lost
 with it is how far the job is known to have come, which members report anyway.
+
+Another lighthouse may take the file over while this one is stopped, say, and nobody knows whether it will wake: no lock then, which the
+one that is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then
+reads. Who writes prepares a file of its own name, looks whose the state is, then renames it. So either the other one has read what was
+written here, or nothing is written here any more, wherever this one was stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ import asyncio
 import json
 import logging
 import os
+import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +63,36 @@ def try_to_write(path: Path) -> None:
     probe.unlink()
 
 
-def write(path: Path, saved: m.Saved) -> None:
-    """Afterwards it is on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError."""
-    partial = path.with_name(path.name + ".partial")
+class TakenOver(RuntimeError):
+    """Another lighthouse goes on from the state file: this one must answer nobody any more."""
+
+
+def take_over(path: Path) -> str:
+    """To be called before `read`; from then on nobody else writes there. Returns the name to write by. Raises OSError."""
+    owner = uuid.uuid4().hex[:12]
+    stamp = path.with_name(f"{path.name}.{owner}")
+    stamp.write_text(owner, encoding="ascii")
+    stamp.replace(_stamp(path))
+    for other in path.parent.iterdir():
+        if other.name.startswith(_partial(path, "").name):
+            other.unlink(missing_ok=True)
+    return owner
+
+
+def write(path: Path, saved: m.Saved, owner: str = "") -> None:
+    """Afterwards it is on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
+    partial = _partial(path, owner)
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **saved.to_dict()}, file)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        _look(path, owner)
+        partial.replace(path)
+    except (TakenOver, FileNotFoundError):
+        partial.unlink(missing_ok=True)
+        _look(path, owner)  # it was removed by whose the state is
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -71,21 +100,41 @@ def write(path: Path, saved: m.Saved) -> None:
         os.close(folder)
 
 
+def _look(path: Path, owner: str) -> None:
+    """Raises TakenOver."""
+    with suppress(FileNotFoundError):
+        if _stamp(path).read_text(encoding="ascii") != owner:
+            raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
+
+
+def _stamp(path: Path) -> Path:
+    return path.with_name(f"{path.name}.owner")
+
+
+def _partial(path: Path, owner: str) -> Path:
+    return path.with_name(f"{path.name}.partial{owner}")
+
+
 class Keeper:
     """Writes in a thread of its own, one after the other; the loop never waits for a disk.
 
     A disk that refuses is told, and tried again each second: until then no quorum is answered, and running steps go on.
+    `owner`: as take_over said. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes
+    later.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, owner: str = "") -> None:
+        self.path, self._owner = path, owner
+        self._over: TakenOver | None = None
         self.trouble = ""  # why the last attempt failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
         self._lazy: asyncio.TimerHandle | None = None
 
     def keep(self, saved: m.Saved) -> asyncio.Future[None] | None:
-        """A future where what comes next must wait for the disk."""
+        """A future where what comes next must wait for the disk. Raises TakenOver."""
+        if self._over:
+            raise self._over
         before, self._newest = self._newest, saved
         if before and _key(before) == _key(saved) and saved.settled >= before.settled:
             if self._lazy is None:
@@ -107,11 +156,16 @@ class Keeper:
     async def _until_written(self, saved: m.Saved) -> None:
         loop = asyncio.get_running_loop()
         while not await loop.run_in_executor(self._thread, self._try, saved):
+            if self._over:
+                raise self._over
             await asyncio.sleep(RETRY_S)
 
     def _try(self, saved: m.Saved) -> bool:
         try:
-            write(self.path, saved)
+            write(self.path, saved, self._owner)
+        except TakenOver as error:
+            self._over = error
+            return False
         except OSError as error:
             if str(error) != self.trouble:
                 log.error("%s cannot be written, so no quorum is answered: %s", self.path, error)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_what_is_no_state_file_is_told(tmp_path: Path, text: str):
 
 def _keep(path: Path, story: Callable[[state_file.Keeper], Any]) -> None:
     async def run() -> None:
-        keeper = state_file.Keeper(path)
+        keeper = state_file.Keeper(path, state_file.take_over(path) if path.parent.exists() else "")
         await story(keeper)
         await keeper.close()
 
@@ -232,6 +233,85 @@ def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path:
         assert not keeper.trouble and state_file.read(folder / "state.json") == SAVED
 
     _keep(folder / "state.json", story)
+
+
+def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before each of its words another lighthouse takes over, and counts on. What the first had on disk, and may have answered, the other
+    has read; later the first writes no more."""
+    outcomes = []
+    for stopped_at in count():
+        path = tmp_path / str(stopped_at) / "state.json"
+        path.parent.mkdir()
+        first, went_on = state_file.take_over(path), list[m.Saved]()
+        state_file.write(path, replace(SAVED, last_id=4), first)
+
+        def other(path: Path = path, went_on: list[m.Saved] = went_on) -> None:
+            name = state_file.take_over(path)
+            found = state_file.read(path)
+            assert found
+            went_on.append(replace(found, last_id=found.last_id + 1))
+            state_file.write(path, went_on[0], name)
+
+        stop_before(stopped_at, other, monkeypatch)
+        try:
+            state_file.write(path, replace(SAVED, last_id=5), first)
+            outcomes.append("wrote")
+        except state_file.TakenOver:
+            outcomes.append("did not")
+        monkeypatch.undo()
+        if not went_on:
+            break
+        assert went_on[0].last_id == (6 if outcomes[-1] == "wrote" else 5)
+        with pytest.raises(state_file.TakenOver, match="started after this one"):
+            state_file.write(path, replace(SAVED, last_id=5), first)
+        assert state_file.read(path) == went_on[0]
+        assert sorted(file.name for file in path.parent.iterdir()) == ["state.json", "state.json.owner"]
+    assert outcomes.count("did not") >= 4 and outcomes.count("wrote") >= 3 and outcomes == sorted(outcomes)
+
+
+def stop_before(number: int, meanwhile: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped before what it says next but so many to the file system."""
+    words = count()
+
+    def stopping(word: Any) -> Any:
+        def say(*args: Any, **more: Any) -> Any:
+            if next(words) == number:
+                monkeypatch.undo()
+                meanwhile()
+            return word(*args, **more)
+
+        return say
+
+    for owner, name in ((Path, "open"), (os, "fsync"), (Path, "read_text"), (Path, "replace"), (os, "open")):
+        monkeypatch.setattr(owner, name, stopping(getattr(owner, name)))
+
+
+def test_who_was_replaced_ends_with_what_it_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At once, or with the next, where nobody waits for the disk."""
+    monkeypatch.setattr(state_file, "LAZY_S", 0.0)
+    path = tmp_path / "state.json"
+
+    async def story(keeper: state_file.Keeper) -> None:
+        await (keeper.keep(SAVED) or asyncio.sleep(0))
+        state_file.take_over(path)
+        with pytest.raises(state_file.TakenOver):
+            await (keeper.keep(replace(SAVED, last_id=5)) or asyncio.sleep(0))
+        with pytest.raises(state_file.TakenOver):
+            keeper.keep(SAVED)
+
+    _keep(path, story)
+
+    async def lazy(keeper: state_file.Keeper) -> None:
+        await (keeper.keep(SAVED) or asyncio.sleep(0))
+        state_file.take_over(path)
+        assert keeper.keep(replace(SAVED, settled=9)) is None
+        while not keeper._over:
+            await asyncio.sleep(0.001)
+        with pytest.raises(state_file.TakenOver):
+            keeper.keep(replace(SAVED, settled=10))
+
+    _keep(path, lazy)
+    assert state_file.read(path) == SAVED
 
 
 @pytest.mark.parametrize("fails_at", [None, 0, 1, 2])

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from ft.protocol import messages as m
@@ -156,6 +157,44 @@ def test_killed_and_started_again_ids_go_on(tmp_path: Path):
             ids.append(quorum.quorum_id)
             wire.close()  # the block ends with SIGKILL
     assert ids == [1, 2]
+
+
+def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
+    """Another one has taken over its state file, at another port: of what it writes and answers nothing counts any more."""
+    flags = ("--state_file", "state.json", "--http", "none")
+    with _started(*flags, folder=tmp_path) as (address, stopped):
+        wires = [Wire(address)]
+        ids = [quorum_of(wires[0].pharos(m.Call(m.Member("a:1")))).quorum_id]
+        stopped.send_signal(signal.SIGSTOP)
+        with _started(*flags, folder=tmp_path) as (other, _):
+            wires.append(Wire(other))
+            for known in (1, 2):
+                call = m.Call(m.Member("a:1"), known=known, failed=True, number=known)
+                ids.append(quorum_of(wires[1].pharos(call)).quorum_id)
+        stopped.send_signal(signal.SIGCONT)
+        with pytest.raises(grpc.RpcError):
+            wires[0].pharos(m.Call(m.Member("a:1"), known=1, failed=True, number=1)).result()
+        assert stopped.wait(60) == 1 and stopped.stderr
+        assert (
+            "state.json belongs to a lighthouse that was started after this one: this one ends" in stopped.stderr.read()
+        )
+    with _started(*flags, folder=tmp_path) as (address, _):
+        wires.append(Wire(address))
+        ids.append(quorum_of(wires[2].pharos(m.Call(m.Member("a:1"), known=3, failed=True, number=3))).quorum_id)
+    for wire in wires:
+        wire.close()
+    assert ids == [1, 2, 3, 4]
+
+
+def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The same command twice: the first one goes on."""
+    state = tmp_path / "state.json"
+    owner = state_file.take_over(state)
+    with closing(socket.create_server(("127.0.0.1", 0))) as first:
+        at = f"127.0.0.1:{first.getsockname()[1]}"
+        assert lighthouse_main.main([*N, "--bind", at, "--state_file", str(state), "--http", "none"]) == 2
+    assert "the port is in use" in capsys.readouterr().err
+    state_file.write(state, m.Saved("epoch"), owner)
 
 
 def test_a_damaged_state_file_stops_the_start_unless_the_groups_are_to_be_asked(tmp_path: Path):

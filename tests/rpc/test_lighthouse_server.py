@@ -20,7 +20,7 @@ import pytest
 
 from ft import LighthouseClient, LighthouseServer
 from ft.protocol import messages as m
-from ft.rpc import codec
+from ft.rpc import codec, state_file
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
 
@@ -206,6 +206,22 @@ def test_ids_go_on_after_a_restart(house: Any, tmp_path: Path):
     call = m.Call(m.Member("a:1", step=0), known=first.quorum_id, failed=True)
     second = quorum_of(two.wire().pharos(call))
     assert second.quorum_id > first.quorum_id and second.epoch == first.epoch
+
+
+def test_what_was_written_until_the_state_is_taken_over_counts(
+    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The one before is at work while this one starts."""
+    take_over = state_file.take_over
+
+    def late(path: Path) -> str:
+        state_file.write(path, m.Saved("the epoch", last_id=7))
+        return take_over(path)
+
+    monkeypatch.setattr(state_file, "take_over", late)
+    one = house(state=tmp_path / "state.json")
+    quorum = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
+    assert (quorum.quorum_id, quorum.epoch) == (8, "the epoch")
 
 
 def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):

@@ -220,8 +220,7 @@ class DropHeld(Effect):
 
 @dataclass(frozen=True)
 class LoadState(Effect):
-    """All ranks have all of it: take the fetched state into use, before the commits that follow. Checkpoints of this group that were
-    not yet published are not of this state, and never will be."""
+    """All ranks have all of it: take the fetched state into use, before the commits that follow."""
 
     step: int
 
@@ -235,7 +234,8 @@ class LoadCheckpoint(Effect):
 
 @dataclass(frozen=True)
 class Settled(Effect):
-    """Checkpoints and ledger exports of this step and below may be published."""
+    """No other history has another version of this step. A trainer's checkpoint need not wait for it, if it brings what was recorded of its
+    own history with it."""
 
     step: int
 
