@@ -11,11 +11,13 @@ from typing import Any
 _HOMES = {
     "Commit": "ft.seam",
     "Deal": "ft.seam",
+    "DiLoCo": "ft.local_sgd",
     "DistributedDataParallel": "ft.ddp",
     "DistributedSampler": "ft.sampler",
     "ErrorSwallowingProcessGroup": "ft.process_groups.special",
     "LighthouseClient": "ft.rpc.clients",
     "LighthouseServer": "ft.rpc.lighthouse_server",
+    "LocalSGD": "ft.local_sgd",
     "Manager": "ft.torchft_manager",
     "Optimizer": "ft.optim",
     "ProcessGroupBabyGloo": "ft.process_groups.baby",

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 from ft.protocol.messages import Times
 from ft.rpc.access import Endpoint, check_token, read_token
+from ft.sync_schedule import Schedule
 
 T = TypeVar("T")
 
@@ -99,8 +100,39 @@ class FaultTolerance:
         ">= 0",
     ] = 256 << 20
     heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
+    # Groups with a thin link between them step by themselves (docs/semi_sync.md).
+    semi_sync_method: Annotated[
+        Literal["none", "local_sgd", "diloco"],
+        "none: groups sum gradients in every step; local_sgd: each steps by itself, and every sync_steps steps weights are averaged; "
+        "diloco: the mean of what they have moved is a gradient for an outer optimizer",
+    ] = "none"
+    sync_steps: Annotated[
+        int, "with a semi_sync_method: optimizer steps between two sums of the same weights", ">= 1"
+    ] = 5
+    num_fragments: Annotated[
+        int,
+        "with diloco: pieces of the model, whole layers, of which one is summed every sync_steps / num_fragments steps",
+        ">= 1",
+    ] = 1
+    fragment_sync_delay: Annotated[
+        int, "with diloco: optimizer steps that a sum may take on its way while the groups go on", ">= 0"
+    ] = 0
+    fragment_update_alpha: Annotated[
+        float,
+        "with diloco: share of its own weights that a group keeps when a sum arrives; 0: it takes the agreed ones",
+        ">= 0",
+        "<= 1",
+    ] = 0.0
+    should_quantize: Annotated[
+        bool,
+        "torchtitan's, for sums of eight bits; not to be had: sums travel as they are, and num_fragments makes them small",
+    ] = False
+    outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
+    outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9
+    outer_nesterov: Annotated[bool, "with diloco: the outer optimizer's momentum is Nesterov's"] = True
 
     def check(self) -> None:
+        self._check_semi_sync()
         for key, wanted in (
             ("slots_per_step", self.slots_per_step),
             ("deterministic_reduce", self.deterministic_reduce),
@@ -116,11 +148,69 @@ class FaultTolerance:
                 "on what the shorter one tells"
             )
 
+    def _check_semi_sync(self) -> None:
+        if self.should_quantize:
+            raise ValueError("fault_tolerance.should_quantize = true: sums travel as they are; nearest: false")
+        changed = [key for key in _SEMI_SYNC if getattr(self, key) != getattr(type(self), key)]
+        method, alone = self.semi_sync_method, ("sync_steps",)
+        for key in (
+            changed if method == "none" else [key for key in changed if method == "local_sgd" and key not in alone]
+        ):
+            methods = '"diloco"' if key not in alone else '"local_sgd" or "diloco"'
+            raise ValueError(
+                f"fault_tolerance.{key} = {_toml(getattr(self, key))}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
+                f'"{method}"; nearest: {_toml(getattr(type(self), key))}'
+            )
+        if method == "none":
+            return
+        if not self.enable:
+            raise ValueError(
+                f'fault_tolerance.semi_sync_method = "{method}": needs fault_tolerance.enable = true: one group has nobody to agree with; '
+                'nearest: "none"'
+            )
+        for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
+            if getattr(self, key) != wanted:
+                raise ValueError(
+                    f"fault_tolerance.{key} = {_toml(not wanted)}: not with fault_tolerance.semi_sync_method: what a group has come to by "
+                    f"itself is kept until it is summed, and no other makes it; nearest: {_toml(wanted)}"
+                )
+        if self.outer_nesterov and not self.outer_momentum:
+            raise ValueError(
+                "fault_tolerance.outer_nesterov = true: needs fault_tolerance.outer_momentum above 0; nearest: false"
+            )
+        keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
+        self.schedule.check(tuple(f"fault_tolerance.{key}" for key in keys))
+
+    @property
+    def schedule(self) -> Schedule:
+        """When groups that step by themselves sum what."""
+        return Schedule(self.sync_steps, self.num_fragments, self.fragment_sync_delay, self.fragment_update_alpha)
+
+    @property
+    def inner_steps(self) -> int:
+        """Optimizer steps from one commit to the next."""
+        return 1 if self.semi_sync_method == "none" else self.schedule.inner_steps
+
     @property
     def times(self) -> Times:
         """The lengths that all processes of the job must agree on."""
         lengths = {length.name: getattr(self, length.name) for length in fields(Times)}
         return Times(**{**lengths, "takeover_s": self.takeover_s or None})
+
+
+_SEMI_SYNC = (
+    "sync_steps",
+    "num_fragments",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "outer_lr",
+    "outer_momentum",
+    "outer_nesterov",
+)
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 # ------------------------------------------------------------------------------------------------ the environment

@@ -147,9 +147,10 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ an attempt
 
-    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True) -> None:
+    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
         """A new attempt on a group that stands. `participants`: by which means are divided. contributes=False: all that this group sends
-        is zeros. An attempt before it was complete, or was given up."""
+        is zeros. `step`: that it is for; here the same is summed in each (fragment_gradients.py). An attempt before it was complete, or
+        was given up."""
         with self._lock:
             if self._attempt is not None:
                 assert self._attempt.complete, "an attempt that has not ended is given up first"
@@ -186,6 +187,13 @@ class Gradients:
         if self._apart:
             self._set_aside()
         self._after_last_pass = True
+
+    def send(self) -> None:
+        """The gradients are complete, what the tail is to say is not: all goes but the last bucket."""
+        with self._lock:
+            attempt = self._open_attempt()
+            self._after_last_pass = True
+            self._send_all_but_last(attempt, zeros=not attempt.contributes)
 
     def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
         """What has not gone goes now, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.

@@ -44,6 +44,8 @@ class Healer:
         self._over = threading.Event()  # the fetch is of no use any more
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
+        self.progress = (0, 0)  # of the heal that goes on: bytes that are verified, of how many; any thread may ask
+        self.one_source = False  # sources hold other bits beside those that groups agree on
 
     @property
     def address(self) -> str:
@@ -77,11 +79,12 @@ class Healer:
         """Takes what has arrived into use."""
         assert self._arrived is not None, "a state that has not arrived"
         self._state.load(self._arrived)
-        self._arrived = None
+        self._arrived, self.progress = None, (0, 0)
 
     def drop(self) -> None:
         """Whatever is on its way, or has arrived, is not wanted. Returns when nothing writes into the state."""
         if self._fetching is not None:
+            self.progress = (0, 0)
             self._over.set()
             while self._fetching.is_alive():  # it may be between two tries, where `stop` finds nothing
                 self._transport.stop("the heal is over")
@@ -115,11 +118,16 @@ class Healer:
 
     def _try(self, part: m.Part, into: Snapshot) -> dict[str, Any]:
         """Raises HealFailed, Refused."""
-        found = [self._ask(source.address) for source in part.sources]
-        sources = [Source(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
+        found = [self._ask(source.address) for source in part.sources[: 1 if self.one_source else None]]
+        sources = [Source(name, at) for name, at in zip(self._names(part), found, strict=False) if at]
         if not sources:
             raise HealFailed("no source says where its state is", touched=False)
-        return self._transport.fetch(sources, into, quorum_id=part.quorum_id, step=part.reference[0])
+        return self._transport.fetch(
+            sources, into, quorum_id=part.quorum_id, step=part.reference[0], progress=self._has_come
+        )
+
+    def _has_come(self, done_bytes: int, total_bytes: int) -> None:
+        self.progress = (done_bytes, total_bytes)
 
     def _ask(self, address: str) -> str:
         """Where that group's rank of our number serves its state. Empty: it does not say."""

@@ -63,10 +63,12 @@ class Options:
     """What a manager does, beside what all ranks of its group agree on (membership.Wish)."""
 
     slot_size: int = 1  # sequences of one group's batch
+    inner_steps: int = 1  # optimizer steps of a group between two commits (rounds.py): as such steps are told
     keep_gradients: bool = True
     slots_per_step: int = 0  # each step's data is so many slots, whoever is there; 0: one for each group
     deterministic_reduce: bool = False  # sums are the same bits, whoever computed which slot; needs slots_per_step
     heal_backlog: int = 2
+    zeros_wait: bool = False  # zeros are launched when the state has come (torchft_manager.py), and not beside it
     heal_copy_bytes: int = 256 << 20
     digest_interval: int = 0  # steps between two comparisons of weights; 0: never
     leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
@@ -105,7 +107,14 @@ class Manager:
     ) -> None:
         self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
         self._seen = seen
-        self._teller = Teller(wish.group_rank, lambda: self._step, accounts or NoAccounts(), happened)
+        self._teller = Teller(
+            wish.group_rank,
+            lambda: self._step * options.inner_steps,
+            accounts or NoAccounts(),
+            happened,
+            lambda *what: self._client.happened(*what),
+            options.inner_steps,
+        )
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
             shared=group.IN_CHILD,
@@ -174,6 +183,7 @@ class Manager:
             every_step=wish.every_step,
             heal_backlog=options.heal_backlog,
             heal_grace_s=wish.times.heal_grace_s,
+            zeros_wait=options.zeros_wait,
             digest_interval=options.digest_interval,
             leave_if_odd=options.leave_if_odd,
             max_failures=options.max_failures,
@@ -195,6 +205,11 @@ class Manager:
     def commit_id(self) -> str:
         """Names the state that the trainer holds: groups with equal ids hold equal weights."""
         return self._commit_id
+
+    @property
+    def slot_size(self) -> int:
+        """Sequences of one slot."""
+        return self._options.slot_size
 
     @property
     def writes(self) -> tuple[str, int] | None:
@@ -378,7 +393,7 @@ class Manager:
         self._group.interrupt(effect.reason)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
-        self._teller.event("failed", reason=self._machine.reason)
+        self._teller.failed(self._machine.reason)
         free = self.gradients.give_up() if self._attempt else None
         self._attempt = None
         self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
@@ -388,7 +403,7 @@ class Manager:
     def _open(self, attempt: Attempt) -> None:
         assert self._part is not None
         if self._attempt != attempt:  # one before it on this generation was complete, and of no use
-            self.gradients.open(self._group, len(self._part.participants))
+            self.gradients.open(self._group, len(self._part.participants), step=attempt[2])
             self._attempt = attempt
 
     def _launch(self, effect: m.LaunchTail) -> None:
@@ -419,9 +434,8 @@ class Manager:
         self._teller.difference(effect, self._part.members)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
-        """Waits for the group's word; not on a heal, whose end finds the ranks at different places, nor on a commit beside it: another
-        rank may apply what was held before it votes on this one, and the step that does is one of all ranks."""
-        if effect.vote.kind == "healed" or self._machine.healing or self._inbox.next() is not None:
+        """Waits for the group's word; not where other ranks may need this one first (Step.waits_aside), nor before what is to be done."""
+        if self._machine.waits_aside(effect.vote) or self._inbox.next() is not None:
             threading.Thread(target=self._vote_aside, args=(effect.vote,), name="ft-vote", daemon=True).start()
         else:
             self._inbox.feed(self._calls.outcome(effect.vote))
@@ -486,7 +500,15 @@ class Manager:
             median_step_s=self._teller.median_step_s,
             settled=self.settled,
         )
-        self._client.report(report, phase=machine.phase.value, healed_bytes=self._healer.received_bytes, **figures)
+        done_bytes, total_bytes = self._healer.progress
+        self._client.report(
+            report,
+            phase=machine.phase.value,
+            healed_bytes=self._healer.received_bytes,
+            heal_done_bytes=done_bytes,
+            heal_total_bytes=total_bytes,
+            **figures,
+        )
 
 
 def _says_that_it_holds(effect: m.Effect | None) -> bool:

@@ -22,9 +22,12 @@ def memory(
     slots: int = 0,
     heal_backlog: int,
     heal_copy_bytes: int,
+    fragments: int = 0,
+    momentum: bool = False,
 ) -> dict[str, int]:
     """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
-    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce)."""
+    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce).
+    `fragments`: of a model whose groups step by themselves (semi_sync.py); 0: they sum every step. `momentum`: of the outer optimizer."""
     layout = lay_out(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
@@ -33,10 +36,16 @@ def memory(
     )
     one_set = sum(size * dtype.itemsize for (dtype, _), size in layout.sizes.items())
     gradients = sum(tensor.nbytes for tensor in tensors)
+    own = {  # of groups that step by themselves; a weight is as large as its gradient
+        "always: the weights that groups agree on": gradients,
+        "always: the outer optimizer's momentum": gradients * momentum,
+        "while a fragment is summed: what this group gives to it": -(-gradients // max(1, fragments)),
+    }
     return {
         "always: two sets of sums, in turns": READY * one_set,
         "while an abandoned generation has not ended: one set more": one_set,
         f"while it heals: sums of {heal_backlog} steps, held": heal_backlog * one_set,
         "while others heal from it, at most": heal_copy_bytes,
         f"alone with all {slots} slots: the gradients of each, kept": max(0, slots - 1) * gradients * keep_gradients,
+        **(own if fragments else {}),
     }

@@ -14,6 +14,7 @@ from ft.solo import SoloManager
 
 if TYPE_CHECKING:
     from ft.process_groups.base import ProcessGroup
+    from ft.rounds import OuterOptimizer
 
 
 def open_manager(
@@ -37,11 +38,13 @@ def open_manager(
     # Not on the way of those who train alone: grpc, and threads.
     from ft.addresses import advertised
     from ft.diary import Diarist
+    from ft.fragment_gradients import FragmentGradients
     from ft.manager import Manager, Options
     from ft.membership import Wish
+    from ft.rounds import Rounds
     from ft.rpc.access import Access
 
-    slots_per_step = environment.slots_per_step(settings)
+    slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
     wish = Wish(
         name=environment.name,
         group_rank=environment.group_rank,
@@ -55,28 +58,45 @@ def open_manager(
         contact_s=float(environment.connect_timeout_s or Wish.contact_s),
     )
     options = Options(
-        slot_size=slot_size,
+        slot_size=slot_size * inner_steps,
+        inner_steps=inner_steps,
         keep_gradients=settings.keep_gradients,
         slots_per_step=slots_per_step,
         deterministic_reduce=settings.deterministic_reduce,
         heal_backlog=settings.heal_backlog,
         heal_copy_bytes=settings.heal_copy_bytes,
-        digest_interval=settings.digest_interval,
+        digest_interval=-(-settings.digest_interval // inner_steps),
         leave_if_odd=settings.on_corruption == "leave",
         max_failures=None if settings.max_retries < 0 else settings.max_retries,
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
-    manager: Callable[..., Manager] = partial(Diarist, folder) if environment.drill else Manager
-    return manager(
-        process_group(settings),
+    make: Callable[..., Manager] = partial(Diarist, folder) if environment.drill else Manager
+    group = process_group(settings)
+    manager = make(
+        group,
         wish,
         options,
         store=store,
         shape=shape,
+        gradients=None if settings.semi_sync_method == "none" else FragmentGradients(shared=group.IN_CHILD),
         restore=restore,
         accounts=accounts,
         happened=happened,
+    )
+    if settings.semi_sync_method == "none":
+        return manager
+    return Rounds(manager, settings.schedule, outer_optimizer(settings))
+
+
+def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
+    """Of semi_sync_method. The mean of weights needs none."""
+    from torch.optim import SGD
+
+    if settings.semi_sync_method == "local_sgd":
+        return lambda weights: None
+    return lambda weights: SGD(
+        weights, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov
     )
 
 

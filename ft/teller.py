@@ -19,10 +19,21 @@ log = logging.getLogger("pharos.manager")
 
 
 class Teller:
-    """`step`: of the state that the trainer holds. All of it is the trainer's thread's, but for `report_for_ever`, which only reads."""
+    """`step`: of the state that the trainer holds. `inner_steps`: that a commit stands for, where the protocol counts commits. `tell`: a
+    lane of the lighthouse's page, the protocol's step, and words. All of it is the trainer's thread's, but for `report_for_ever`, which
+    only reads."""
 
-    def __init__(self, group_rank: int, step: Callable[[], int], accounts: Accounts, happened: Events) -> None:
+    def __init__(
+        self,
+        group_rank: int,
+        step: Callable[[], int],
+        accounts: Accounts,
+        happened: Events,
+        tell: Callable[[str, int, str], None],
+        inner_steps: int = 1,
+    ) -> None:
         self._group_rank, self._step, self._accounts, self._happened = group_rank, step, accounts, happened
+        self._tell, self._inner_steps = tell, inner_steps
         self._waits_since_s: float | None = None  # for other groups, in a reduction
         self._waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
         self._steps: deque[float] = deque(maxlen=KEPT)  # seconds
@@ -71,11 +82,18 @@ class Teller:
         if self._group_rank == 0:
             self._happened(name, self._step(), **what)
 
+    def failed(self, reason: str) -> None:
+        """A generation; with it the attempt at a step, if there was one."""
+        self.event("failed", reason=reason)
+        if self._group_rank == 0:
+            self._tell("commit", self._step() // self._inner_steps, reason)
+
     def quorum(self, part: m.Part) -> None:
         members, sources = part.members, [part.members[source.replica_rank] for source in part.sources]
         healing = [name_of(member) for member in members if member not in part.participants]
         self.event("quorum", quorum_id=part.quorum_id, groups=[*map(name_of, members)], healing=healing)
-        words = f"quorum {part.quorum_id} at step {part.reference[0]}: {len(members)} groups ({', '.join(map(name_of, members))})"
+        at = part.reference[0] * self._inner_steps
+        words = f"quorum {part.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
         if part.heal:
             self.event("heal", sources=[*map(name_of, sources)])
             words += f"; this group heals from {' and '.join(sources)}"
@@ -88,17 +106,14 @@ class Teller:
         self.event("healed", bytes=received_bytes)
 
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
-        rank, odd = self._group_rank, effect.replica_ids
-        self._happened("weights differ", effect.step, rank=rank, groups=[*map(name_of, odd)])
-        log.error(
-            "after step %d rank %d of group %s holds other weights than %s",
-            effect.step,
-            rank,
-            " and ".join(map(name_of, odd or members)),
-            f"the same rank of {len(members) - len(odd)} others"
-            if odd
-            else "each other, and nobody can tell whose are right",
-        )
+        rank, odd, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
+        self._happened("weights differ", step, rank=rank, groups=[*map(name_of, odd)])
+        whose = " and ".join(map(name_of, odd or members))
+        others = len(members) - len(odd)
+        than = f"the same rank of {others} others" if odd else "each other, and nobody can tell whose are right"
+        words = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
+        self._tell("corruption", effect.step, words)
+        log.error("%s", words)
 
     def cost_of_digests(self, digest: Callable[[], object], interval: int) -> None:
         """Once, when there is a step to compare it with."""
@@ -107,7 +122,8 @@ class Teller:
             digest()  # after the first, which on a GPU has waited for the backward
             cost_s = time.monotonic() - began_s
             percent = 100 * cost_s / interval / self.median_step_s
-            log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", interval, 1e3 * cost_s, percent)
+            every = interval * self._inner_steps
+            log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", every, 1e3 * cost_s, percent)
 
     # ---- once a beat
 

@@ -149,6 +149,7 @@ class Manager(Driver):
             max_failures=max_retries,
             skip_unable=True,  # slots mean nothing here: the data is the user's
             init_sync=init_sync,
+            zeros_wait=True,
             quorum_s=_seconds(environment.quorum_timeout_s, quorum_timeout),
             dies_with_group=dies_with_group,
         )
@@ -322,6 +323,10 @@ class Manager(Driver):
         if self._user is None:
             self.register("default", lambda: self._user_state()[1](), lambda state: self._user_state()[0](state))
         self._user = (load_state_dict, state_dict)
+
+    def heal_from_one(self) -> None:
+        """Not of torchft: what groups register is not the same in all of them (local_sgd.py), so it is never fetched from two."""
+        self._healer.one_source = True
 
     def disallow_state_dict_read(self) -> None:
         """The state is about to change between two steps that are counted (LocalSGD): who reads it is waited for, or served a copy."""

@@ -15,7 +15,7 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -52,7 +52,9 @@ class Group:
         self._returns = 0
         self._answered_s = now_s  # when the last answered beat was sent
         self._waiting: dict[int, RankCall] = {}
-        self._round: dict[int, RankCall] = {}  # the calls that self.quorum answered
+        self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
+        self._round: dict[int, RankCall] = {}  # of these, what was answered last: by self.quorum, or
+        self._restores: int | None = None  # ... by the word to load a checkpoint, for this step was settled
         self._answered_as = ""  # the id that they were answered under
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
@@ -64,6 +66,7 @@ class Group:
         self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
         self._at = (0, 0)  # (step, attempt) of the newest outcome in this generation
+        self._healed = False  # in this round: all ranks have the state that they fetched
         self._held: Outcome | None = None  # decided, but the lighthouse has not been heard of for too long
         self._notices: list[Notice] = []  # of the current generation
         self._early: list[Notice] = []  # of a newer one
@@ -74,6 +77,17 @@ class Group:
         self._out = []
         _HANDLERS[type(event)](self, event, now_s)
         return m.Out(tuple(self._out), self.reason)
+
+    @property
+    def waiting(self) -> Collection[int]:
+        """Ranks that have asked for a quorum and have no answer yet."""
+        return self._waiting.keys()
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks that have yet to ask, while others wait for them."""
+        asked = self._calling is None and self._waiting
+        return [rank for rank in range(self.config.world_size) if rank not in self._waiting] if asked else []
 
     # ---- one call for all ranks
 
@@ -87,9 +101,9 @@ class Group:
             return
         self._newest[rank] = event.number
         self._metadata[rank] = event.checkpoint_metadata
-        if self.quorum and self._round.get(rank) == event:
+        if self._round.get(rank) == event:
             self.reason = f"rank {rank} asked again: its answer got lost"
-            self._answer(rank, self.quorum)
+            self._answer(rank)
             return
         self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
         self._waiting[rank] = event
@@ -102,7 +116,8 @@ class Group:
 
     def _call_lighthouse(self) -> None:
         self._joining_since_s = None
-        calls = [self._waiting[rank] for rank in sorted(self._waiting)]
+        self._asked = dict(self._waiting)
+        calls = [self._asked[rank] for rank in sorted(self._asked)]
         states = {(call.member.state, call.member.restored) for call in calls}
         if len(states) > 1:
             found = ", ".join(f"rank {c.group_rank}: step {c.member.step} {c.member.commit_id[:8]}" for c in calls)
@@ -132,8 +147,6 @@ class Group:
 
     def _on_cancelled(self, event: m.RankCancelled, now_s: float) -> None:
         self._waiting.pop(event.group_rank, None)
-        for ranks in self._asking.values():
-            ranks.discard(event.group_rank)
         if not self._waiting:
             self._calling = None
 
@@ -158,16 +171,26 @@ class Group:
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
             self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
-        self.quorum, self._round, self._answered_as = quorum, self._waiting, self.replica_id
-        self._nobody_waits()
-        for rank in sorted(self._round):
-            self._answer(rank, quorum)
+        self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
+        self._answer_all(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
             self._tell_ranks(notice)
         self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
 
-    def _answer(self, rank: int, quorum: Quorum) -> None:
+    def _answer_all(self, restores: int | None) -> None:
+        """One answer for all whose question was put: who does not wait at this moment, between two tries, gets it when it asks again."""
+        self._round, self._restores = self._asked, restores
+        self._nobody_waits()
+        for rank in sorted(self._round):
+            self._answer(rank)
+
+    def _answer(self, rank: int) -> None:
+        if self._restores is not None:
+            self._emit(m.RestoreRank(rank, self._restores))
+            return
+        quorum = self.quorum
+        assert quorum is not None
         known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
         part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
         self._emit(m.AnswerRank(rank, part))
@@ -207,9 +230,9 @@ class Group:
             self._emit(m.CallLighthouse(self._calling))
 
     def _on_wants_restore(self, event: m.LighthouseWantsRestore, now_s: float) -> None:
-        for rank in sorted(self._waiting):
-            self._emit(m.RestoreRank(rank, event.settled))
-        self._nobody_waits()
+        if self._calling is None:
+            return
+        self._answer_all(event.settled)
         self.reason = f"a checkpoint has to be loaded: step {event.settled} was settled"
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
@@ -274,6 +297,10 @@ class Group:
     def _decide(self, outcome: Outcome) -> None:
         key: Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
         self._held = None
+        if outcome.kind == "healed":
+            self._healed = outcome.verdict == "yes"
+        elif self._healed:
+            outcome = replace(outcome, healed=True)
         self._outcomes[key] = outcome
         if outcome.kind != "healed":
             self._at = max(self._at, (outcome.step, outcome.attempt))

@@ -1,6 +1,9 @@
 """A group that is behind: its state is on its way, and what its generation commits meanwhile is held. Kept by step.py.
 
 Where the rules leave a choice:
+- The group's word that all ranks have the state says nothing about when to take it: they hear it at different places in the step. So each
+  later outcome says that it was decided after that word (Outcome.healed), and the first such one is the place. Where a rank waits for
+  the word alone, all of them do.
 - Once a rank has an open heal, it asks for no quorum before the group's word on it: else one rank might ask as void, another as whole.
 """
 
@@ -46,13 +49,23 @@ class Healing:
         """The vote against it; None if there is none, or it was voted on."""
         return self._vote(self.open, "failed", why) if self.open and not self.open.voted else None
 
-    def close(self, outcome: Outcome) -> Heal | None:
-        """The group's word: the heal that it is on, if it is this one. `failed` says what the word is."""
+    def hears(self, outcome: Outcome) -> bool:
+        """The group's word: whether it is on this heal. If it is a yes, all ranks have the whole state, and `close` gives it."""
         heal = self.open
         if heal is None or (outcome.quorum_id, outcome.attempt, outcome.step) != heal.place:
-            return None
-        self.open, self.failed = None, outcome.verdict != "yes"
-        return heal
+            return False
+        if outcome.verdict == "yes":
+            heal.agreed = True
+        else:
+            self.open, self.failed = None, True
+        return True
+
+    def close(self) -> dict[str, Any]:
+        """The state that has come, and is agreed on."""
+        heal = self.open
+        assert heal is not None
+        self.open = None
+        return heal.state
 
     def forget(self) -> None:
         """A state has come by another way."""
@@ -74,6 +87,7 @@ class Heal:
     attempt: int
     reference: State  # what is to come
     voted: bool = False
+    agreed: bool = False  # all ranks have it
     state: dict[str, Any] = field(default_factory=dict)  # what has come
 
     @property

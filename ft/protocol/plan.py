@@ -34,6 +34,15 @@ def roles(quorum: Quorum) -> Roles:
     return Roles(holders, tuple(rank for rank in range(len(quorum.members)) if rank not in held))
 
 
+def heals(quorum: Quorum) -> dict[int, tuple[int, ...]]:
+    """Who heals from whom: the replica rank of each group that must fetch the reference state, and those of its sources, at most two."""
+    role = roles(quorum)
+    free = [
+        rank for rank in role.whole if not quorum.members[rank].writes_checkpoint
+    ] or role.whole  # the writer is busy enough
+    return {rank: _sources(free, place) for place, rank in enumerate(role.healing)}
+
+
 def plan(
     quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, known: bool = False
 ) -> Part:
@@ -45,11 +54,7 @@ def plan(
     me, members = replica_rank(quorum, replica_id), quorum.members
     role = roles(quorum)
     holders = [members[rank] for rank in quorum.holders]
-    free = [
-        rank for rank in role.whole if not members[rank].writes_checkpoint
-    ] or role.whole  # the writer is busy enough
-    sources = [_sources(free, place) for place in range(len(role.healing))]
-    heal = me in role.healing
+    sources = heals(quorum)
     return Part(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
@@ -58,9 +63,9 @@ def plan(
         members=quorum.ids,
         store_address=holders[(group_rank + quorum.quorum_id) % len(holders)].store_address,
         reference=quorum.reference,
-        heal=heal,
-        sources=tuple(Source(rank, members[rank].address) for rank in sources[role.healing.index(me)]) if heal else (),
-        heals=tuple(rank for rank, from_ranks in zip(role.healing, sources, strict=True) if me in from_ranks),
+        heal=me in sources,
+        sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
+        heals=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
         participants=tuple(members[rank].replica_id for rank in role.whole)[:spares_above],
         dealt=holders[0].dealt if len({m.deal_id for m in holders}) == 1 else 0,
         known=known,

@@ -47,6 +47,9 @@ class StepConfig:
     every_step: bool = False  # a quorum before each step, as the peer does
     heal_backlog: int = 2  # steps that may be held while the state arrives
     heal_grace_s: float = 30.0
+    zeros_wait: bool = (
+        False  # the driver launches no zeros before the state has come: so the word on it finds all ranks at one place
+    )
     max_failures: int | None = None  # failed attempts in a row, then stop; None: never
     skip_unable: bool = False  # a slot that was unable too often is skipped instead of ending the job
     init_sync: bool = False  # initial states differ between groups
@@ -133,8 +136,12 @@ class Step:
 
     @property
     def healing(self) -> bool:
-        """The state is arriving, or has arrived and is not yet agreed on."""
+        """The state is arriving, or has arrived and is not yet taken."""
         return self._healing.open is not None
+
+    def waits_aside(self, vote: Vote) -> bool:
+        """Whether the trainer must not wait for the group's word on this vote: while a heal is open it may have to vote on that, too."""
+        return vote.kind == "healed" or self.healing
 
     # ---- a step begins
 
@@ -144,7 +151,10 @@ class Step:
     def _go_on(self, now_s: float) -> None:
         """From the boundary into the next step, if there is one to be had."""
         healing = self._healing
-        if healing.open and (self._due or healing.is_full):
+        if healing.open and healing.open.agreed and (self._due or healing.is_full):
+            self._take_state()
+            self._go_on(now_s)
+        elif healing.open and (self._due or healing.is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(healing.held)} steps are held, the state has not arrived"
         elif self._due:
@@ -223,6 +233,7 @@ class Step:
     def _on_agreed(self, outcome: Outcome, now_s: float) -> None:
         if not self._is_current(outcome, "configured"):
             return
+        self._heal_if_said(outcome)
         if outcome.verdict == "yes":
             self._start()
         else:
@@ -338,6 +349,7 @@ class Step:
     def _on_decided(self, outcome: Outcome, now_s: float) -> None:
         if not self._is_current(outcome, "commit"):
             return
+        self._heal_if_said(outcome)
         if outcome.verdict == "failed" or self._tail is None:
             self._fail(outcome.reason, now_s)
         elif outcome.verdict == "again":
@@ -435,18 +447,23 @@ class Step:
         self._failures += 1
         if self.part:
             self._emit(m.AbandonGeneration(self.part.quorum_id))
-        if not self.config.keep_gradients or (self._share.computed and not self._share.computed.kept):
-            self._return_deal()
+        self._return_deal_unless_kept()
         if self.config.max_failures is not None and self._failures > self.config.max_failures:
             self._stop(
                 f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
             )
-        elif self._healing.open:
+        elif self._healing.open and not self._healing.open.agreed:
             self._cast(self._healing.give_up(why))
             self.phase, self.reason = Phase.CLOSING, why
         else:
-            self._drop_held()
-            self._ask(why)
+            if self._healing.open:
+                self._take_state()
+            self._close(why)
+
+    def _return_deal_unless_kept(self) -> None:
+        """The slots of an attempt that has failed, where what was computed of them cannot be sent again."""
+        if not self.config.keep_gradients or (self._share.computed and not self._share.computed.kept):
+            self._return_deal()
 
     def _return_deal(self) -> None:
         self.ledger.drop()
@@ -463,23 +480,35 @@ class Step:
         self._cast(self._healing.ended(event))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
-        heal = self._healing.close(outcome)
-        if heal is None:
+        """A state that has arrived is taken where all ranks of the group are at the same place: where they wait for nothing else, or with
+        the first outcome that the group decided after this one. A rank that went by the time at which it hears this might launch a step
+        while another one applies what was held, in collectives that need both."""
+        if not self._healing.hears(outcome):
             return
         if self._healing.failed:
             self._wants_change, self.reason = "the heal failed", outcome.reason
-        else:
-            self._take_state(heal.state)
+        elif self.config.zeros_wait or self.phase in (Phase.AWAITING, Phase.CLOSING):
+            self._take_state()
         if self.phase is Phase.AWAITING:
             self.phase = Phase.BOUNDARY
             self._go_on(now_s)
         elif self.phase is Phase.CLOSING:
-            self._drop_held()
-            self._ask(self.reason)
+            self._close(self.reason)
 
-    def _take_state(self, state: dict[str, Any]) -> None:
+    def _close(self, why: str) -> None:
+        """The generation has failed, and the heal is over."""
+        self._drop_held()
+        self._return_deal_unless_kept()  # it may have come with the state
+        self._ask(why)
+
+    def _heal_if_said(self, outcome: Outcome) -> None:
+        if outcome.healed and self._healing.open:
+            self._take_state()
+
+    def _take_state(self) -> None:
         """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
         assert self.part is not None
+        state = self._healing.close()
         self._load(state, keep_deal=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more

@@ -26,6 +26,7 @@ from ft.rpc.lighthouse_link import channel
 from ft.rpc.processes import this_host
 
 CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
+MOST_TOLD = 64  # words for people that may wait for the stream
 log = logging.getLogger("pharos.group")
 _TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -97,10 +98,14 @@ class GroupClient:
         self._thread.start()
 
     def report(self, report: m.Report, **figures: Any) -> None:
-        """To the group's server, which beats with it. figures: phase, healed_bytes, goodput_s, wall_s, mean_loss."""
+        """To the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
         message = codec.to_message(report)
         message.MergeFrom(pharos_pb2.Report(**figures))
         self._send(pharos_pb2.RankUp(report=message))
+
+    def happened(self, lane: str, step: int, text: str) -> None:
+        """For the lighthouse's page (codec.LANES). It may get lost on its way."""
+        self._send(pharos_pb2.RankUp(happened=codec.happened_message(lane, step, text)))
 
     def give_up(self, quorum_id: int, reason: str) -> None:
         """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
@@ -115,8 +120,12 @@ class GroupClient:
         self._channel.close()
 
     def _send(self, up: Any) -> None:
-        """None: no more. Of reports that wait only the newest is kept, so what waits is bounded."""
+        """None: no more. Of reports that wait only the newest is kept, of what happened the first few, so what waits is bounded."""
         with self._more:
+            if up is not None and up.HasField("happened"):
+                told = sum(other is not None and other.HasField("happened") for other in self._up)
+                if told >= MOST_TOLD:
+                    return
             if up is not None and up.HasField("report"):
                 self._up = [other for other in self._up if other is None or not other.HasField("report")]
             self._up.append(up)

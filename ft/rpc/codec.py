@@ -27,6 +27,12 @@ P = TypeVar("P", bound=Message)
 
 MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_TEXTS = {"reason": 4 << 10, "data": 64 << 10, "checkpoint_metadata": 64 << 10, "reconfigure_handles": 64 << 10}
+MAX_WORDS = 500  # characters of what is told to people
+LANES = (
+    "commit",
+    "corruption",
+)  # of the page's timeline, for what ranks have seen: a step that failed, weights that differ
+ORDERS = ("drain", "kill")
 NOTICES = {m.MemberLost: "member_lost", m.Abandoned: "abandoned", m.ChangeAnnounced: "change_announced"}
 
 
@@ -71,13 +77,27 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
     """What a group beats with: its figures go to people, and into the machine's sums. Raises ValueError."""
     if len(message.phase) > MAX_TEXT:
         raise ValueError(f"phase: {len(message.phase)} characters, legal is up to {MAX_TEXT}")
-    for name in ("median_step_s", "goodput_s", "wall_s", "healed_bytes"):
+    for name in ("median_step_s", "goodput_s", "wall_s", "healed_bytes", "heal_done_bytes", "heal_total_bytes"):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
     for name in ("step", "settled", "commit_quorum_id"):
         if not m.VOID <= getattr(message, name) <= MAX_STEP:
             raise ValueError(f"{name} = {getattr(message, name)}: legal is {m.VOID} to {MAX_STEP}")
     return from_message(m.Report, message)
+
+
+def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
+    return pharos_pb2.Happened(lane=lane, step=step, text=text[:MAX_WORDS])
+
+
+def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
+    """Raises ValueError."""
+    _one_of("lane", message.lane, LANES)
+    if not m.VOID <= message.step <= MAX_STEP or len(message.text) > MAX_WORDS:
+        raise ValueError(
+            f"step {message.step}, {len(message.text)} characters: legal is {m.VOID} to {MAX_STEP}, {MAX_WORDS}"
+        )
+    return message
 
 
 def notice_message(notice: m.Notice) -> Any:

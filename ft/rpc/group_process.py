@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ft.children import unsignalled
+
 if TYPE_CHECKING:
     from ft.rpc.group_server import Settings
 
@@ -28,14 +30,15 @@ class GroupProcess:
 
     def __init__(self, settings: Settings) -> None:
         main = threading.current_thread() is threading.main_thread()
-        # Its own session: a Ctrl-C or a SIGTERM for the group is the trainer's to answer, with a Leave.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ft.rpc.group_server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-            start_new_session=True,
-        )
+        # Its own session, and without its signals: a Ctrl-C or a SIGTERM for the group is the trainer's to answer, with a Leave.
+        with unsignalled():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ft.rpc.group_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+                start_new_session=True,
+            )
         assert self._process.stdin
         self._process.stdin.write(replace(settings, parent=os.getpid() if main else 0).to_json().encode() + b"\n")
         self._process.stdin.flush()

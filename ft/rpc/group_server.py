@@ -118,6 +118,7 @@ class GroupService:
         self._beaten = pharos_pb2.Report()  # the newest that was sent
         self._gave_up = 0  # the quorum id that this group gave up last
         self.left = False  # or is about to end
+        self._drained = False  # its trainers were asked to leave: a second SIGTERM would end them at once
         self.machine = Group(config, now_s())
         carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
@@ -135,9 +136,9 @@ class GroupService:
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.link: Link | LinkOverTorchft = (
-            Link(lighthouse, access, self.driver.feed, self.spawn)
+            Link(lighthouse, access, self._hear, self.spawn, self._obey)
             if wire == "pharos"
-            else LinkOverTorchft(lighthouse, access, self.driver.feed, self.spawn, BEAT_S)
+            else LinkOverTorchft(lighthouse, access, self._hear, self.spawn, BEAT_S)
         )
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
@@ -152,6 +153,12 @@ class GroupService:
         """After this it is known to the lighthouse."""
         self.link.open_stream(self.machine.replica_id, self._settled)
         self.spawn(self._beat_for_ever())
+
+    def _hear(self, event: m.Event) -> None:
+        """From the lighthouse. A group that ends hears no more: what it is told after its last word, that it is lost, would make it return
+        under a new id, and the others form a quorum with what is about to die."""
+        if not self.left:
+            self.driver.feed(event)
 
     # ---- calls of ranks
 
@@ -259,6 +266,8 @@ class GroupService:
             self._reports[rank] = up.report
             if self._report().waiting != self._beaten.waiting:
                 self.spawn(self._beat())
+        elif which == "happened":
+            self.spawn(self.link.tell(codec.check_happened(up.happened)))
         elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
             self._gave_up = up.give_up.quorum_id
             self.spawn(self._give_up(self.machine.replica_id, up.give_up.reason))
@@ -289,7 +298,8 @@ class GroupService:
             report.CopyFrom(self._reports[min(self._reports)])
         report.replica_id = self.machine.replica_id
         report.waiting = len(self._reports) == self.config.world_size and all(r.waiting for r in self._reports.values())
-        report.healed_bytes = sum(r.healed_bytes for r in self._reports.values())
+        for name in ("healed_bytes", "heal_done_bytes", "heal_total_bytes"):
+            setattr(report, name, sum(getattr(r, name) for r in self._reports.values()))
         report.settled, report.sent_s = self._settled(), now_s()
         return report
 
@@ -323,6 +333,18 @@ class GroupService:
         if effect.group_rank in self._streams:
             notice = codec.notice_message(effect.notice)
             self._streams[effect.group_rank].send(pharos_pb2.RankDown(notice=notice).SerializeToString())
+
+    # ---- an operator's orders
+
+    def _obey(self, order: pharos_pb2.Order) -> None:
+        """On this machine: the ranks agree on what a signal asks one of them, so it is enough for a group of several machines."""
+        if order.kind == "kill":
+            self.end(f"killed by an operator: {order.reason[:200]}")
+        elif order.kind == "drain" and not self._drained:
+            self._drained = True
+            log.warning("an operator drains this group: SIGTERM to its trainers (%s)", order.reason[:200])
+            for process in self.processes.values():
+                process.send(signal.SIGTERM)
 
     # ---- the end
 
@@ -441,10 +463,6 @@ async def _until_eof(settings: Settings) -> str:
     """stdin is the parent's end of a pipe, and the kernel closes it whatever happens to the parent."""
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[None] = loop.create_future()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(
-            number, lambda: None
-        )  # meant for the trainer, which then leaves; this process goes with it
 
     def readable() -> None:
         if not os.read(0, 4096) and not gone.done():

@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--http",
         metavar="HOST:PORT|none",
-        help="/status.json and /metrics; default: the same addresses, the port after that of --bind",
+        help="the live page, /status.json and /metrics; default: the same addresses, the port after that of --bind",
     )
     add(
         "--state_file",

@@ -1,4 +1,11 @@
-"""/status.json and /metrics of the lighthouse, on the loop that serves gRPC. The same token: `Authorization: Bearer TOKEN`."""
+"""The lighthouse's pages, on the loop that serves gRPC:
+
+    /                     the live page (ft/dashboard), whose files hold nothing of the job and are everybody's
+    /events  /orders      what it shows, and what an operator orders
+    /status.json /metrics for programs
+
+All but the files want the job's token, where there is one: `Authorization: Bearer TOKEN`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +25,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from ft.dashboard.feed import Feed
+from ft.dashboard.orders import Orders
+from ft.dashboard.pages import HEADERS, Pages
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_server import LighthouseService
 
@@ -61,7 +71,8 @@ async def serve_http(
                 log.warning("no page on %s: %s", place, error.strerror)
                 continue
             port = port or int(open_[-1].sockets[0].getsockname()[1])
-            log.info("status on http%s://%s/status.json", "s" if tls else "", Endpoint(place.host, port))
+            where = f"http{'s' if tls else ''}://{Endpoint(place.host, port)}"
+            log.info("the live page: %s/; for programs: %s/status.json, /metrics", where, where)
         yield port
     finally:
         for server in open_:
@@ -97,6 +108,9 @@ class _Newest:
 def _app(service: LighthouseService, access: Access) -> web.Application:
     registry = CollectorRegistry()
     registry.register(_Collector(service))
+    pages, feed = Pages(), Feed(service, orders=bool(access.token))
+    orders = Orders(service, feed, has_token=bool(access.token))
+    service.onlooker = feed
 
     async def status_json(_: web.Request) -> web.Response:
         return web.json_response(status(service), dumps=lambda page: json.dumps(page, allow_nan=False))
@@ -108,14 +122,18 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
 
     @web.middleware
     async def with_token(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        if not access.permits(request.headers.items()):
+        if request.path not in pages and not access.permits(request.headers.items()):
             raise web.HTTPUnauthorized(text="this job has a token\n", headers={"WWW-Authenticate": "Bearer"})
-        response = await handler(request)
-        response.headers["Cache-Control"] = "no-store"
-        return response
+        return await handler(request)
+
+    async def harden(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(HEADERS)
 
     app = web.Application(middlewares=[with_token], client_max_size=1 << 16)
     app.add_routes([web.get("/status.json", status_json), web.get("/metrics", metrics)])
+    app.add_routes([*pages.routes(), web.get("/events", feed.stream), web.post("/orders", orders.give)])
+    app.on_response_prepare.append(harden)
+    app.on_shutdown.append(feed.close)
     return app
 
 

@@ -99,9 +99,16 @@ class Link(Wire):
     """To a lighthouse of ours."""
 
     def __init__(
-        self, address: str, access: Access, hear: Callable[[m.Event], None], spawn: Callable[[Any], asyncio.Task[Any]]
+        self,
+        address: str,
+        access: Access,
+        hear: Callable[[m.Event], None],
+        spawn: Callable[[Any], asyncio.Task[Any]],
+        obey: Callable[[pharos_pb2.Order], None],
     ) -> None:
+        """obey: an operator's order has come."""
         super().__init__(hear, spawn)
+        self._obey = obey
         self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
         self._roster = codec.Roster()
         self._quorum: m.Quorum | None = None
@@ -191,14 +198,23 @@ class Link(Wire):
             self._hear(self._read(down.answer, self._roster))
         elif which == "refused":
             self._hear(codec.refused_from(down.refused))
+        elif which == "order":
+            self._obey(down.order)
         elif which == "send_quorum" and self._quorum:
             await self._write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
 
     async def beat(self, report: pharos_pb2.Report) -> None:
         """Nothing where there is no stream: the lighthouse then hears nothing from us, as it should be."""
+        await self._say(pharos_pb2.Up(report=report))
+
+    async def tell(self, happened: pharos_pb2.Happened) -> None:
+        """For the page. Nothing where there is no stream."""
+        await self._say(pharos_pb2.Up(happened=happened))
+
+    async def _say(self, up: pharos_pb2.Up) -> None:
         if self._stream is not None:
             with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):  # whoever reads it notices
-                await self._write(self._stream, pharos_pb2.Up(report=report))
+                await self._write(self._stream, up)
 
     async def _write(self, stream: Any, up: Any) -> None:
         async with self._writing:

@@ -1,6 +1,7 @@
 """The command line of the lighthouse: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
-Prints its address on stdout, everything else on stderr. Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest.
+Prints its address on stdout, and then its page's where it has one; everything else on stderr.
+Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
-from ft.rpc.access import Endpoint
+from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_flags import Options, complain, read_options
 from ft.rpc.lighthouse_server import LighthouseService, Place, serve, until_stopped
 from ft.rpc.state_file import TakenOver
@@ -47,7 +48,9 @@ async def _run(options: Options) -> None:
         if options.http:
             # loaded now, when the lighthouse already answers, and aside: it takes longer to load than all the rest
             await asyncio.to_thread(importlib.import_module, "ft.rpc.lighthouse_http")
-            await stack.enter_async_context(_http(options, service, port))
+            page = await stack.enter_async_context(_http(options, service, port))
+            if page:
+                print(_address(Endpoint(options.http[0].host, page), options.access), flush=True)
         await until_stopped(service.driver, stop)
 
 
@@ -60,7 +63,6 @@ def _http(options: Options, service: LighthouseService, port: int) -> AbstractAs
 
 def _say_where(place: Place, port: int) -> None:
     where = " and ".join(str(Endpoint(at.host, port)) for at in place.at)
-    host = socket.gethostname() if place.at[0].wildcard else place.at[0].host
     if place.access.token:
         who = "whoever has the token"
     elif place.access.insecure:
@@ -69,7 +71,13 @@ def _say_where(place: Place, port: int) -> None:
         who = "this machine alone, for there is no token (--token_file FILE, or --insecure, opens it)"
     state = f"state in {place.state}" if place.state else "no state file"
     print(f"lighthouse: listens on {where} for {who}; {state}", file=sys.stderr)
-    print(f"{'https' if place.access.tls else 'http'}://{Endpoint(host, port)}", flush=True)
+    print(_address(Endpoint(place.at[0].host, port), place.access), flush=True)
+
+
+def _address(at: Endpoint, access: Access) -> str:
+    """As others reach it."""
+    host = socket.gethostname() if at.wildcard else at.host
+    return f"{'https' if access.tls else 'http'}://{Endpoint(host, at.port)}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -51,6 +51,26 @@ _FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NUMBER = re.compile(r"[\d.]+")
 
 
+class Onlooker(Protocol):
+    """Who watches for people (ft/dashboard). Called on the loop, and for each of a thousand groups: it is to take notes, no more."""
+
+    def saw(self, event: m.Event, out: m.Out) -> None:
+        """Each tick, each leave, and each event that had an effect."""
+        ...
+
+    def reported(self, report: Any) -> None:
+        """A pharos_pb2.Report of a connected group."""
+        ...
+
+    def told(self, replica_id: str, happened: Any) -> None:
+        """A pharos_pb2.Happened."""
+        ...
+
+    def end(self) -> None:
+        """It is told nothing more."""
+        ...
+
+
 class _Waiting(Pending):
     """A Quorum RPC that is not answered yet."""
 
@@ -76,6 +96,7 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
+        self.onlooker: Onlooker | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._waiting: dict[str, list[_Waiting]] = {}
         self._waiting_bytes = 0
@@ -222,14 +243,28 @@ class LighthouseService:
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
             self.driver.feed(report)
+            if self.onlooker:
+                self._show(self.onlooker.reported, up.report)
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":
             new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
             self.driver.feed(self._opened(hello, codec.quorum_from(up.quorum) if new else None))
+        elif which == "happened":
+            happened = codec.check_happened(up.happened)
+            if self.onlooker:
+                self._show(self.onlooker.told, hello.replica_id, happened)
         else:
             raise ValueError("after the hello come reports")
+
+    def order(self, replica_id: str, kind: str, reason: str) -> bool:
+        """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""
+        outbox = self.streams.get(replica_id)
+        if outbox:
+            order = pharos_pb2.Order(kind=kind, reason=reason)
+            outbox.send(pharos_pb2.Down(order=order).SerializeToString())
+        return outbox is not None
 
     @property
     def waiting_ids(self) -> list[str]:
@@ -295,8 +330,21 @@ class LighthouseService:
         if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
             self._said = out.reason
             log.info("%s", out.reason)
+        if self.onlooker and (out.effects or isinstance(event, m.Tick | m.Leave)):
+            self._show(self.onlooker.saw, event, out)
         if self._seen:
             self._seen(now_s, event, out)
+
+    def _show(self, note: Callable[..., None], *what: Any) -> None:
+        """A fault of the page ends the page, and never the job."""
+        onlooker = self.onlooker
+        try:
+            note(*what)
+        except Exception:  # whatever it is: the next group's call must be answered
+            self.onlooker = None
+            log.exception("a fault in the page, which is switched off")
+            if onlooker:
+                onlooker.end()
 
     def _log_quorum(self, quorum: m.Quorum, reason: str) -> None:
         if quorum.quorum_id != self._logged_id:

@@ -37,8 +37,12 @@ class Process:
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Nothing where it is gone."""
         with suppress(ProcessLookupError, PermissionError):
             if self._handle is not None:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                signal.pidfd_send_signal(self._handle, number)
             elif sys.platform != "linux":
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)

@@ -59,6 +59,9 @@ class LinkOverTorchft(Wire):
     async def beat(self, report: Any) -> None:
         """Beats go by themselves, and torchft takes no reports."""
 
+    async def tell(self, happened: Any) -> None:
+        """torchft's page shows none of it."""
+
     async def leave(self, replica_id: str, *, clean: bool, reason: str) -> None:
         """torchft's lighthouse takes no leave: it notices that the beats end."""
 

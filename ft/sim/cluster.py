@@ -12,7 +12,7 @@ from ft.protocol.group import Group
 from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.step import Step
-from ft.sim import faults
+from ft.sim import faults, waits
 from ft.sim.collectives import Collectives
 from ft.sim.faults import Fault
 from ft.sim.invariants import Committed, Truth, require
@@ -48,6 +48,7 @@ class Setting:
     sum_s: tuple[float, float]  # how long an all-reduce between the groups takes, and a rendezvous
     checkpoint_every: int
     lighthouse: LighthouseConfig
+    late_threads: bool  # a trainer may find no core for a moment, while others of its group go on
     slots_per_step: int  # 0: as many as groups are there
     step: dict[str, Any]  # of StepConfig
     faults: tuple[Fault, ...]
@@ -74,6 +75,7 @@ def setting(seed: int, groups: int, steps: int) -> Setting:
             join_timeout_s=dice.pick((2.0, 10.0)),
             tick_s=0.25,
         ),
+        late_threads=World(seed).dice("threads").chance(0.3),
         slots_per_step=1 + slots.index(groups + 2) if slots.chance(0.3) else 0,
         step={
             "keep_gradients": dice.chance(0.8),
@@ -93,6 +95,7 @@ class Name:
     starts: int = 0
     group: GroupNode | None = None
     wanted: bool = True  # False: scaled down
+    drains: bool = False  # its next start is to leave at once
     shrink: bool = False  # its next quorum is to have previous members alone
 
 
@@ -106,6 +109,7 @@ class Cluster:
         setting = self.setting
         self.world = World(setting.seed, trace=self.trace)
         self.dice = self.world.dice("cluster")
+        self.dice_of_threads = self.world.dice("threads")
         self.times = setting.lighthouse.times
         self.network = Network(self.world, faults.quality(self.world.dice("quality"), setting.groups))
         self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)
@@ -138,7 +142,9 @@ class Cluster:
         self.world.run(self.is_over)
         for group in self.live():
             for rank in group.ranks:
-                if rank.weights is not None:
+                if (
+                    rank.weights is not None and rank.commit_id == rank.machine.commit_id
+                ):  # else its trainer has yet to catch up
                     self.truth.ledger(rank.process.name, rank.commit_id, rank.machine.state_dict()["ledger"])
 
     def is_over(self) -> bool:
@@ -149,6 +155,8 @@ class Cluster:
     def _watch(self) -> None:
         """Once a second: are all there, and does every wait end?"""
         live = self.live()
+        for group in live:
+            waits.check(group)
         if self.active == 0:
             calm_s = self.world.now_s - self.calm_since_s
             for group in live:
@@ -197,6 +205,8 @@ class Cluster:
             self.nodes[group.address] = group
             self.calm_since_s = self.world.now_s
             group.start()
+            if name.drains:
+                group.wants_to_leave()
 
     def gone(self, group: GroupNode) -> None:
         """The launcher sees its processes gone, and starts the group again."""
@@ -310,7 +320,12 @@ class Cluster:
             group.slow = 1.0 + 30.0 * fault.share**3
             self._for(fault.lasts_s, lambda: setattr(group, "slow", 1.0))
         elif fault.kind == "group leaves" and len(live) > self.setting.lighthouse.min_replicas + 1:
-            group.wants_to_leave()
+            if fault.share < 0.5:
+                group.wants_to_leave()
+            else:  # its host is drained when it has just come back, and heals
+                self.world.seen["fault: group leaves while it heals"] += 1
+                self.name_of(group).drains = True
+                group.kill()
         elif fault.kind == "shrink asked":
             self.name_of(group).shrink = True
             if fault.share < 0.3:  # and no previous member is left that could follow

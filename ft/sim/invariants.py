@@ -68,6 +68,7 @@ class Truth:
         ] = {}  # (quorum_id, step) -> the one commit_id that its members go on from
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._votes: dict[tuple[str, m.Ballot], dict[int, str]] = {}  # (group, ballot) -> what each rank has said
+        self._deals: dict[tuple[Any, ...], tuple[str, int]] = {}  # of each group in each quorum: the deal, and the step
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
         self._audited: set[str] = set()  # ledgers, with the history that they belong to: most are alike
 
@@ -146,18 +147,38 @@ class Truth:
             f"it goes on from {part.reference}",
         )
 
+    def deals(self, rank: RankNode, part: m.Part, attempt: int) -> None:
+        """What is open of the ledger is the same for all ranks of a group, unless its state is still arriving."""
+        deal = (rank.machine.ledger.deal_id, rank.step)
+        key = (rank.group.process.name, part.epoch, part.quorum_id, part.reference, attempt)
+        known = self._deals.setdefault(key, deal)
+        if known != deal:
+            require(
+                False,
+                f"{rank.process.name}: its deal is {rank.machine.ledger.pending}, another rank of its group has another",
+            )
+
     # -- votes ------------------------------------------------------------------------------------------------------
 
     def votes(self, rank: RankNode, vote: m.Vote) -> None:
         self._votes.setdefault((rank.group.process.name, vote.key), {})[rank.group_rank] = vote.verdict
 
+    def said(self, group: GroupNode, ballot: m.Ballot) -> dict[int, str]:
+        """What the ranks of a group have said on it."""
+        return self._votes.get((group.process.name, ballot), {})
+
     def decided(self, group: GroupNode, outcome: m.Outcome) -> None:
         """All ranks have said yes on this very ballot, or there is no yes."""
         if outcome.verdict == "yes":
             key: m.Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-            said = self._votes.get((group.process.name, key), {})
+            said = self.said(group, key)
             without = [rank.group_rank for rank in group.ranks if said.get(rank.group_rank) != "yes"]
             require(not without, f"{group.process.name} decides yes on {key}, and its ranks {without} have not said so")
+
+    def refuses(self, rank: RankNode, vote: m.Vote, reason: str) -> None:
+        require(
+            False, f"{rank.process.name} waits for the word on {vote.key}, and its group has forgotten it: {reason}"
+        )
 
     # -- the step ---------------------------------------------------------------------------------------------------
 

@@ -17,13 +17,13 @@ from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from ft.protocol.tail import Tail
+from ft.sim.trainer import Trainer
 from ft.sim.world import Process
 
 if TYPE_CHECKING:
     from ft.sim.servers import GroupNode
 
 RETRY_S = 0.5
-OPTIMIZER_S = 0.01
 VOTE_TRIES = 20
 DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
 INITIAL = 1  # the weights before the first step, the same everywhere
@@ -69,7 +69,7 @@ class Sums:
 
 
 class RankNode:
-    """One process. `feed` gives an event to the machine and carries out what it wants."""
+    """One process. `feed` gives an event to the machine; what it wants is carried out by the trainer's thread (trainer.py)."""
 
     def __init__(self, group: GroupNode, group_rank: int, config: StepConfig) -> None:
         self.cluster = cluster = group.cluster
@@ -82,6 +82,8 @@ class RankNode:
         self.weights: int | None = INITIAL  # None: void, the state is arriving
         self.commit_id = ""  # of the weights, as the truth knows them
         self.waiting = False
+        self.step = 0  # committed, as the trainer has seen it: the machine may be ahead by held steps
+        self.trainer = Trainer(self)
         self.progress_s = self.world.now_s
         self._part: m.Part | None = None
         self._kept = Given((), {}, {})
@@ -90,16 +92,17 @@ class RankNode:
         self._arrived: Snapshot | None = None
         self._offer: tuple[int, Snapshot] | None = None
         self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
+        self._stopped_quorum = 0  # the newest whose waits were ended
         self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
         self._fetching = 0
+        self.fetches = False  # the state of another group
         self._checkpoints: dict[int, Snapshot] = {}
-        self._do: dict[type[m.Effect], Callable[[Any], None]] = {
+        self.do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
             m.Compute: self._compute,
             m.LaunchTail: self._launch,
             m.WeightsDiffer: self.truth.differ,
-            m.StopWaiting: self._stop_waiting,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
             m.DropGradients: self._drop_gradients,
@@ -108,7 +111,7 @@ class RankNode:
             m.HoldSums: self._hold,
             m.DropHeld: self._drop_held,
             m.LoadState: self._load_state,
-            m.LoadCheckpoint: self._load_checkpoint,
+            m.LoadCheckpoint: self.trainer.restore,
             m.Settled: self._settle,
             m.GiveUp: self._give_up,
             m.Stop: self._stop,
@@ -123,7 +126,7 @@ class RankNode:
         stream.closed = lambda: self.exit("the group server is gone")
         self.process.at_death.append(lambda: self.cluster.collectives.dies(self.process))
         self.process.at_death.append(lambda: self.network.forget(self.process))
-        self.feed(m.Begin())
+        self.trainer.begin()
         self._tick()
 
     def feed(self, event: m.Event) -> None:
@@ -134,59 +137,69 @@ class RankNode:
         if self.machine.phase is not before:
             self.world.seen[f"step: {before.name} to {self.machine.phase.name}"] += 1
         self.cluster.saw(self.process.name, event, out)
+        if not out.effects:
+            return
         for effect in out.effects:
-            if self.process.alive:
-                self._do[type(effect)](effect)
+            if isinstance(effect, m.StopWaiting):  # who would take it may be the one who waits
+                self._stop_waiting(effect)
+            else:
+                self.trainer.queue.append(effect)
+        self.trainer.run()
 
     def exit(self, why: str) -> None:
         if self.process.alive:
             self.world.note(self.process.name, f"exits: {why}")
             self.world.kill(self.process)
 
-    def _begin(self) -> None:
-        leaves_at = self.group.leaves_at
-        if leaves_at is not None and self.machine.step >= leaves_at:
-            self.feed(m.Leaving())
-        self.feed(m.Begin())
-
     def _tick(self) -> None:
-        self.feed(m.Tick())
+        if self.trainer.is_idle:
+            self.feed(m.Tick())
         self.world.after(1.0, self.process, self._tick)
 
     # -- quorum -----------------------------------------------------------------------------------------------------
 
     def _ask_quorum(self, effect: m.AskQuorum) -> None:
         self._asked += 1
-        self._ask(effect, self._asked)
+        self.trainer.waits = ("quorum", effect.call.number)
+        call = effect.call
+        if self.cluster.name_of(self.group).shrink:
+            call = replace(call, member=replace(call.member, shrink_only=True))
+        self._ask(call, self._asked)
 
-    def _ask(self, effect: m.AskQuorum, number: int) -> None:
+    def _ask(self, call: m.RankCall, number: int) -> None:
         def answered(reply: Any) -> None:
             if number != self._asked:
                 return
             if reply is None:  # broken or timed out: the group still wants an answer
-                self.world.after(RETRY_S, self.process, self._ask, effect, number)
+                self.world.after(RETRY_S, self.process, self._ask, call, number)
             else:
                 self._asked += 1
-                self.feed(reply)
+                self.trainer.go_on(reply)
 
         if number == self._asked:
-            call = effect.call
-            if self.cluster.name_of(self.group).shrink:
-                call = replace(call, member=replace(call.member, shrink_only=True))
             self.network.call(self.process, self.group.address, call, answered, timeout_s=30.0)
 
     def _configure(self, effect: m.Configure) -> None:
         part = effect.part
         self._part = part
         self.truth.entered(self, part)
+        if not part.heal and len(self.group.ranks) > 1:
+            self.truth.deals(self, part, effect.attempt)
         # An offer is of one quorum: the same state has another deal in the next.
         self._offer = (part.quorum_id, self.snapshot()) if part.heals else None
         if part.heal:
-            self._fetch(part)
+            self.weights = None
         if part.known:
-            self.feed(m.Configured(part.quorum_id, ok=True))
+            self._configured(part, m.Configured(part.quorum_id, ok=True))
             return
+        self.trainer.waits = ("rendezvous", part.quorum_id)
         self._meet(part)
+
+    def _configured(self, part: m.Part, event: m.Configured) -> None:
+        """The fetch begins last: the others wait for the group, not for its state."""
+        if part.heal:
+            self._fetch(part)
+        self.trainer.go_on(event)
 
     def _meet(self, part: m.Part) -> None:
         """The rendezvous: stands when all are there, is given up on a notice or after its time."""
@@ -198,7 +211,7 @@ class RankNode:
                 self._pending.pop(part.quorum_id, None)
                 if not ok:
                     self.cluster.collectives.abandon(self.process, self._generation(part.quorum_id))
-                self.feed(m.Configured(part.quorum_id, ok, reason, blame))
+                self._configured(part, m.Configured(part.quorum_id, ok, reason, blame))
 
         def late() -> None:
             if open_question:
@@ -218,6 +231,7 @@ class RankNode:
             None,
             lambda given: end(given is not None, "" if given is not None else "rendezvous broke"),
         )
+        self._is_stopped(part.quorum_id)
 
     def _generation(self, quorum_id: int) -> tuple[Any, ...]:
         assert self._part is not None
@@ -230,15 +244,15 @@ class RankNode:
 
     def _compute(self, effect: m.Compute) -> None:
         self.progress_s = self.world.now_s
-        self.group.enter(self, ("forward", effect.step, effect.slots), self._computed, effect)
+        self.trainer.compute(effect)
 
-    def _computed(self, effect: m.Compute, able: bool) -> None:
+    def computed(self, effect: m.Compute, able: bool) -> None:
         tokens = {slot: 100.0 + digest(slot) % 50 for slot in effect.slots}
         gradients = dict.fromkeys(effect.slots, self.weights or 0) if able else {}
         kept = self._kept  # of this step, if some of its slots were computed before
         self.world.seen["slots per step: some were added"] += bool(kept.tokens)
         self._kept = Given((), {**kept.gradients, **gradients}, {**kept.tokens, **tokens})
-        self.feed(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
+        self.trainer.go_on(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 
     def _launch(self, effect: m.LaunchTail) -> None:
         kept = self._kept
@@ -260,12 +274,13 @@ class RankNode:
             self._pending.pop(effect.quorum_id, None)
             if result is None:
                 self.cluster.collectives.abandon(self.process, self._generation(effect.quorum_id))
-                self.feed(m.ReduceFailed(*key, reason or "connection reset"))
+                self.trainer.go_on(m.ReduceFailed(*key, reason or "connection reset"))
                 return
             self._sums, tail = result
-            self.feed(m.Reduced(*key, tail))
+            self.trainer.go_on(m.Reduced(*key, tail))
 
         self.waiting = True
+        self.trainer.waits = ("sums", key)
         self._pending[effect.quorum_id] = lambda: end(None, "given up")
         self.cluster.collectives.join(
             self.process,
@@ -277,6 +292,7 @@ class RankNode:
             end,
             add,
         )
+        self._is_stopped(effect.quorum_id)
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         at = effect.digest_at
@@ -287,18 +303,36 @@ class RankNode:
         return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + FIGURES :])
 
     def _stop_waiting(self, effect: m.StopWaiting) -> None:
-        give_up = self._pending.get(effect.quorum_id)
-        if give_up is not None:  # the sockets are shut, then the error comes
+        self._stopped_quorum = effect.quorum_id
+        self._is_stopped(effect.quorum_id)
+
+    def _is_stopped(self, quorum_id: int) -> None:
+        """Also what is launched after that was said."""
+        give_up = self._pending.get(quorum_id)
+        if give_up is not None and quorum_id == self._stopped_quorum:  # the sockets are shut, then the error comes
             self.world.after(0.01, self.process, give_up)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
-        self.truth.votes(self, effect.vote)
-        self._vote(effect.vote, VOTE_TRIES)
+        vote = effect.vote
+        self.truth.votes(self, vote)
+        if self.machine.waits_aside(vote) or self.trainer.queue:
+            self.trainer.aside.add(vote.key)
+            self.world.seen[f"wait: aside for the word on {vote.kind}"] += 1
+        else:
+            self.trainer.waits = ("vote", vote.key)
+        self._vote(vote, VOTE_TRIES)
 
     def _vote(self, vote: m.Vote, tries: int) -> None:
         def answered(reply: Any) -> None:
             if isinstance(reply, m.Outcome):
-                self.feed(reply)
+                if vote.key in self.trainer.aside:
+                    self.trainer.aside.discard(vote.key)
+                    self.feed(reply)
+                else:
+                    self.trainer.go_on(reply)
+            elif isinstance(reply, m.QuorumFailed):
+                self.truth.refuses(self, vote, reply.reason)
+                self.exit(f"the group has gone on without this rank: {reply.reason}")
             elif tries == 0:
                 self.exit(f"no outcome of the vote {vote.key}")
             else:
@@ -324,17 +358,14 @@ class RankNode:
         sums = self._held.pop(effect.step) if effect.held else self._sums
         assert self.weights is not None, f"{self.process.name} commits on a void state"
         self._kept = Given((), {}, {})
-        self.weights = digest(self.weights, sums.text, effect.divisor)
+        self.weights, self.step = digest(self.weights, sums.text, effect.divisor), effect.step
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s = self.world.now_s
         assert self._part is not None
         self.truth.commits(self, effect, self._part, sums, parent)
         if effect.step % self.cluster.setting.checkpoint_every == 0:
             self._checkpoints[effect.step] = self.snapshot()
-        if effect.leave:
-            self.group.rank_left()
-        elif not effect.held:
-            self.world.after(OPTIMIZER_S, self.process, self._begin)
+        self.trainer.update(effect)
 
     # -- healing ----------------------------------------------------------------------------------------------------
 
@@ -349,14 +380,22 @@ class RankNode:
     def _fetch(self, part: m.Part) -> None:
         """Asks the sources in turn, again and again until the grace is over."""
         self._fetching += 1
+        self.fetches = True
         number, until_s = self._fetching, self.world.now_s + self.cluster.times.heal_grace_s
-        took_s = self.cluster.dice.between(0.05, 3.0) * (5.0 if self.cluster.dice.chance(0.1) else 1.0)
-        self.weights, self._arrived = None, None
+        dice = self.cluster.dice
+        # Some states arrive within a step; a few take longer than the others wait.
+        took_s = (
+            dice.between(0.0, 0.3)
+            if dice.chance(0.25)
+            else dice.between(0.05, 3.0) * (5.0 if dice.chance(0.1) else 1.0)
+        )
+        self._arrived = None
 
         def ask(turn: int) -> None:
             if number != self._fetching:
                 return
             if not part.sources or self.world.now_s > until_s:
+                self.fetches = False
                 blame = tuple(part.members[source.replica_rank] for source in part.sources)
                 self.feed(m.HealEnded(part.quorum_id, ok=False, reason="no source", blame=blame))
                 return
@@ -377,7 +416,7 @@ class RankNode:
             if not self.cluster.serves(source.address, self.group_rank, self.process, part.quorum_id):
                 ask(turn + 1)
                 return
-            self._arrived = snapshot
+            self._arrived, self.fetches = snapshot, False
             self.feed(m.HealEnded(part.quorum_id, ok=True, state=snapshot.state))
 
         ask(0)
@@ -387,25 +426,26 @@ class RankNode:
 
     def _drop_held(self, effect: m.DropHeld) -> None:
         self._held.clear()
-        self._arrived = None
+        self._arrived, self.fetches = None, False
         self._fetching += 1
 
     def _load_state(self, effect: m.LoadState) -> None:
         assert self._arrived is not None, f"{self.process.name} loads a state that has not arrived"
         self._take(self._arrived)
         self.truth.heals(self, self._arrived)
+        self.world.seen[f"heal: {len(self._held)} steps were held"] += 1
         self._arrived = None
 
-    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
+    def restored(self) -> None:
         snapshot = self.cluster.newest_checkpoint(self.group_rank)
         if snapshot is None:
-            self.weights, self.commit_id = INITIAL, ""
+            self.weights, self.commit_id, self.step = INITIAL, "", 0
         else:
             self._take(snapshot)
-        self.world.after(0.1, self.process, self.feed, m.Restored(snapshot.state if snapshot else None))
+        self.trainer.go_on(m.Restored(snapshot.state if snapshot else None))
 
     def _take(self, snapshot: Snapshot) -> None:
-        self.weights, self.commit_id = snapshot.weights, snapshot.commit_id
+        self.weights, self.commit_id, self.step = snapshot.weights, snapshot.commit_id, int(snapshot.state["step"])
         self.progress_s = self.world.now_s
 
     # -- the rest ---------------------------------------------------------------------------------------------------

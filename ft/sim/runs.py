@@ -27,7 +27,7 @@ NOT_SIMULATED = (
     "Metadata",
     "WeightsDiffer",
 )  # and no bit flips here
-# Why a lighthouse lets its callers wait, in its own words.
+# Why a lighthouse or a group lets its callers wait, in their own words.
 WAITS = (
     "would take part, min_replicas is",
     "more than half is needed",
@@ -36,6 +36,7 @@ WAITS = (
     "was settled: load a checkpoint",
     "sit out",
     "members of a running job are given time",
+    "its answer got lost",
 )
 # Ways from one phase of a step to another.
 STEPS = {
@@ -161,6 +162,12 @@ def must_occur() -> list[str]:
         words += [f"{what}: {name}" for name in ours if name not in NOT_SIMULATED]
     words += [f"step: {before} to {after}" for before, ways in STEPS.items() for after in ways]
     words += [f"slots per step: {what}" for what in ("a whole step", "some were added")]
+    words += [f"inside: {what}" for what in ("forward", "update", "checkpoint")]
+    words += [
+        f"wait: {what}" for what in ("for a core", "aside for the word on healed", "aside for the word on commit")
+    ]
+    words += [f"heal: {held} steps were held" for held in (0, 1, 2)]
+    words += ["fault: group leaves while it heals", "leave: told at a step's boundary"]
     words += [f"collective {end}" for end in ("completed", "failed", "hung")]
     return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.protocol.step import StepConfig
+from ft.sim.inside import Inside
 from ft.sim.network import Call, End, Service
 from ft.sim.ranks import RankNode
+from ft.sim.trainer import OPTIMIZER_S
 from ft.sim.world import Process
 
 if TYPE_CHECKING:
@@ -173,7 +175,7 @@ class GroupNode:
         self.slow = 1.0
         self.ended = False
         self.left = False
-        self.leaves_at: int | None = None  # all ranks mean to go when they begin this step
+        self.wish = False  # a rank was asked to leave
         self.nan_attempts = 0
         self._departed = 0
         self.compute_s = cluster.dice.between(0.9, 1.1)
@@ -184,11 +186,8 @@ class GroupNode:
         self._waiting: dict[tuple[int, m.Ballot | None], list[Call]] = {}  # (group_rank, ballot, or None for a quorum)
         self._newest: tuple[int, m.Ballot | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
-        self._entered: list[
-            tuple[Any, ...]
-        ] = []  # the collectives inside the group, in order, as the first rank entered them
-        self._counts = [0] * world_size
-        self._inside: list[tuple[Callable[[Any, bool], None], Any, Process]] = []
+        self.inside = Inside(self.world, world_size)
+        self.able = True  # to use what it has computed
         steps = [StepConfig(group_rank=rank, restores=True, **cluster.setting.step) for rank in range(world_size)]
         self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
@@ -240,9 +239,12 @@ class GroupNode:
         self.feed(event)
 
     def _cancelled(self, place: tuple[int, m.Ballot | None], call: Call) -> None:
-        if call in self._waiting.get(place, []):
-            self._waiting[place].remove(call)
-            self.feed(m.RankCancelled(place[0]))
+        calls = self._waiting.get(place, [])
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                del self._waiting[place]
+                self.feed(m.RankCancelled(place[0]))
 
     def _answer(self, group_rank: int, ballot: m.Ballot | None, reply: Any) -> None:
         for call in self._waiting.pop((group_rank, ballot), []):
@@ -268,21 +270,26 @@ class GroupNode:
         if end is not None:
             end.send(effect.notice)
 
-    def enter(self, rank: RankNode, key: tuple[Any, ...], do: Callable[[Any, bool], None], given: Any) -> None:
-        """A collective among the ranks of the group. All enter the same ones in the same order, or hang for ever."""
-        place = self._counts[rank.group_rank]
-        self._counts[rank.group_rank] += 1
-        if place == len(self._entered):
-            self._entered.append(key)
-        self.truth.enters(rank, key, self._entered[place])
-        self._inside.append((do, given, rank.process))
-        if len(self._inside) == len(self.ranks):
-            inside, self._inside = self._inside, []
-            took_s = self.cluster.setting.compute_s * self.compute_s * self.slow
-            able = self.nan_attempts == 0  # the same for all ranks: the loss is summed over them
-            self.nan_attempts = max(0, self.nan_attempts - 1)
-            for do_, given_, process in inside:
-                self.world.after(took_s, process, do_, given_, able)
+    # -- the collectives inside -------------------------------------------------------------------------------------
+
+    def forward(self) -> float:
+        """All ranks are in it: how long it takes. Whether the loss is a number is the same for all, for it is summed over them."""
+        self.able = self.nan_attempts == 0
+        self.nan_attempts = max(0, self.nan_attempts - 1)
+        self._tell_wish()
+        return self.cluster.setting.compute_s * self.compute_s * self.slow
+
+    def update(self, *, summed: bool) -> float:
+        if not summed:
+            self._tell_wish()
+        return OPTIMIZER_S
+
+    def _tell_wish(self) -> None:
+        """What one rank was asked to do rides along in the sum of figures."""
+        if self.wish:
+            self.wish = False
+            for rank in self.ranks:
+                rank.trainer.wish = True
 
     # -- the lighthouse ---------------------------------------------------------------------------------------------
 
@@ -350,7 +357,7 @@ class GroupNode:
     def wants_to_leave(self) -> None:
         """Scale-down, SIGTERM: the ranks go after their next commit, and nobody starts them again."""
         self.cluster.name_of(self).wanted = False
-        self.leaves_at = 1 + max(rank.machine.step for rank in self.ranks)
+        self.wish = True
 
     def rank_left(self) -> None:
         self._departed += 1
@@ -370,7 +377,7 @@ class GroupNode:
         """EndGroup: a Leave that is already on its way when the processes go."""
         if not self.ended:
             self.ended = True
-            self.truth.ends(self, reason, inside=len(self._inside))
+            self.truth.ends(self, reason, inside=len(self.inside.here))
             self.world.note(self.process.name, f"ends: {reason}")
             self.leave(clean=False, reason=reason)
             self.world.after(0.01, None, self.kill)

@@ -86,10 +86,7 @@ class Rank:
 
     def kill(self) -> None:
         """The group's server dies, and the rank with it: whatever it does next raises GroupEnded."""
-        server = self.manager._membership.server
-        assert server
-        os.kill(server.pid, signal.SIGKILL)
-        assert self.manager._gone.wait(LIMIT_S)
+        kill_server(self.manager)
 
     def _run(self) -> None:
         try:
@@ -168,6 +165,14 @@ class Rank:
 
     def backward(self, value: float) -> None:
         sum((parameter * value).sum() for parameter in self.model.parameters()).backward()
+
+
+def kill_server(manager: Manager) -> None:
+    """Of the group whose manager this is."""
+    server = manager._membership.server
+    assert server
+    os.kill(server.pid, signal.SIGKILL)
+    assert manager._gone.wait(LIMIT_S)
 
 
 class Job:

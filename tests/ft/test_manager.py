@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ft.diary import Diarist
+from ft.healer import Healer
 from ft.manager import Manager, Options
 from ft.membership import Wish
 from ft.process_groups.baby import ProcessGroupBabyGloo
@@ -25,6 +26,7 @@ from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from ft.protocol.tail import Tail
 from ft.rpc.access import Access
+from ft.rpc.clients import GroupClient
 from ft.seam import GroupEnded, Stopped, from_checkpoint, to_checkpoint
 from tests.ft.groups import LIMIT_S, SLOT, Rank, job
 
@@ -291,8 +293,12 @@ def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
 
 
-def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
+def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """Of each group one rank sees it, and all ranks of the one that is odd heal."""
+    shown: list[tuple[str, int, str]] = []  # on the lighthouse's page
+    progress: list[tuple[int, int]] = []
+    monkeypatch.setattr(GroupClient, "happened", lambda _, *what: shown.append(what))
+    monkeypatch.setattr(Healer, "_has_come", lambda _, *what: progress.append(what))
     wrote: dict[tuple[str, int, int], bool] = {}
 
     def at(rank: Rank, step: int) -> None:
@@ -314,7 +320,8 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
             )
         del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
         text = "after step 3 rank 0 of group a holds other weights than the same rank of 2 others"
-        assert caplog.messages.count(text) == 3
+        assert caplog.messages.count(text) == shown.count(("corruption", 3, text)) == 3
+        assert progress and all(0 < done <= total for done, total in progress)
 
 
 def test_of_two_groups_nobody_can_tell_and_both_stop():

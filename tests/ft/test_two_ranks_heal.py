@@ -12,7 +12,7 @@ from tests.ft.groups import LIMIT_S, Rank, job
 
 class Split(Manager):
     """Rank 1 says that its state is there while the first step is decided that they hold. Rank 0 votes on the second one before the group's
-    word on the heal is out; rank 1 has that word before its own sums of the second step."""
+    word on the heal is out; rank 1 has that word before it launches its part of the second step."""
 
     voted, deciding, heard = threading.Event(), threading.Event(), threading.Event()  # of rank 0; of rank 1
 
@@ -37,7 +37,8 @@ class Split(Manager):
     def _launch(self, effect: m.LaunchTail) -> None:
         if self._wish.group_rank == 1 and self._held_step(effect.step) == 2:
             with self._inbox._news:
-                assert self._inbox._news.wait_for(lambda: not self._machine.void, LIMIT_S)
+                heal = self._machine._healing.open
+                assert heal is not None and self._inbox._news.wait_for(lambda: heal.agreed, LIMIT_S)
         super()._launch(effect)
 
     def _cast_vote(self, effect: m.CastVote) -> None:

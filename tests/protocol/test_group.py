@@ -153,6 +153,54 @@ def test_a_rank_whose_answer_got_lost_asks_again():
     assert ask(machine, 1, known=1) == []  # this is a new question
 
 
+def test_a_rank_that_did_not_hear_that_it_is_to_load_a_checkpoint_is_told_again():
+    """Found by simulation: its question was taken for a new one, and the others waited for it where the checkpoint is loaded."""
+    machine = group()
+    ask(machine, 0, step=m.VOID), ask(machine, 1, step=m.VOID)
+    assert said(machine, m.LighthouseWantsRestore(40)) == [m.RestoreRank(0, 40), m.RestoreRank(1, 40)]
+    assert ask(machine, 1, step=m.VOID) == [m.RestoreRank(1, 40)]
+    assert ask(machine, 1, step=40, number=1) == []  # this is a new question
+    said(machine, m.LighthouseAnswered(quorum()))
+    assert said(machine, m.LighthouseWantsRestore(40)) == [], "nobody has asked"
+
+
+@pytest.mark.parametrize("answer", [m.LighthouseAnswered(quorum()), m.LighthouseWantsRestore(40)])
+def test_a_rank_that_is_between_two_tries_gets_what_the_others_were_answered(answer: m.Event):
+    machine = group()
+    ask(machine, 0), ask(machine, 1)
+    said(machine, m.RankCancelled(1))  # its call has broken
+    told = [e for e in said(machine, answer) if isinstance(e, m.AnswerRank | m.RestoreRank)]
+    assert [effect.group_rank for effect in told] == [0, 1]  # to rank 1 nobody listens
+    assert ask(machine, 1) == told[1:]
+
+
+def test_a_late_end_of_an_older_call_takes_no_rank_from_a_vote():
+    machine = joined()
+    said(machine, vote(0))
+    said(machine, m.RankCancelled(0))
+    assert [e.group_rank for e in said(machine, vote(1)) if isinstance(e, m.AnswerVote)] == [0, 1]
+
+
+def test_what_is_decided_after_a_heal_says_so():
+    """That is the place at which all ranks take the state; what was decided before stays as it was, whoever asks when."""
+    machine = joined()
+    for rank in (0, 1):
+        said(machine, vote(rank))
+    for rank in (0, 1):
+        said(machine, vote(rank, kind="healed"))
+    for rank in (0, 1):
+        told = said(machine, vote(rank, step=1))
+    assert [e.outcome.healed for e in told if isinstance(e, m.AnswerVote)] == [True, True]
+    [again] = said(machine, vote(0))
+    assert isinstance(again, m.AnswerVote) and not again.outcome.healed
+    for rank in (0, 1):
+        ask(machine, rank, known=1)
+    said(machine, m.LighthouseAnswered(quorum()))
+    assert not any(
+        e.outcome.healed for rank in (0, 1) for e in said(machine, vote(rank, step=2)) if isinstance(e, m.AnswerVote)
+    )
+
+
 def test_a_call_that_comes_again_after_the_group_was_lost_gets_the_answer_it_had():
     """Found by simulation: the part was looked up under the new id, which is not in that quorum."""
     machine = joined()

@@ -21,7 +21,7 @@ import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -60,22 +60,23 @@ class Unavailable(Exception):
     """torchft cannot be had here, and why."""
 
 
-def install(cache: Path = ROOT / ".venv-torchft") -> Path:
-    """The folder with torchft; the first call of this Python fills it. It appears whole or not at all. Raises Unavailable."""
-    pins = hashlib.sha256("\n".join(PINS).encode()).hexdigest()[:8]
-    folder = cache / f"{sys.implementation.cache_tag}-{pins}"
+def install(cache: Path = ROOT / ".venv-torchft", pins: Sequence[str] = PINS) -> Path:
+    """The folder with torchft, or with other `pins`; the first call of this Python fills it. It appears whole or not at all.
+    Raises Unavailable."""
+    digest = hashlib.sha256("\n".join(pins).encode()).hexdigest()[:8]
+    folder = cache / f"{sys.implementation.cache_tag}-{digest}"
     try:
         cache.mkdir(exist_ok=True)
         with (cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
-                _fill(folder)
+                _fill(folder, pins)
     except OSError as error:
         raise Unavailable(f"no place for it: {error}") from None
     return folder
 
 
-def _fill(folder: Path) -> None:
+def _fill(folder: Path, pins: Sequence[str]) -> None:
     if os.environ.get("PHAROS_NO_INSTALL") == "1":
         raise Unavailable("PHAROS_NO_INSTALL=1, and it was not installed before")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -93,7 +94,7 @@ def _fill(folder: Path) -> None:
         sources = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
         try:
             done = subprocess.run(
-                [*pip, *sources, "--target", target, *PINS], capture_output=True, text=True, timeout=INSTALL_S
+                [*pip, *sources, "--target", target, *pins], capture_output=True, text=True, timeout=INSTALL_S
             )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"pip took longer than {INSTALL_S:g} s") from None

@@ -121,7 +121,9 @@ def lighthouse() -> Iterator[LighthouseServer]:
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
 
 
-@pytest.mark.parametrize("path", ["/status.json", "/metrics", "/", "/../etc/passwd", "/status.json/.."])
+@pytest.mark.parametrize(
+    "path", ["/status.json", "/metrics", "/events", "/orders", "/../etc/passwd", "/status.json/..", "/x.js"]
+)
 @pytest.mark.parametrize(
     "word",
     [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer {TOKEN}", TOKEN, "Bearer \xff\xfe"],

@@ -19,6 +19,7 @@ import grpc
 import pytest
 
 from ft import LighthouseServer
+from ft.children import WISHES
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.rpc.access import Access
@@ -236,6 +237,31 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
     assert "Traceback" in caplog.text
 
 
+def test_an_operators_orders():
+    """Drained, its trainers get one SIGTERM: a second would end them without a checkpoint. Killed, it says its last word and stays away:
+    told in answer that it is lost, it would return under a new id, and the others form a quorum with what is about to die."""
+
+    async def story() -> tuple[list[signal.Signals], str, str]:
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        sent: list[signal.Signals] = []
+
+        class Trainer:
+            send = staticmethod(sent.append)
+
+        service.processes[0] = Trainer()  # type: ignore[assignment]
+        for _ in range(3):
+            service._obey(pharos_pb2.Order(kind="drain", reason="r"))
+        service._obey(pharos_pb2.Order(kind="dance"))
+        service._obey(pharos_pb2.Order(kind="kill", reason="r"))
+        service._hear(m.LighthouseRefused("a:1", "LOST", "killed"))
+        why, replica_id = await asyncio.wait_for(ended, WAIT_S), service.machine.replica_id
+        await service.close()
+        return sent, why, replica_id
+
+    assert asyncio.run(story()) == ([signal.SIGTERM], "killed by an operator: r", "a:1")
+
+
 def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
     """Once by the kernel's signal (started from the main thread, and a forked worker holds the pipe open), once by the pipe's end."""
     program = f"""
@@ -265,6 +291,17 @@ time.sleep(60)
         if worker != parent.pid:
             os.kill(worker, signal.SIGKILL)
         assert gone, f"started from {where}, it lives on"
+
+
+def test_what_a_scheduler_sends_to_every_process_is_not_for_the_server(team: Callable[..., Team]):
+    """The ranks answer it, with a Leave, which this server has to carry."""
+    one = team("a")
+    for number in WISHES:
+        os.kill(one.server.pid, number)
+    wire = Wire(one.server.address)
+    call = wire.begin("/pharos.Group/Quorum", b"no message")
+    assert call.exception(WAIT_S).code() is not grpc.StatusCode.UNAVAILABLE and one.server.alive()
+    wire.close()
 
 
 def test_calls_of_one_rank_are_bounded(team: Callable[..., Team]):

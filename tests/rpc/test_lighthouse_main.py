@@ -138,7 +138,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         stream.close()
         wire.close()
         process.send_signal(signal.SIGTERM)
-        assert process.stdout and process.stdout.read() == "False\n", "no torch"
+        assert process.stdout and process.stdout.read() == f"{page}\nFalse\n", "its page; no torch"
         assert process.wait() == 0
 
 

@@ -27,7 +27,7 @@ class RankCall(Event):
 
 @dataclass(frozen=True)
 class RankCancelled(Event):
-    """A rank's waiting call or vote ended. It may ask again."""
+    """A rank's waiting call ended. It may ask again, and gets what was answered to the others meanwhile."""
 
     group_rank: int
 
@@ -222,3 +222,6 @@ class Outcome(Event):
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
+    healed: bool = (
+        False  # decided after the group's yes to the heal that is open: its ranks take the state with this one
+    )

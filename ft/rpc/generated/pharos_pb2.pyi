@@ -183,14 +183,16 @@ class Restore(_message.Message):
     def __init__(self, settled: _Optional[int] = ...) -> None: ...
 
 class Up(_message.Message):
-    __slots__ = ("hello", "quorum", "report")
+    __slots__ = ("hello", "quorum", "report", "happened")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    HAPPENED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     quorum: Quorum
     report: Report
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+    happened: Happened
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("replica_id", "quorum_id", "settled")
@@ -203,7 +205,7 @@ class Hello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss")
+    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss", "heal_done_bytes", "heal_total_bytes")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +218,8 @@ class Report(_message.Message):
     GOODPUT_S_FIELD_NUMBER: _ClassVar[int]
     WALL_S_FIELD_NUMBER: _ClassVar[int]
     MEAN_LOSS_FIELD_NUMBER: _ClassVar[int]
+    HEAL_DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEAL_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     step: int
     commit_quorum_id: int
@@ -228,21 +232,43 @@ class Report(_message.Message):
     goodput_s: float
     wall_s: float
     mean_loss: float
-    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ...) -> None: ...
+    heal_done_bytes: int
+    heal_total_bytes: int
+    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ..., heal_done_bytes: _Optional[int] = ..., heal_total_bytes: _Optional[int] = ...) -> None: ...
+
+class Happened(_message.Message):
+    __slots__ = ("lane", "step", "text")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    step: int
+    text: str
+    def __init__(self, lane: _Optional[str] = ..., step: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Down(_message.Message):
-    __slots__ = ("beat_answered", "send_quorum", "answer", "refused", "notice")
+    __slots__ = ("beat_answered", "send_quorum", "answer", "refused", "notice", "order")
     BEAT_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     SEND_QUORUM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     beat_answered: float
     send_quorum: bool
     answer: QuorumReply
     refused: Refused
     notice: Notice
-    def __init__(self, beat_answered: _Optional[float] = ..., send_quorum: bool = ..., answer: _Optional[_Union[QuorumReply, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+    order: Order
+    def __init__(self, beat_answered: _Optional[float] = ..., send_quorum: bool = ..., answer: _Optional[_Union[QuorumReply, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
+
+class Order(_message.Message):
+    __slots__ = ("kind", "reason")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    reason: str
+    def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("replica_id", "code", "reason")
@@ -367,7 +393,7 @@ class Vote(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame")
+    __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame", "healed")
     KIND_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +402,7 @@ class Outcome(_message.Message):
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
+    HEALED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     quorum_id: int
     attempt: int
@@ -384,17 +411,20 @@ class Outcome(_message.Message):
     change: bool
     reason: str
     blame: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
+    healed: bool
+    def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ..., healed: bool = ...) -> None: ...
 
 class RankUp(_message.Message):
-    __slots__ = ("hello", "report", "give_up")
+    __slots__ = ("hello", "report", "give_up", "happened")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     GIVE_UP_FIELD_NUMBER: _ClassVar[int]
+    HAPPENED_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     report: Report
     give_up: GiveUp
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., give_up: _Optional[_Union[GiveUp, _Mapping]] = ...) -> None: ...
+    happened: Happened
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., give_up: _Optional[_Union[GiveUp, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "pid", "host")

@@ -1,0 +1,108 @@
+"""The thread that trains, as train.py's loop and ft/manager.py make it: it takes what the machine wants, in order, and waits where they do.
+
+    begin_step -> Compute:    forward and backward, the sum of figures -> Computed -> ... -> CommitStep: norm, optimizer -> begin_step
+                                                                                      ... -> Compute: the step did not hold -> forward
+               -> CommitStep: (of zeros, or of held sums) the sum of figures, norm, optimizer -> begin_step
+
+Each of these has a collective among the ranks of the group in it (inside.py). While the thread waits, events of other threads (notices, the
+end of a heal, votes that wait aside) still reach the machine; what comes of them is done when the thread is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ft.protocol import messages as m
+from ft.protocol.step import Phase
+
+if TYPE_CHECKING:
+    from ft.sim.ranks import RankNode
+
+OPTIMIZER_S = 0.01
+
+
+class Trainer:
+    """Of one rank. `waits` says in which call it stands: (kind, what for); None: it runs, or waits for the machine to want something."""
+
+    def __init__(self, rank: RankNode) -> None:
+        self.rank = rank
+        self.waits: tuple[str, Any] | None = ("its start", "")
+        self.aside: set[m.Ballot] = set()  # votes whose outcome is waited for in threads of their own
+        self.wish = False  # some rank of the group was asked to leave, and its ranks have told each other
+        self.queue: deque[m.Effect] = deque()
+        self._running = False
+        self._late, self._dice = rank.cluster.setting.late_threads, rank.cluster.dice_of_threads
+        self._summed = False  # this step's figures are summed over the group's ranks
+
+    @property
+    def is_idle(self) -> bool:
+        """Waits for the machine."""
+        return self.waits is None and not self.queue
+
+    def begin(self) -> None:
+        """The loop's next turn."""
+        self.waits, machine = None, self.rank.machine
+        if self.wish:
+            self.wish = False
+            self.rank.world.seen["leave: told at a step's boundary"] += 1
+            self.rank.feed(m.Leaving())
+        if machine.phase is Phase.BOUNDARY and not self.queue:
+            self.rank.feed(m.Begin())
+        else:
+            self.run()
+
+    def run(self) -> None:
+        """Does what the machine wants until it has to wait."""
+        if self._running or self.waits is not None:
+            return
+        self._running = True
+        queue, do, process = self.queue, self.rank.do, self.rank.process
+        if self._late and queue and self._dice.chance(0.05):
+            self.waits = ("a core", "")
+            self.rank.world.seen["wait: for a core"] += 1
+            self.rank.world.after(self._dice.between(0.0, 0.3), process, self._goes_on)
+        while queue and self.waits is None and process.alive:
+            effect = queue.popleft()
+            do[type(effect)](effect)
+        self._running = False
+
+    def _goes_on(self) -> None:
+        self.waits = None
+        self.run()
+
+    def go_on(self, event: m.Event) -> None:
+        """What it waited for has come."""
+        self.waits = None
+        self.rank.feed(event)
+
+    # -- the loop's own turns ---------------------------------------------------------------------------------------
+
+    def compute(self, effect: m.Compute) -> None:
+        group = self.rank.group
+        self.waits = ("inside", None)
+
+        def computed() -> None:
+            self._summed = True
+            self.rank.computed(effect, group.able)
+
+        group.inside.enter(self.rank, ("forward", effect.step, effect.slots), group.forward, computed)
+
+    def update(self, effect: m.CommitStep) -> None:
+        group, summed, self._summed = self.rank.group, self._summed, False
+        self.waits = ("inside", None)
+
+        def updated() -> None:
+            if effect.leave:
+                self.waits = ("the end", "it leaves")
+                group.rank_left()
+            else:
+                self.begin()
+
+        key = ("update", effect.step, effect.commit_id, summed, "leaves" if effect.leave else "")
+        group.inside.enter(self.rank, key, lambda: group.update(summed=summed), updated)
+
+    def restore(self, effect: m.LoadCheckpoint) -> None:
+        """All ranks of the group find the newest one that each of them can read."""
+        self.waits = ("inside", None)
+        self.rank.group.inside.enter(self.rank, ("checkpoint", effect.settled), lambda: 0.1, self.rank.restored)
