@@ -17,7 +17,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
+from itertools import groupby
 from math import isfinite, nan
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +66,9 @@ from training.tokenizer import build_tokenizer
 from training.validation import ValidationLoss, validate
 from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
 
+if TYPE_CHECKING:
+    from ft.rounds import Rounds
+
 FIRST_ESTIMATE = 3  # steps after which a start says how long it will take: on slow hardware one wants to know at once
 TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside the folder of the run, or of its group
 
@@ -91,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
     log.adopt("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
-            run = Run(config, environment, world, signals, log, cleanup)
+            kind = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
+            run = kind(config, environment, world, signals, log, cleanup)
         except ValueError as error:  # bad input that only the work itself could find, such as a byte deep inside a file
             print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2
@@ -111,6 +119,8 @@ def main(argv: Sequence[str]) -> int:
 
 class Run:
     """One start of a run on one rank: what it is made of, from the top down, then the loop over it."""
+
+    HEALED: tuple[str, ...] = ("model", "optimizer")  # of the states, what a group must receive to equal the others
 
     def __init__(
         self, config: Config, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
@@ -226,7 +236,7 @@ class Run:
             flops_per_token=self.flops_per_token,
         )
         states: dict[str, Stateful] = {
-            "model": ModelState(self.model.parts),
+            **self.weights(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,
             "meter": self.meter,
@@ -237,7 +247,7 @@ class Run:
         relay = Relay(folder, lambda: self.manager.writes, self.open_sinks)
         if shared:
             states[FIGURES] = relay
-        for name in ("model", "optimizer", "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
+        for name in (*self.HEALED, "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
         claim = Claim(folder, lambda: self.manager.writes) if shared else None
         self.checkpointer = self.cleanup.enter_context(
@@ -255,6 +265,10 @@ class Run:
             save(config, folder)
             self.meter.open(relay.sinks() if shared else self.open_sinks(resumed))
         self.cleanup.enter_context(closing(self.meter))
+
+    def weights(self) -> dict[str, Stateful]:
+        """What a checkpoint holds of the model."""
+        return {"model": ModelState(self.model.parts)}
 
     def restore(self) -> None:
         """From the newest checkpoint: of several groups none holds anything, so there is nothing to heal from. Raises BadInput."""
@@ -282,7 +296,7 @@ class Run:
             return self.checkpointer.save_seed()
         if (reached := max(self.manager.step, self.exported)) >= steps:
             return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
-        watchdog, profiler, garbage = self.look_after()
+        self.watchdog, profiler, garbage = self.look_after()
         corruption = self.corruption()
         while self.manager.step < steps and not self.manager.left:
             if not self.train_step():
@@ -294,9 +308,9 @@ class Run:
                 self.manager.leave()
             if self.checkpointer.due(step) or wishes & SAVE or self.manager.left:
                 self.save()
-            if step == self.first_step + FIRST_ESTIMATE and (left_s := self.meter.eta_s(step)) is not None:
+            if self.commits == FIRST_ESTIMATE and (left_s := self.meter.eta_s(step)) is not None:
                 self.log.info("the other %d steps take about %s at this pace", steps - step, duration(left_s))
-            watchdog.step_done()
+            self.watchdog.step_done()
             profiler.step(step)
             garbage.step(step)
             corruption.step(step)
@@ -315,12 +329,8 @@ class Run:
         while batch is not None:
             following = self.next_batch(batches)
             goes_on = following is not None and following.slot == batch.slot
-            with self.progress.phase("compute"), nullcontext() if goes_on else self.manager.last_pass(batch.slot):
-                if not losses or losses[-1][0].slot != batch.slot:
-                    seed_slot(self.config.training.seed, deal.step, batch.slot, self.seat)
-                inputs = batch.inputs.to(self.device, non_blocking=True)
-                labels = batch.labels.to(self.device, non_blocking=True)
-                losses.append((batch, self.model.forward_backward(inputs, labels)))
+            with nullcontext() if goes_on else self.manager.last_pass(batch.slot):
+                self.compute(deal.step, batch, losses)
             batch = following
         with self.progress.phase("reduce"):
             tokens_per_slot, loss_sum, finite = self.sum_over_group(deal.slots, losses)
@@ -336,26 +346,41 @@ class Run:
             raise self.nonfinite(deal.step, losses)
         with self.progress.phase("optimizer"):
             # Not the deal's step: a group that has healed since then commits a later one
-            self.update(self.manager.step - 1, commit, grad_norm / commit.divisor)
-        self.progress.settle()
+            grad_norm /= commit.divisor
+            lr = self.update(self.manager.step - 1, commit.divisor, grad_norm)
+        self.tell(commit, grad_norm, lr)
         return True
+
+    def compute(self, step: int, batch: Batch, losses: list[tuple[Batch, Tensor]]) -> None:
+        """Forward and backward of the optimizer step that follows `step` others; its loss goes to those of the batches before it."""
+        with self.progress.phase("compute"):
+            if not losses or losses[-1][0].slot != batch.slot:
+                seed_slot(self.config.training.seed, step, batch.slot, self.seat)
+            inputs = batch.inputs.to(self.device, non_blocking=True)
+            labels = batch.labels.to(self.device, non_blocking=True)
+            losses.append((batch, self.model.forward_backward(inputs, labels)))
 
     def nonfinite(self, step: int, losses: Sequence[tuple[Batch, Tensor]]) -> NonFinite:
         """What this group has seen in the step after `step` that is not a number."""
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in losses]
         return NonFinite(explain_nonfinite(self.world, step + 1, ran, self.model.parts))
 
-    def update(self, step: int, commit: Commit, grad_norm: float) -> None:
-        """The optimizer's step that follows `step` committed ones. The gradients are sums; `grad_norm` is their mean's."""
+    def update(self, step: int, divisor: float, grad_norm: float) -> float:
+        """The optimizer's step that follows `step` others. `grad_norm` is that of the mean. Returns the learning rate."""
         config, training = self.config, self.config.training
         lr = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step=step, training_steps=training.steps)
         clipped = min(1.0, training.max_norm / (grad_norm + 1e-6)) if training.max_norm > 0 else 1.0
-        scale_gradients(self.parameters(), clipped / commit.divisor)  # the one division
+        scale_gradients(self.parameters(), clipped / divisor)  # the one division
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return lr
+
+    def tell(self, commit: Commit, grad_norm: float, lr: float) -> None:
+        """A step is committed, and the optimizer has run: what is to be seen of it."""
+        self.progress.settle()
         if not self.commits:
-            self.first_step, self.first_tokens = step, self.meter.tokens
+            self.first_step, self.first_tokens = self.manager.step - self.steps_told, self.meter.tokens
         self.commits += 1
         self.log.step, self.mean_loss = self.manager.step, commit.mean_loss
         tokens = round(commit.divisor)
@@ -366,8 +391,10 @@ class Run:
             lr=lr,
             tokens=tokens,
             groups=self.groups(commit),
+            steps=self.steps_told,
         )
-        self.meter.samples(self.manager.step, slot_size=self.slot_size, slots=commit.slots, holes=commit.holes)
+        size, steps = self.slot_size * self.steps_told, self.steps_told
+        self.meter.samples(self.manager.step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
 
     def groups(self, commit: Commit) -> dict[str, float]:
         """Of a job of replica groups; empty for one group alone."""
@@ -426,7 +453,14 @@ class Run:
     def finish(self) -> None:
         """The last checkpoint, a sample of text, and what the run came to."""
         self.save(last=True)
-        folder, seq_len = self.config.run_folder, self.config.training.seq_len
+        self.sample()
+        folder = self.config.run_folder
+        self.sum_up(
+            "finished", next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
+        )
+
+    def sample(self) -> None:
+        seq_len = self.config.training.seq_len
         if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # else one token at a time cannot be shared
             with self.progress.phase("sample"):
                 text = sample_text(
@@ -434,9 +468,6 @@ class Run:
                 )
             if text:
                 self.log.info("a sample of text:\n%s", text)
-        self.sum_up(
-            "finished", next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
-        )
 
     def sum_up(self, verb: str, *, next_command: str) -> None:
         text = summary(
@@ -452,6 +483,11 @@ class Run:
             groups=self.events.summary(),
         )
         self.log.info("%s", text)
+
+    @property
+    def steps_told(self) -> int:
+        """Optimizer steps from one commit to the next."""
+        return self.config.fault_tolerance.inner_steps
 
     def look_after(self) -> tuple[Watchdog, Profiler, GarbageCollection]:
         """Those who watch the loop."""
@@ -476,6 +512,66 @@ class Run:
         """What a fault drill may ask for (training/drill.py); nothing without PHAROS_DRILL=1."""
         enabled = self.environment.drill
         return Corruption(self.group_folder, self.world.global_rank, self.parameters, enabled=enabled, log=self.log)
+
+
+class SemiSyncRun(Run):
+    """A run whose group steps by itself, and agrees with the others every steps_told steps (ft/rounds.py)."""
+
+    HEALED = ()  # the rest is each group's own
+    manager: Rounds
+
+    def resume(self) -> None:
+        self.grad_norm = self.lr = 0.0  # of the last step; a group that heals makes none
+        super().resume()
+
+    def weights(self) -> dict[str, Stateful]:
+        return dict(self.manager.checkpointed(ModelState(self.model.parts)))
+
+    def train_step(self) -> bool:
+        """One round: the optimizer steps of a window of data, then the outer step, with the other groups. As Run has it."""
+        with self.progress.phase("quorum"):
+            deal = self.manager.begin_step(until=self.config.training.steps)
+        if deal.step >= self.config.training.steps:
+            return False
+        batches = iter(partial(self.next_batch, self.loader.load(deal.slots)), None)
+        tokens_per_step, loss_sum, finite = list[float](), 0.0, True
+        step, losses = deal.step, list[tuple[Batch, Tensor]]()
+        for step, (slot, parts) in enumerate(groupby(batches, key=attrgetter("slot")), deal.step):
+            losses = []
+            for batch in parts:
+                self.compute(step, batch, losses)
+            with self.progress.phase("compute"):
+                [tokens], loss, finite = self.sum_over_group([slot], losses)
+                grad_norm = gradient_norm(self.parameters()).item()  # a sync: it decides what comes next
+            finite = finite and isfinite(grad_norm)
+            if not finite:
+                break  # in all ranks of the group; the window counts for nothing
+            tokens_per_step.append(tokens)
+            loss_sum += loss
+            with self.progress.phase("optimizer"):
+                if tokens:
+                    self.grad_norm = grad_norm / tokens
+                    self.lr = self.update(step, tokens, self.grad_norm)
+                self.manager.stepped()
+            self.watchdog.step_done()
+        self.optimizer.zero_grad()
+        with self.progress.phase("reduce"):
+            try:
+                commit = self.manager.commit(self.manager.reduce(tokens_per_step, loss_sum, finite))
+            except Stopped as stopped:
+                raise self.nonfinite(step, losses) if not finite else stopped from None
+        if commit is None:
+            return False
+        self.tell(commit, self.grad_norm, self.lr)
+        return True
+
+    def validate(self) -> None:
+        with self.manager.agreed():
+            super().validate()
+
+    def sample(self) -> None:
+        with self.manager.agreed():
+            super().sample()
 
 
 if __name__ == "__main__":

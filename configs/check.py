@@ -58,6 +58,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
             lambda: _check_run_folder(config),
             lambda: _check_fault_tolerance(config),
             lambda: _check_meeting(config),
+            lambda: _check_rounds(config),
         ],
     )
 
@@ -100,6 +101,37 @@ def _check_fault_tolerance(config: Config) -> None:
             'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
             'nearest: "files", or fault_tolerance.enable = false'
         )
+
+
+def _check_rounds(config: Config) -> None:
+    """Groups that step by themselves have something to show only when they have agreed."""
+    every, checkpoint, fragments = (
+        config.fault_tolerance.inner_steps,
+        config.checkpoint,
+        config.fault_tolerance.num_fragments,
+    )
+    if fragments > 1:
+        from ft.semi_sync import cut
+
+        cut(list(_meta_model(config, max(1, config.model.vocab_size)).named_parameters()), fragments)
+    if every == 1:
+        return
+    if checkpoint.enable and checkpoint.enable_first_step_checkpoint:
+        raise ValueError(
+            f"checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after {every} steps "
+            "(fault_tolerance.sync_steps / num_fragments); nearest: false"
+        )
+    for key, steps, matters in (
+        ("training.steps", config.training.steps, True),
+        ("checkpoint.interval", checkpoint.interval, checkpoint.enable),
+        ("validation.freq", config.validation.freq, config.validation.enable),
+    ):
+        if matters and steps % every:
+            below = steps // every * every
+            raise ValueError(
+                f"{key} = {steps}: must be a multiple of {every}, the steps between two times that groups agree "
+                f"(fault_tolerance.sync_steps / num_fragments); nearest: {f'{below} or ' if below else ''}{below + every}"
+            )
 
 
 def _check_meeting(config: Config) -> None:

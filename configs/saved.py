@@ -35,6 +35,11 @@ _IDENTITY = (
     "training.max_norm",
     "training.seed",
     "training.dtype",
+    "fault_tolerance.semi_sync_method",
+    "fault_tolerance.sync_steps",
+    "fault_tolerance.num_fragments",
+    "fault_tolerance.fragment_",
+    "fault_tolerance.outer_",
 )
 _MAY_CHANGE = (
     "optimizer.implementation",  # another kernel, the same rule

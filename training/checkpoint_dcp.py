@@ -91,6 +91,27 @@ def read_metadata(path: Path) -> Metadata:
     return FileSystemReader(path).read_metadata()
 
 
+class TensorByTensor:
+    """One process's look into a checkpoint, in the memory of a tensor. What it holds is read once: of a run on hundreds of ranks that
+    takes seconds. Unpickles, so verify the file's digest first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._reader = path, _KnownMetadata(path)
+        saved = self._reader.read_metadata().state_dict_metadata
+        self.tensors = {name: value for name, value in saved.items() if isinstance(value, TensorStorageMetadata)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, from all its shards, on the CPU and in the dtype it was saved in. Raises OSError."""
+        saved = self.tensors[name]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        _quiet()
+        try:
+            load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as failure:
+            raise OSError(f"{self._path}: {name}: {_first_failure(failure)}") from None
+        return tensor
+
+
 @dataclass(frozen=True)
 class Fit:
     """What of some states a checkpoint can fill."""
@@ -165,6 +186,17 @@ class Snapshot(DefaultSavePlanner):
             buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned).zero_()
             self._buffers[name] = buffer
         return buffer
+
+
+class _KnownMetadata(FileSystemReader):
+    """Reads the file of names and places the first time only."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
 
 class _DigestingFileSystem(FileSystem):

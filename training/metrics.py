@@ -99,19 +99,22 @@ class Meter:
         tokens: int,
         max_loss: float | None = None,
         groups: Mapping[str, float] | None = None,
+        steps: int = 1,
     ) -> None:
-        """Step `step` is committed. Loss in nats per token over all ranks; `tokens` valid in this step, over all ranks.
+        """Step `step` is committed, and `steps` - 1 before it, of which nothing was to be seen. Loss in nats per token over all ranks;
+        `tokens` valid in this step, over all ranks.
 
         `max_loss` is the largest of the ranks' own losses, where somebody measured it. `groups`: of a job of replica groups,
         such as quorum_size; charted on logging steps and wherever they change.
         """
         lap = self._lap()
         self.tokens += tokens
-        self._interval = self._interval.plus(lap, tokens)
+        self._interval = self._interval.plus(lap, tokens, steps)
         first = self._first_step is None
         if self._first_step is None:
             self._first_step, self._after_first_s = step, self._progress.total()
-        logging_step = first or step % self._config.log_freq == 0 or step == self._steps
+        passed = step // self._config.log_freq > (step - steps) // self._config.log_freq
+        logging_step = first or passed or step == self._steps
         if logging_step:
             self._memory.read()
         self._journal(
@@ -168,11 +171,19 @@ class Meter:
             },
         )
 
-    def samples(self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int]) -> None:
+    def samples(
+        self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
+    ) -> None:
         """What step `step` was trained on: each slot, by the position of its first sequence, and whose gradients of it went in. `holes`:
-        slots that were dealt and have yet to be trained on. scripts/samples.py reads it."""
+        slots that were dealt and have yet to be trained on. `steps`: up to `step`, that this was for. scripts/samples.py reads it."""
         for sink in self._sinks.records:
-            row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
+            row: dict[str, Any] = {
+                "slot_size": slot_size,
+                "slots": {str(slot): owner for slot, owner in slots},
+                "holes": list(holes),
+            }
+            if steps > 1:
+                row["steps"] = steps
             sink.write(step, row)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,8 +352,8 @@ class _Interval:
     step_s: float = 0.0
     data_s: float = 0.0
 
-    def plus(self, lap: _Lap, tokens: int) -> _Interval:
-        return _Interval(self.steps + 1, self.tokens + tokens, self.step_s + lap.step_s, self.data_s + lap.data_s)
+    def plus(self, lap: _Lap, tokens: int, steps: int) -> _Interval:
+        return _Interval(self.steps + steps, self.tokens + tokens, self.step_s + lap.step_s, self.data_s + lap.data_s)
 
 
 def _per(amount: float, seconds: float) -> float:

@@ -331,3 +331,25 @@ def test_a_stream_is_not_dealt_to_replica_groups(folder: Path) -> None:
         folder, "--fault_tolerance.enable=true", "--training.dataset=huggingface", "--training.dataset_path=a/b"
     )
     assert line.startswith('--training.dataset = "huggingface": a stream cannot be dealt to replica groups')
+
+
+SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--training.steps=20", "--checkpoint.interval=8"], "--training.steps = 20: must be a multiple of 8, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 16 or 24"),
+        (["--fault_tolerance.num_fragments=2", "--checkpoint.interval=10"], "--checkpoint.interval = 10: must be a multiple of 4, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 8 or 12"),
+        (["--training.steps=16", "--checkpoint.interval=8", "--validation.enable", "--validation.freq=4"], "--validation.freq = 4: must be a multiple of 8, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 8"),
+        (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after 8 steps (fault_tolerance.sync_steps / num_fragments); nearest: false"),
+        (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: the model has 5 blocks to share out; nearest: 5"),
+    ],
+)  # fmt: skip
+def test_groups_that_step_by_themselves_show_nothing_between(folder: Path, argv: list[str], expected: str) -> None:
+    assert complaints(folder, *SEMI, *argv) == [expected]
+
+
+def test_groups_that_step_by_themselves_fit(folder: Path) -> None:
+    fragments = ("--fault_tolerance.num_fragments=2", "--fault_tolerance.fragment_sync_delay=3")
+    assert not complaints(folder, *SEMI, *fragments, "--training.steps=20", "--checkpoint.interval=4")

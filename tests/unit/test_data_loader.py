@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft.children import WISHES
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.data.loader import THREAD_NAME, Batch, Loader
 from training.data.order import Order
@@ -185,6 +187,11 @@ def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
         for slots in ([0, 4], [4000], []):
             assert flat(working.load(slots)) == flat(loader.load(slots))
         assert workers() == 2
+        for worker in set(multiprocessing.active_children()) - others:
+            for pid in (worker.pid, multiprocessing.forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
+                for number in WISHES:  # a scheduler's, for the rank
+                    os.kill(pid, number)
+        assert flat(working.load([8, 12])) == flat(loader.load([8, 12]))
         with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
             next(abandoned)
         with pytest.raises(RuntimeError, match=r"^reading training data failed: .*AssertionError") as caught:

@@ -1,5 +1,7 @@
 """[fault_tolerance] and the environment: what is legal, and what is said where something is not."""
 
+# ruff: noqa: E501 (exact messages stay on one line)
+
 from __future__ import annotations
 
 import re
@@ -39,6 +41,9 @@ def test_every_length_of_the_protocol_can_be_set():
     assert FaultTolerance(takeover_s=0).times.takeover_s is None
 
 
+SEMI = dict(enable=True, semi_sync_method="diloco")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -50,6 +55,18 @@ def test_every_length_of_the_protocol_can_be_set():
         (dict(stall_s=601.0), "fault_tolerance.stall_s = 601: must be below fault_tolerance.collective_s = 600"),
         (dict(slots_per_step=4), "fault_tolerance.slots_per_step = 4: needs fault_tolerance.keep_global_batch = true"),
         (dict(deterministic_reduce=True), "fault_tolerance.deterministic_reduce = true: needs fault_tolerance.keep_global_batch"),
+        (dict(sync_steps=10), 'fault_tolerance.sync_steps = 10: needs fault_tolerance.semi_sync_method = "local_sgd" or "diloco", and it is "none"'),
+        (dict(num_fragments=2), 'fault_tolerance.num_fragments = 2: needs fault_tolerance.semi_sync_method = "diloco", and it is "none"; nearest: 1'),
+        (dict(outer_nesterov=False), "fault_tolerance.outer_nesterov = false: needs fault_tolerance.semi_sync_method"),
+        (dict(should_quantize=True), "fault_tolerance.should_quantize = true: sums travel as they are; nearest: false"),
+        (dict(semi_sync_method="diloco"), 'fault_tolerance.semi_sync_method = "diloco": needs fault_tolerance.enable = true'),
+        (dict(**SEMI, keep_gradients=False), "fault_tolerance.keep_gradients = false: not with fault_tolerance.semi_sync_method"),
+        (dict(**SEMI, keep_global_batch=True), "fault_tolerance.keep_global_batch = true: not with fault_tolerance.semi_sync_method"),
+        (dict(**SEMI, num_fragments=2), "fault_tolerance.sync_steps = 5: must be a multiple of fault_tolerance.num_fragments = 2, of which one is summed at a time; nearest: 4 or 6"),
+        (dict(**SEMI, num_fragments=6), "fault_tolerance.sync_steps = 5: must be a multiple of fault_tolerance.num_fragments = 6, of which one is summed at a time; nearest: 6"),
+        (dict(**SEMI, fragment_sync_delay=5), "fault_tolerance.fragment_sync_delay = 5: must be from 0 to 4, since the next sum is due after fault_tolerance.sync_steps = 5 steps; nearest: 4"),
+        (dict(**SEMI, outer_momentum=0.0), "fault_tolerance.outer_nesterov = true: needs fault_tolerance.outer_momentum above 0; nearest: false"),
+        (dict(enable=True, semi_sync_method="local_sgd", fragment_sync_delay=1), 'fault_tolerance.fragment_sync_delay = 1: needs fault_tolerance.semi_sync_method = "diloco", and it is "local_sgd"; nearest: 0'),
         (dict(takeover_s=0, heal_grace_s=60.0), "fault_tolerance.heal_grace_s = 60: must be below fault_tolerance.stall_s = 60"),
     ],
 )  # fmt: skip
@@ -64,6 +81,9 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
         dict(heal_grace_s=20.0),
         dict(stall_s=600.0),
         dict(takeover_s=0.0, heal_grace_s=59.0),
+        dict(**SEMI, sync_steps=12, num_fragments=4, fragment_sync_delay=2, fragment_update_alpha=0.5),
+        dict(**SEMI, outer_momentum=0.0, outer_nesterov=False),
+        dict(enable=True, semi_sync_method="local_sgd", sync_steps=1),
     ],
 )
 def test_settings_that_do(settings: dict[str, object]):

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ft.children import unsignalled
 from training.loss import IGNORED
 
 THREAD_NAME = "pharos-data"
@@ -247,7 +249,7 @@ class _Workers:
         assert self._loader is not None, "the loader is closed"
         self._run += 1
         self._tasks[:] = tasks
-        self._batches = iter(self._loader)  # takes back what an earlier run still owed
+        self._batches = iterate(self._loader)  # takes back what an earlier run still owed
         run = self._run
         return (self._take(run) for _ in tasks)
 
@@ -265,11 +267,25 @@ class _Workers:
         return pinned(batch) if self._pin_memory else batch
 
 
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """iter(loader). The first call starts its processes, out of reach of signals that are for the rank."""
+    with unsignalled():
+        resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
+    with unsignalled():
+        return iter(loader)
+
+
 def end_workers(loader: DataLoader[Any] | None) -> None:
     """Ends a DataLoader's processes now, not when the last exception that holds its iterator is forgotten."""
-    shutdown = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)  # torch has no public call
+    iterator = getattr(loader, "_iterator", None)
+    shutdown = getattr(iterator, "_shutdown_workers", None)  # torch has no public call
     if shutdown is not None:
         shutdown()
+    for worker in getattr(iterator, "_workers", ()):
+        if (
+            worker.is_alive()
+        ):  # it hangs in a read, and SIGTERM, which torch has sent it by now, is not for it (see unsignalled)
+            worker.kill()
 
 
 def pinned(batch: Batch) -> Batch:

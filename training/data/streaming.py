@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig
 from training.data.cache import bucket_of
-from training.data.loader import ABANDONED, Batch, Cut, end_workers, make_batch, pinned
+from training.data.loader import ABANDONED, Batch, Cut, end_workers, iterate, make_batch, pinned
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.extras import need
@@ -204,7 +204,7 @@ class StreamingLoader:
     def _next_rows(self) -> np.ndarray:
         """[B, T + 1] int64, the stream's next."""
         if self._rows is None:
-            self._rows = iter(self._loader)
+            self._rows = iterate(self._loader)
         try:
             return next(self._rows)
         except StopIteration:

@@ -1,0 +1,105 @@
+"""The sums of a model in fragments: each step those of one of them, in turns (semi_sync.py).
+
+Flow: manager.py takes this for Gradients, whose face it has. Each fragment has Gradients of its own, with its own buckets and memory, so
+a step sends what it sums and nothing else; which fragment's turn it is hangs on the step alone, so all groups send the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ft.buckets import BUCKET_BYTES
+from ft.gradients import Gradients
+from ft.process_groups.work import GroupWork
+
+
+class FragmentGradients(Gradients):
+    """`attach` is called once for each fragment, in their order. `dropped`: gradients were thrown away since it was last set to False."""
+
+    def __init__(self, *, shared: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(shared=shared, bucket_bytes=bucket_bytes)
+        self._fragments: list[Gradients] = []
+        self._turn: Gradients
+        self._holders: dict[int, Gradients] = {}  # by the step that they hold sums of
+        self.dropped = False
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        fragment = Gradients(shared=self._shared, bucket_bytes=self._bucket_bytes)
+        fragment.attach(parameters)
+        self._fragments.append(fragment)
+
+    @property
+    def shape(self) -> tuple[tuple[str, str], ...]:
+        shapes = [fragment.shape for fragment in self._fragments]
+        return tuple(
+            (name, hashlib.sha256(repr(alike).encode()).hexdigest()[:16])
+            for name, alike in ((of[0][0], [value for _, value in of]) for of in zip(*shapes, strict=True))
+        )
+
+    def prepare(self) -> None:
+        for fragment in self._fragments:
+            fragment.prepare()
+
+    def close(self) -> None:
+        for fragment in self._fragments:
+            fragment.close()
+
+    # ------------------------------------------------------------------------------------------------ the one whose turn it is
+
+    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
+        self._turn = self._fragments[step % len(self._fragments)]
+        self._turn.open(group, participants, contributes=contributes, step=step)
+
+    def begin(self, places: Sequence[int] = (0,)) -> None:
+        self._turn.begin(places)
+
+    @contextmanager
+    def last_pass(self, place: int = 0) -> Iterator[None]:
+        with self._turn.last_pass(place):
+            yield
+
+    def send(self) -> None:
+        self._turn.send()
+
+    def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
+        self._turn.launch(tail, zeros=zeros)
+
+    def wait(self) -> tuple[float, ...]:
+        return self._turn.wait()
+
+    def give_up(self) -> Callable[[], None]:
+        return self._turn.give_up()
+
+    def deliver(self) -> None:
+        self._turn.deliver()
+
+    @property
+    def can_repeat(self) -> bool:
+        return self._turn.can_repeat
+
+    def all_reduce(self, tensor: Tensor, *, mean: bool = True) -> GroupWork:
+        return self._turn.all_reduce(tensor, mean=mean)
+
+    # ------------------------------------------------------------------------------------------------ all of them
+
+    def hold(self, step: int) -> None:
+        self._holders[step] = self._turn
+        self._turn.hold(step)
+
+    def deliver_held(self, step: int) -> None:
+        self._holders.pop(step).deliver_held(step)
+
+    def drop_held(self) -> None:
+        self._holders.clear()
+        for fragment in self._fragments:
+            fragment.drop_held()
+
+    def drop(self) -> None:
+        self.dropped = True
+        for fragment in self._fragments:
+            fragment.drop()

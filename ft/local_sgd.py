@@ -1,0 +1,179 @@
+"""torchft's LocalSGD and DiLoCo: groups step by themselves, and sum now and then, with torchft's names over the Manager.
+
+    with DiLoCo(manager, [model], inner, outer, sync_every=100):
+        for batch in data:
+            inner.zero_grad()
+            loss(model(batch)).backward()
+            inner.step()                        # sums, and steps the outer optimizer, when it is time
+
+semi_sync.py has the algorithm. A sum is a step of the Manager (`current_step`), and its body is what lies between start_quorum and
+should_commit: with fragment_sync_delay there are inner steps in it. Sums that fail are done again with the same values among those who are
+left. Where a step is dropped all the same (a group of several ranks, an error that was reported) nobody's weights change, and the next sum
+carries what this one would have. A group that heals begins from the outer weights, and gives nothing in its first sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ft.semi_sync import Fragment
+from ft.sync_schedule import Schedule
+
+if TYPE_CHECKING:
+    from ft.torchft_manager import Manager
+
+BUCKET_MB = 32.0
+
+
+class _Syncs:
+    """Sums fragments in turns, each inner_steps steps of `optimizer` another one. A context: outside of it the optimizer is as it was."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        fragments: Sequence[Fragment],
+        optimizer: torch.optim.Optimizer,
+        *,
+        inner_steps: int,
+        delay: int,
+        bucket_mb: float,
+    ) -> None:
+        self._manager, self._fragments, self._optimizer = manager, fragments, optimizer
+        self._inner_steps, self._delay, self._bucket_bytes = inner_steps, delay, int(bucket_mb * (1 << 20))
+        self._done = 0  # optimizer steps since the last sum
+        self._buckets: list[Tensor] = []  # on their way
+        self._works: list[dist.Work] = []
+        self._pieces: list[Tensor] = []  # of them, by parameter
+        self._hooks: list[Any] = []
+        manager.heal_from_one()
+        for place, fragment in enumerate(fragments):
+            manager.register_state_dict_fn(f"outer {place}", _heal(fragment), fragment.state_dict)
+
+    def __enter__(self) -> _Syncs:
+        before = self._optimizer.register_step_pre_hook(lambda *_: self._manager.disallow_state_dict_read())
+        self._hooks += [before, self._optimizer.register_step_post_hook(lambda *_: self._stepped())]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _stepped(self) -> None:
+        self._done += 1
+        if self._done == self._inner_steps - self._delay:
+            self._manager.start_quorum()
+            self._send(self._fragments[self._turn])
+        if self._done == self._inner_steps:
+            self._done = 0
+            self._finish(self._fragments[self._turn])
+
+    @property
+    def _turn(self) -> int:
+        return self._manager.current_step() % len(self._fragments)
+
+    def _send(self, fragment: Fragment) -> None:
+        """Whole buckets, in one order, each of one dtype on one device; so do all groups, also one that gives nothing."""
+        self._pieces, self._buckets = _in_buckets(fragment.pseudo_gradients(), self._bucket_bytes)
+        self._works = [self._manager.allreduce(bucket) for bucket in self._buckets]
+
+    def _finish(self, fragment: Fragment) -> None:
+        for work in self._works:
+            work.wait()
+        if self._manager.should_commit():
+            fragment.step(self._pieces)
+        self._works, self._buckets, self._pieces = [], [], []
+
+
+class LocalSGD(_Syncs):
+    """Every `sync_every` steps of `optimizer` the model's weights become the mean of all groups' (Stich, arXiv 1805.09767).
+
+    Raises ValueError for a `sync_every` below 1."""
+
+    def __init__(self, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> None:
+        Schedule(sync_every).check(("sync_every", "", "", ""))
+        fragments = [Fragment(_trained(model), None)]
+        super().__init__(manager, fragments, optimizer, inner_steps=sync_every, delay=0, bucket_mb=BUCKET_MB)
+
+
+class DiLoCo(_Syncs):
+    """Every `sync_every` steps of `inner_optimizer` what a fragment's weights have moved is averaged, and `outer_optimizer` steps with it
+    (Douillard et al., arXiv 2311.08105); of several fragments one every sync_every / len(model_fragments) steps (arXiv 2501.18512).
+
+    `outer_optimizer`: over the fragments' parameters, one for all or one for each. `fragment_sync_delay`: inner steps that a sum may
+    travel; `fragment_update_alpha`: the share of its own way that a group keeps. `bucket_cap_mb`: MiB that travel together at most.
+    `backup_device`, `pin_memory`, `use_bucketization` change nothing: outer weights lie beside the local ones, and travel in buckets
+    always. Raises ValueError for a schedule that does not fit."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: float | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+    ) -> None:
+        count = len(model_fragments)
+        schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
+        schedule.check(("sync_every", "len(model_fragments)", "fragment_sync_delay", "fragment_update_alpha"))
+        if should_quantize:
+            raise ValueError("should_quantize = True: sums travel as they are; nearest: False")
+        outer = outer_optimizer if isinstance(outer_optimizer, Sequence) else [outer_optimizer] * count
+        if len(outer) != count:
+            raise ValueError(f"outer_optimizer: {len(outer)} of them for {count} fragments; nearest: one, or {count}")
+        fragments = [
+            Fragment(_trained(module), optimizer, alpha=fragment_update_alpha)
+            for module, optimizer in zip(model_fragments, outer, strict=True)
+        ]
+        super().__init__(
+            manager,
+            fragments,
+            inner_optimizer,
+            inner_steps=schedule.inner_steps,
+            delay=fragment_sync_delay,
+            bucket_mb=BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb,
+        )
+
+
+def _heal(fragment: Fragment) -> Any:
+    def load(state: dict[str, Any]) -> None:
+        fragment.load_state_dict(state)
+        fragment.reset()
+
+    return load
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def _in_buckets(tensors: Sequence[Tensor], most_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Copies of the tensors, as pieces of few flat ones; and those. In the order given, kind by kind; one larger than `most_bytes` is
+    alone."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        buckets = kinds.setdefault((tensor.dtype, tensor.device), [[]])
+        if buckets[-1] and sum(tensors[i].nbytes for i in buckets[-1]) + tensor.nbytes > most_bytes:
+            buckets.append([])
+        buckets[-1].append(index)
+    pieces, flats = list(tensors), list[Tensor]()
+    for members in (members for buckets in kinds.values() for members in buckets):
+        flat = torch.cat([tensors[index].reshape(-1) for index in members])
+        flats.append(flat)
+        for index, piece in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
+            pieces[index] = piece.view(tensors[index].shape)
+    return pieces, flats

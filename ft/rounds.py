@@ -1,0 +1,239 @@
+"""Semi-synchronous training behind the seam: a step of the protocol is a *round*, of many optimizer steps that a group makes by itself.
+
+    deal = rounds.begin_step()                  # a window of the data: slots for rounds.inner_steps optimizer steps
+    for slot in deal.slots:
+        ...                                     # forward, backward, clipping, inner optimizer: of this group alone
+        rounds.stepped()                        # sends the pseudo-gradients of the round's fragment when it is their time
+    commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))         # the outer step, if the round holds
+
+So everything that is true of a step is true of a round: it is dealt once, its sums are kept and tried again when somebody dies, it is voted
+on, and until it is committed nothing of it is to be seen elsewhere. What the ledger deals is a window of inner_steps batches; the
+samples in it count as trained on when, and only when, the group's pseudo-gradients were in the sums.
+
+Where the rules leave a choice:
+- Groups agree on the outer weights, and on nothing else. So a group that heals receives the outer weights and the outer optimizer's state,
+  which stand still during a round, however long that takes; its local weights begin from there, and its inner optimizer anew.
+- A window that does not count (its loss is no number, or it was dealt anew) leaves no trace in the local weights: they go back to the
+  outer ones. So no sample is in the weights twice. What the group had done in fragments that were not summed since goes with it.
+- Means are over the groups that contributed, one share each, as in the papers.
+- `step` counts inner optimizer steps, as everywhere; the protocol counts rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ft.fragment_gradients import FragmentGradients
+from ft.manager import Manager
+from ft.scratch import like, local_of
+from ft.seam import Commit, Deal, Sums
+from ft.semi_sync import Fragment, cut
+from ft.sync_schedule import Schedule
+
+OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None]
+
+
+class Rounds:
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; of none, for their mean."""
+
+    def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
+        assert isinstance(manager.gradients, FragmentGradients)
+        self._manager, self._gradients = manager, manager.gradients
+        self._schedule, self._outer = schedule, outer
+        self.inner_steps = schedule.inner_steps
+        self._fragments: list[Fragment] = []
+        self._round = 0  # that is computed
+        self._done = 0  # optimizer steps of it
+        self._window: tuple[int, ...] = ()  # the slot that it is, for the protocol
+        self._resets = False  # the next round begins from the outer weights
+
+    # ------------------------------------------------------------------------------------------------ the seam
+
+    @property
+    def step(self) -> int:
+        return self._manager.step * self.inner_steps
+
+    @property
+    def writes(self) -> tuple[str, int] | None:
+        return self._manager.writes
+
+    @property
+    def left(self) -> bool:
+        return self._manager.left
+
+    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+        """Only what is the same in all groups between two rounds: not the model, nor the inner optimizer."""
+        self._manager.register(name, get, set)
+
+    def attach(self, model_parts: Sequence[nn.Module]) -> None:
+        """The weights as they are now are the first outer ones. Raises ValueError where they cannot be cut into so many fragments."""
+        named = [
+            (_plain(name), parameter)
+            for part in model_parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        ]
+        for members in cut(named, self._schedule.fragments):
+            optimizer = self._outer([parameter for _, parameter in members])
+            self._fragments.append(Fragment(members, optimizer, alpha=self._schedule.alpha))
+        self._manager.attach(self._fragments)
+        self._manager.register("outer", self._state, self._heal)
+
+    def last_pass(self, slot: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin_step(self, *, until: int | None = None) -> Deal:
+        """Slots are batches, one for each of inner_steps optimizer steps."""
+        deal = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
+        if self._resets or self._gradients.dropped:  # a window that was computed before counts no more
+            self._reset()
+        self._round, self._done, self._window = deal.step, 0, deal.slots
+        batch = self._manager.slot_size // self.inner_steps
+        slots = tuple(slot + place * batch for slot in deal.slots for place in range(self.inner_steps))
+        return Deal(deal.step * self.inner_steps, slots)
+
+    def stepped(self) -> None:
+        """The inner optimizer has made a step of this round."""
+        self._done += 1
+        if self._done == self.inner_steps - self._schedule.delay:
+            fragment = self._fragments[self._round % len(self._fragments)]
+            for outer, gradient in zip(fragment.outer, fragment.pseudo_gradients(), strict=True):
+                outer.grad = like(outer, gradient)
+            self._gradients.send()
+
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
+        """`finite`: false also where the round was not finished, since a step of it was no number."""
+        assert not self._window or not finite or self._done == self.inner_steps
+        tokens = (sum(tokens_per_slot),) if self._window else ()
+        return self._manager.reduce(tokens, loss_sum, finite)
+
+    def commit(self, sums: Sums) -> Commit | None:
+        """With the outer step."""
+        commit = self._manager.commit(sums)
+        if commit is None:
+            return None
+        fragment = self._fragments[(self._manager.step - 1) % len(self._fragments)]
+        if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
+            self._reset()
+        means = [local_of(_gradient(outer)) for outer in fragment.outer]
+        torch._foreach_div_(means, float(len(commit.slots)))  # a group has one at most
+        fragment.step(means)
+        for outer in fragment.outer:
+            outer.grad = None
+        return commit
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._manager.state_dict(), "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for a step between two rounds."""
+        rounds, rest = divmod(int(state["step"]), self.inner_steps)
+        if rest:
+            raise ValueError(
+                f"fault_tolerance.sync_steps = {self._schedule.sync_steps}: the checkpoint is of step {state['step']}, in the middle of "
+                f"{self.inner_steps} steps that a group makes by itself"
+            )
+        self._manager.load_state_dict({**state, "step": rounds})
+
+    def leave(self) -> None:
+        self._manager.leave()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    # ------------------------------------------------------------------------------------------------ what is agreed on
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, between two rounds, the model has the outer weights: for a look at what groups agree on."""
+        for fragment in self._fragments:
+            fragment.swap()
+        try:
+            yield
+        finally:
+            for fragment in self._fragments:
+                fragment.swap()
+
+    def checkpointed(self, model: Stateful) -> dict[str, Stateful]:
+        """By name, what a checkpoint is to hold: the outer weights as the model's, so that whoever reads it gets what groups agree on;
+        the outer optimizer's state; and where local weights are others than those, the writer's, which all begin from again. To be loaded
+        in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
+        states: dict[str, Stateful] = {
+            "model": _State(
+                lambda: {**model.state_dict(), **_merged(fragment.weights() for fragment in self._fragments)},
+                partial(self._load_model, model),
+            ),
+            "outer_optimizer": _State(
+                lambda: _merged(fragment.optimizer_state() for fragment in self._fragments), self._load_optimizer
+            ),
+        }
+        if len(self._fragments) > 1 or self._schedule.alpha:
+            states["local_model"] = _State(self._local_state, self._load_local)
+        return states
+
+    def _load_model(self, model: Stateful, state: dict[str, Any]) -> None:
+        names = {name for fragment in self._fragments for name in fragment.names}
+        model.load_state_dict({name: value for name, value in state.items() if name not in names})
+        for fragment in self._fragments:
+            fragment.load_weights(state)
+        self._resets = True  # unless local weights come, too
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        for fragment in self._fragments:
+            fragment.load_optimizer_state(state)
+
+    def _local_state(self) -> dict[str, Any]:
+        named = (zip(fragment.names, fragment.local, strict=True) for fragment in self._fragments)
+        return {name: local.detach() for pairs in named for name, local in pairs}
+
+    @torch.no_grad()
+    def _load_local(self, state: dict[str, Any]) -> None:
+        for name, local in self._local_state().items():
+            local.copy_(state[name])
+        self._resets = self._gradients.dropped = False
+
+    def _state(self) -> dict[str, Any]:
+        return {str(place): fragment.state_dict() for place, fragment in enumerate(self._fragments)}
+
+    def _heal(self, state: dict[str, Any]) -> None:
+        for place, fragment in enumerate(self._fragments):
+            fragment.load_state_dict(state[str(place)])
+        self._reset()
+
+    def _reset(self) -> None:
+        for fragment in self._fragments:
+            fragment.reset()
+        self._resets = self._gradients.dropped = False
+
+
+class Stateful(Protocol):
+    """What can be saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _State:
+    def __init__(self, get: Callable[[], dict[str, Any]], set: Callable[[dict[str, Any]], None]) -> None:
+        self.state_dict, self.load_state_dict = get, set
+
+
+def _merged(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for state in states for name, value in state.items()}
+
+
+def _gradient(outer: nn.Parameter) -> torch.Tensor:
+    assert outer.grad is not None, "the sums are delivered"
+    return outer.grad
+
+
+def _plain(name: str) -> str:
+    """Without what torch.compile and activation checkpointing wrap around modules, so that any layout can load it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -1,0 +1,191 @@
+"""Semi-synchronous training: groups step by themselves, and agree now and then on what they have come to.
+
+    Local SGD             every H steps the weights are averaged                                  Stich, arXiv 1805.09767
+    DiLoCo                what a group has moved away from the agreed weights is a gradient; the mean of the groups' is given to an
+                          outer optimizer                                                         Douillard et al., arXiv 2311.08105
+    Streaming DiLoCo      of a model in fragments one at a time, in turns; the sum travels during the next steps (delay), and who gets it
+                          keeps a share (alpha) of the way that it has gone meanwhile             Douillard et al., arXiv 2501.18512
+
+Flow: rounds.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum what `pseudo_gradients` gives and hand
+the mean to `step`. The *outer* weights are what groups agree on: they change in `step` alone, by the same bits in every group. What lies
+in the model are *local* weights, and each group's own until a `step` of their fragment brings them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft.scratch import like, local_of
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class Fragment:
+    """Weights that are agreed on together. `named`: of the model, as they are now agreed on. `optimizer`: the outer one, over these
+    weights (and maybe others); none: the outer weights are the mean of the local ones. `alpha`: the share of its own way that a group
+    keeps, 0 to 1."""
+
+    def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
+        self.names = [name for name, _ in named]
+        self.local = [parameter for _, parameter in named]
+        self.outer = [nn.Parameter(parameter.detach().clone()) for parameter in self.local]
+        self._optimizer, self._alpha = optimizer, alpha
+        if optimizer is not None:
+            self._materialise(optimizer)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The outer weights, as a module has parameters: what a manager sums the gradients of, and compares."""
+        return iter(self.outer)
+
+    @torch.no_grad()
+    def pseudo_gradients(self) -> list[Tensor]:
+        """What this group gives to the mean, of the form of its shards: the way back from the local weights to the outer ones; without an
+        outer optimizer the local weights themselves."""
+        local = _shards(self.local)
+        if self._optimizer is None:
+            return [shard.clone() for shard in local]
+        return list(torch._foreach_sub(_shards(self.outer), local))
+
+    @torch.no_grad()
+    def step(self, means: Sequence[Tensor]) -> None:
+        """The outer step: `means` of all groups' pseudo-gradients, by parameter. Afterwards the local weights are the outer ones, but for
+        alpha of what they were."""
+        local, outer = _shards(self.local), _shards(self.outer)
+        went = [shard.clone() for shard in local] if self._alpha else []
+        if self._optimizer is None:
+            torch._foreach_copy_(outer, list(means))
+            torch._foreach_copy_(local, outer)
+        else:
+            torch._foreach_copy_(local, outer)
+            self._step(self._optimizer, means)
+            torch._foreach_copy_(outer, local)
+        if went:
+            torch._foreach_lerp_(local, went, self._alpha)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Local and outer weights change places. Twice is nothing."""
+        local, outer = _shards(self.local), _shards(self.outer)
+        went = [shard.clone() for shard in local]
+        torch._foreach_copy_(local, outer)
+        torch._foreach_copy_(outer, went)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """The local weights are the outer ones: what this group did by itself is undone."""
+        torch._foreach_copy_(_shards(self.local), _shards(self.outer))
+
+    # ------------------------------------------------------------------------------------------------ state, by names of parameters
+
+    def weights(self) -> dict[str, Tensor]:
+        """The outer ones, live (DTensors where sharded)."""
+        return {name: outer.detach() for name, outer in zip(self.names, self.outer, strict=True)}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What the outer optimizer knows: NAME.momentum_buffer, ...; live."""
+        return {f"{name}.{key}": value for name, own in self._optimizer_states() for key, value in own.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that groups agree on."""
+        return {"weights": self.weights(), "optimizer": self.optimizer_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The local weights stay as they are."""
+        self.load_weights(state["weights"])
+        self.load_optimizer_state(state["optimizer"])
+
+    @torch.no_grad()
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """Takes over what is there; so does load_optimizer_state."""
+        for name, outer in zip(self.names, self.outer, strict=True):
+            if name in state:
+                outer.copy_(state[name])
+
+    @torch.no_grad()
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        for name, own in self._optimizer_states():
+            for key in list(own):
+                given = state.get(f"{name}.{key}", own[key])
+                if isinstance(own[key], Tensor):
+                    own[key].copy_(given)
+                else:
+                    own[key] = given
+
+    # ------------------------------------------------------------------------------------------------ the outer optimizer
+
+    def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
+        """Of this fragment's weights alone. Gradients of the inner steps, which the user may still look at, are put back."""
+        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        inner = [(parameter, parameter.grad) for parameter in everything]
+        try:
+            for parameter in everything:
+                parameter.grad = None
+            for parameter, mean in zip(self.local, means, strict=True):
+                parameter.grad = like(parameter, mean)
+            optimizer.step()
+        finally:
+            for parameter, gradient in inner:
+                parameter.grad = gradient
+
+    def _materialise(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its state before the first step, so that there are tensors to receive into: a step at rate 0 with zeros for gradients, and
+        nothing of it is remembered. Raises ValueError where a weight is not the optimizer's."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if missing := [name for name, own in zip(self.names, self.local, strict=True) if id(own) not in known]:
+            raise ValueError(f"the outer optimizer does not have {missing[0]}, which is to be summed")
+        if any(parameter in optimizer.state for parameter in self.local):
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        self._step(optimizer, [torch.zeros_like(shard) for shard in _shards(self.local)])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.reset()  # -0.0 - 0.0 is 0.0
+        for _, own in self._optimizer_states():
+            for key, value in own.items():
+                own[key] = value.zero_() if isinstance(value, Tensor) else 0 if key == "step" else value
+
+    def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self._optimizer is not None:
+            for name, parameter in zip(self.names, self.local, strict=True):
+                yield name, self._optimizer.state.get(parameter, {})
+
+
+def cut(named: Named, count: int) -> list[Named]:
+    """A model in `count` fragments: whole blocks (a layer, with all its weights) in their order, as even as that allows; the same in
+    all groups. Raises ValueError where there are fewer blocks."""
+    blocks: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        blocks.setdefault(_block(name), []).append((name, parameter))
+    if len(blocks) < count:
+        raise ValueError(
+            f"fault_tolerance.num_fragments = {count}: the model has {len(blocks)} blocks to share out; nearest: {len(blocks)}"
+        )
+    sizes = {block: sum(parameter.numel() for _, parameter in members) for block, members in blocks.items()}
+    fragments: list[list[tuple[str, nn.Parameter]]] = [[]]
+    left, filled, names = sum(sizes.values()), 0, list(blocks)
+    for place, block in enumerate(names):
+        more = count - len(fragments)  # fragments that are still to be begun
+        full = filled + sizes[block] / 2 > left / (more + 1)
+        if fragments[-1] and more and (full or len(names) - place <= more):
+            left, filled = left - filled, 0
+            fragments.append([])
+        fragments[-1] += blocks[block]
+        filled += sizes[block]
+    return list(fragments)
+
+
+def _block(name: str) -> str:
+    """Up to the first number, as in layers.3.attention.wq.weight; the whole name where there is none."""
+    words = name.split(".")
+    numbers = [place for place, word in enumerate(words) if word.isdecimal()]
+    return ".".join(words[: numbers[0] + 1]) if numbers else name
+
+
+def _shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [local_of(parameter.detach()) for parameter in parameters]

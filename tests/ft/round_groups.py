@@ -1,0 +1,283 @@
+"""Replica groups in the threads of one process that train semi-synchronously: real lighthouse, real group servers, real gloo; and the same
+algorithm in one loop without any of it, written from the papers, to hold them against."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft.fragment_gradients import FragmentGradients
+from ft.manager import Manager, Options
+from ft.membership import Wish
+from ft.process_groups.inline import ProcessGroupGloo
+from ft.protocol import messages as m
+from ft.rounds import Rounds
+from ft.rpc.access import Access
+from ft.rpc.lighthouse_server import LighthouseServer
+from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint
+from ft.semi_sync import cut
+from ft.sync_schedule import Schedule
+from tests.ft.groups import LIMIT_S, kill_server
+
+BATCH = 2  # sequences of a batch
+OUTER_LR, MOMENTUM = 0.7, 0.9
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(1)  # of its own: groups are threads
+        self.embedding = nn.Parameter(torch.randn(6, 5, generator=source))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        for parameter in self.layers.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=source)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embedding[rows]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def inner_loss(model: nn.Module, slot: int) -> Tensor:
+    """Of a batch, named by its first position."""
+    source = torch.Generator().manual_seed(slot)
+    rows, target = torch.randint(0, 6, (4,), generator=source), torch.randn(4, 5, generator=source)
+    return ((model(rows) - target) ** 2).mean()
+
+
+def inner_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
+
+
+def nesterov(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
+
+
+def average(parameters: Sequence[nn.Parameter]) -> None:
+    return None
+
+
+@dataclass
+class Round:
+    """A round that holds, as one group saw it."""
+
+    slots: tuple[tuple[int, str], ...]
+    holes: tuple[int, ...]
+    outer: list[Tensor]  # after it
+    local: list[Tensor]
+
+
+@dataclass
+class Group:
+    """`at`: called before each round; `inside`: after each optimizer step, with the place in the round. Either may kill."""
+
+    name: str
+    lighthouse: str
+    schedule: Schedule
+    rounds_to_do: int
+    outer: Callable[..., Any] = nesterov
+    bucket_bytes: int = 1 << 20
+    at: Callable[[Group], None] = lambda group: None
+    inside: Callable[[Group, int], None] = lambda group, place: None
+    before_commit: Callable[[Group], None] = lambda group: None
+    finite: Callable[[Group, int], bool] = lambda group, place: True
+
+    manager: Manager = field(init=False)
+    rounds: Rounds = field(init=False)
+    model: Blocks = field(init=False)
+    history: dict[int, Round] = field(default_factory=dict)  # by the number of rounds committed
+    computed: list[tuple[int, int]] = field(default_factory=list)  # round, first slot: windows that were computed
+    events: list[m.Event] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def start(self) -> Group:
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self.thread.start()
+        return self
+
+    def join(self) -> Group:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive(), f"{self.name} hangs at {self.manager._machine.phase}"
+        assert self.error is None or isinstance(self.error, GroupEnded | Stopped), repr(self.error)
+        return self
+
+    def kill(self) -> None:
+        """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
+        kill_server(self.manager)
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except BaseException as error:  # noqa: BLE001 (the test looks at it)
+            self.error = error
+        finally:
+            if hasattr(self, "manager"):
+                self.manager.close()
+
+    def _train(self) -> None:
+        self.model = Blocks()
+        self.inner = inner_optimizer(self.model)
+        wish = Wish(
+            name=self.name,
+            group_rank=0,
+            world_size=1,
+            lighthouse=self.lighthouse,
+            host="127.0.0.1",
+            access=Access(),
+            times=m.Times(),
+        )
+        window = BATCH * self.schedule.inner_steps
+        self.manager = Manager(
+            ProcessGroupGloo(),
+            wish,
+            Options(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
+            gradients=FragmentGradients(bucket_bytes=self.bucket_bytes),
+            seen=lambda now_s, event, out: self.events.append(event),
+        )
+        self.rounds = Rounds(self.manager, self.schedule, self.outer)
+        self.rounds.attach([self.model])
+        while not self.rounds.left and self.manager.step < self.rounds_to_do:
+            self.at(self)
+            self.round()
+
+    def round(self) -> Commit | None:
+        deal = self.rounds.begin_step(until=self.rounds_to_do * self.schedule.inner_steps)
+        if deal.step >= self.rounds_to_do * self.schedule.inner_steps:
+            return None
+        if deal.slots:
+            self.computed.append((deal.step // self.schedule.inner_steps, deal.slots[0]))
+        finite = True
+        for place, slot in enumerate(deal.slots):
+            finite = self.finite(self, place)
+            if not finite:
+                break
+            self.inner.zero_grad()
+            inner_loss(self.model, slot).backward()
+            self.inner.step()
+            self.rounds.stepped()
+            self.inside(self, place)
+        sums = self.rounds.reduce([1.0] * len(deal.slots), 1.0, finite)
+        self.before_commit(self)
+        commit = self.rounds.commit(sums)
+        if commit is not None:
+            self.history[self.manager.step] = Round(
+                commit.slots, commit.holes, self._copies(outer=True), self._copies(outer=False)
+            )
+        return commit
+
+    def _copies(self, *, outer: bool) -> list[Tensor]:
+        if outer:
+            return [p.detach().clone() for fragment in self.rounds._fragments for p in fragment.outer]
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+class Job:
+    def __init__(self, lighthouse: str) -> None:
+        self.lighthouse = lighthouse
+        self.groups: list[Group] = []
+
+    def group(self, name: str, schedule: Schedule, rounds: int, **more: Any) -> Group:
+        group = Group(name, self.lighthouse, schedule, rounds, **more)
+        self.groups.append(group)
+        return group.start()
+
+    def check(self) -> None:
+        """Whoever made the same round has the same outer weights, to the bit; and each window is in one round, all told."""
+        for one in self.groups:
+            for other in self.groups:
+                for step in one.history.keys() & other.history.keys():
+                    pairs = zip(one.history[step].outer, other.history[step].outer, strict=True)
+                    assert all(torch.equal(a, b) for a, b in pairs), (one.name, other.name, step)
+                    assert one.history[step].slots == other.history[step].slots
+        rounds: dict[int, tuple[tuple[int, str], ...]] = {}
+        for group in self.groups:
+            rounds |= {step: made.slots for step, made in group.history.items()}
+        trained = sorted(slot for slots in rounds.values() for slot, _ in slots)
+        assert len(trained) == len(set(trained)), "a window is in two rounds"
+        for group in self.groups:
+            if group.error is None:
+                ledger = from_checkpoint(group.manager.state_dict())["ledger"]
+                window = ledger["slot_size"]
+                assert trained == sorted(set(range(0, ledger["position"], window)) - set(ledger["holes"]))
+
+    def close(self) -> None:
+        for group in self.groups:
+            if hasattr(group, "manager"):
+                group.manager.close()
+
+
+@contextmanager
+def job(min_replicas: int = 2) -> Iterator[Job]:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, join_timeout_ms=30_000)
+    made = Job(lighthouse.address())
+    try:
+        yield made
+        for group in made.groups:
+            group.join()
+        made.check()
+    finally:
+        made.close()
+        lighthouse.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ the papers
+
+
+class Worker:
+    """One of the papers' workers."""
+
+    def __init__(self) -> None:
+        self.model = Blocks()
+        self.inner = inner_optimizer(self.model)
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+
+class Papers:
+    """The algorithms in one process, as the papers have them: θ are the outer weights, v the outer momentum."""
+
+    def __init__(self, schedule: Schedule, workers: Sequence[str], *, averages: bool = False) -> None:
+        self.schedule, self.averages = schedule, averages
+        self.workers = {name: Worker() for name in workers}
+        start = Worker().weights()
+        self.theta = {name: value.detach().clone() for name, value in start.items()}
+        self.v = {name: torch.zeros_like(value) for name, value in start.items()}
+        self.fragments = [[name for name, _ in members] for members in cut(list(start.items()), schedule.fragments)]
+        self.done = 0
+
+    @torch.no_grad()
+    def _differences(self, worker: Worker, names: Sequence[str]) -> dict[str, Tensor]:
+        local = worker.weights()
+        return {name: local[name].clone() if self.averages else self.theta[name] - local[name] for name in names}
+
+    def round(self, windows: Sequence[tuple[int, str]]) -> None:
+        """`windows`: first slot and worker."""
+        names = self.fragments[self.done % len(self.fragments)]
+        given: list[dict[str, Tensor]] = []
+        for slot, worker in ((slot, self.workers[name]) for slot, name in windows):
+            for place in range(self.schedule.inner_steps):
+                worker.inner.zero_grad()
+                inner_loss(worker.model, slot + place * BATCH).backward()
+                worker.inner.step()
+                if place + 1 == self.schedule.inner_steps - self.schedule.delay:
+                    given.append(self._differences(worker, names))
+        with torch.no_grad():
+            for name in names:
+                mean = sum(one[name] for one in given) / len(given)
+                if self.averages:
+                    self.theta[name] = mean
+                else:
+                    self.v[name] = MOMENTUM * self.v[name] + mean
+                    self.theta[name] = self.theta[name] - OUTER_LR * (mean + MOMENTUM * self.v[name])
+                for worker in self.workers.values():
+                    local = worker.weights()[name]
+                    local.copy_((1 - self.schedule.alpha) * self.theta[name] + self.schedule.alpha * local)
+        self.done += 1

@@ -1,0 +1,257 @@
+"""Groups that step by themselves: the papers' numbers, and what remains of a round when groups die, stop, join and fail in it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ft.fragment_gradients import FragmentGradients
+from ft.protocol.messages import name_of
+from ft.rounds import Rounds
+from ft.seam import GroupEnded
+from ft.semi_sync import cut
+from ft.sync_schedule import Schedule
+from tests.ft.groups import LIMIT_S
+from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
+from training.checkpoint_states import ModelState
+
+FOR_EVER = 1 << 20
+SYNCS = 5  # of each fragment
+ROUNDING: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}  # fp32, through Adam
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bucket_bytes"),  # in one bucket, or each weight in its own
+    [
+        (Schedule(4), 1 << 20),
+        (Schedule(4, delay=1), 64),
+        (Schedule(4, delay=2, alpha=0.5), 1 << 20),
+        (Schedule(4, fragments=2), 64),
+        (Schedule(6, fragments=2, delay=2, alpha=0.5), 64),
+        (Schedule(6, fragments=3, delay=1), 1 << 20),
+        (Schedule(12, fragments=4, delay=2), 64),
+        (Schedule(8, fragments=4, delay=1, alpha=0.5), 1 << 20),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_the_papers(schedule: Schedule, bucket_bytes: int):
+    _hold_against_the_papers("ab", schedule, bucket_bytes=bucket_bytes)
+
+
+def test_the_mean_of_the_weights_of_three():
+    _hold_against_the_papers("abc", Schedule(3), outer=average)
+
+
+def _hold_against_the_papers(names: str, schedule: Schedule, **more: object) -> None:
+    """Outer and local weights of every group after every round."""
+    with job(min_replicas=len(names)) as made:
+        rounds = SYNCS * schedule.fragments
+        groups = [made.group(name, schedule, rounds, **more) for name in names]
+        for group in groups:
+            assert group.join().error is None
+        papers = Papers(schedule, names, averages=more.get("outer") is average)
+        for step in range(1, rounds + 1):
+            papers.round([(slot, name_of(owner)) for slot, owner in groups[0].history[step].slots])
+            for group in groups:
+                here, worker = group.history[step], papers.workers[group.name]
+                torch.testing.assert_close(here.outer, list(papers.theta.values()), **ROUNDING)
+                torch.testing.assert_close(here.local, [p.detach() for p in worker.weights().values()], **ROUNDING)
+
+
+# ------------------------------------------------------------------------------------------------ deaths
+
+
+PLACES = {
+    "inner steps": dict(inside=0),
+    "prepare": dict(inside=2),  # its sums have gone, the rest of the round has not
+    "outer step": dict(before_commit=True),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_death_costs_the_others_no_inner_step(place: str):
+    """Of three groups one dies in a round. The others commit that round with what they have computed of it, none of it twice; what it was
+    dealt is a hole, unless its sums were complete, and is trained on later."""
+    died_in: list[int] = []
+
+    def dies(group: Group, inside: int | None = None) -> None:
+        together = group.history and len(list(group.history.values())[-1].slots) == 3
+        if group.name == "c" and together and inside == PLACES[place].get("inside"):
+            died_in.append(group.manager.step)
+            for one in made.groups:
+                one.rounds_to_do = group.manager.step + 4
+            group.kill()
+            raise GroupEnded("killed")
+
+    hooks = {"before_commit": dies} if place == "outer step" else {"inside": dies}
+    with job(min_replicas=2) as made:
+        schedule = Schedule(8, fragments=2, delay=1, alpha=0.5)
+        a, b, c = (made.group(name, schedule, FOR_EVER, **hooks) for name in "abc")
+        for group in (a, b, c):
+            group.join()
+        [round_] = died_in
+        assert isinstance(c.error, GroupEnded) and a.error is b.error is None
+        for group in (a, b):
+            assert set(range(round_ + 1, round_ + 5)) <= group.history.keys(), "every round is there"
+            assert len(group.computed) == len({number for number, _ in group.computed}), "no round was computed twice"
+            for number, first in group.computed:
+                assert (first, group.manager.replica_id) in group.history[number + 1].slots, "its inner steps count"
+        holes = a.history[round_ + 4].holes
+        trained = {slot for group in (a, b) for made_here in group.history.values() for slot, _ in made_here.slots}
+        lost = {first for _, first in c.computed if first not in trained and first >= min(trained)}
+        assert not lost - set(holes), "what c was dealt is trained on"
+
+
+def test_who_joins_heals_while_the_others_step_by_themselves():
+    """The outer weights stand still meanwhile, so nothing is copied aside and nobody waits. It begins from them."""
+    reached, healed_at = threading.Event(), list[int]()
+
+    def inside(group: Group, place: int) -> None:
+        if group.name == "a" and group.manager.step == 3:
+            reached.set()
+        part = group.manager.part
+        if group.name != "c" and part and part.heals and place == 1 and not healed_at:
+            c = made.groups[2]
+            assert not torch.equal(group.rounds._fragments[0].local[0], group.rounds._fragments[0].outer[0])
+            while not c.manager._healer.received_bytes:
+                assert c.thread.is_alive(), c.error
+                c.thread.join(0.01)
+            healed_at.append(group.manager.step)
+
+    def ends(group: Group, place: int) -> None:
+        """All stop after c has given twice."""
+        if len(group.computed) == 2:
+            for one in made.groups:
+                one.rounds_to_do = group.manager.step + 2  # known to all before they begin the last one
+
+    def begins(group: Group, place: int) -> bool:
+        if len(group.computed) == 1 and place == 0:
+            for fragment in group.rounds._fragments:
+                assert all(map(torch.equal, fragment.local, fragment.outer)), "it begins from what is agreed on"
+        return True
+
+    with job(min_replicas=2) as made:
+        schedule = Schedule(8, fragments=4)  # more than it takes part in before its own first steps
+        a, b = (made.group(name, schedule, FOR_EVER, inside=inside) for name in "ab")
+        assert reached.wait(LIMIT_S)
+        c = made.group("c", schedule, FOR_EVER, inside=ends, finite=begins)
+        for group in (a, b, c):
+            assert group.join().error is None
+        assert healed_at, "it healed inside a round of the others"
+        assert c.computed and min(c.history) >= healed_at[0]
+        first = min(number for number, _ in c.computed)
+        assert any(name_of(owner) == "c" for _, owner in a.history[first + 1].slots)
+
+
+# ------------------------------------------------------------------------------------------------ windows that do not count
+
+
+def test_a_window_with_a_loss_that_is_no_number_leaves_no_trace():
+    """The group's local weights go back to the agreed ones, in all fragments, and its window is trained on again."""
+    broken: list[int] = []
+
+    def finite(group: Group, place: int) -> bool:
+        if group.name == "b" and group.manager.step == 3 and place == 1 and not broken:
+            broken.append(group.computed[-1][1])
+            return False
+        return True
+
+    with job(min_replicas=2) as made:
+        a, b = (made.group(name, Schedule(6, fragments=2), 8, finite=finite) for name in "ab")
+        for group in (a, b):
+            assert group.join().error is None
+        after = b.history[4]
+        assert broken[0] not in {slot for slot, _ in after.slots} and len(after.slots) == 1
+        for local, outer in zip(after.local, after.outer, strict=True):
+            assert torch.equal(local, outer), "nothing of its own is left"
+        assert any(
+            broken[0] in {slot for slot, _ in made_here.slots} for step, made_here in a.history.items() if step > 4
+        )
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.parametrize("schedule", [Schedule(3), Schedule(6, fragments=2, delay=1, alpha=0.5)], ids=str)
+def test_a_checkpoint_goes_on_with_the_same_bits(schedule: Schedule):
+    """Of one group: outer weights as the model's, outer momentum, local weights where they differ, and the inner optimizer, which is the
+    trainer's to save."""
+    saved: dict[str, Any] = {}
+
+    def saves(group: Group) -> None:
+        if group.manager.step == 3:
+            states = group.rounds.checkpointed(ModelState([group.model]))
+            saved.update(copy.deepcopy({name: state.state_dict() for name, state in states.items()}))
+            saved.update(ledger=group.rounds.state_dict(), inner=copy.deepcopy(group.inner.state_dict()))
+            outer = dict(zip(_names(group), group.history[3].outer, strict=True))
+            assert all(torch.equal(saved["model"][name], outer[name]) for name in outer)
+
+    def loads(group: Group) -> None:
+        if not group.history:
+            states = group.rounds.checkpointed(ModelState([group.model]))
+            assert ("local_model" in states) == (schedule.fragments > 1)
+            for name, state in states.items():
+                state.load_state_dict(saved[name])
+            group.rounds.load_state_dict(saved["ledger"])
+            group.inner.load_state_dict(saved["inner"])
+
+    with job(min_replicas=1) as made:
+        a = made.group("a", schedule, 6, at=saves).join()
+    with job(min_replicas=1) as made:
+        b = made.group("b", schedule, 6, at=loads).join()
+        made.groups.clear()  # its ledger tells of rounds that were made elsewhere
+    assert a.error is b.error is None and set(b.history) == {4, 5, 6}
+    for step in b.history:
+        here, there = a.history[step], b.history[step]
+        assert all(map(torch.equal, [*here.outer, *here.local], [*there.outer, *there.local])), step
+
+
+def _names(group: Group) -> list[str]:
+    return [name for fragment in group.rounds._fragments for name in fragment.names]
+
+
+def test_a_checkpoint_between_two_rounds_is_refused():
+    with job(min_replicas=1) as made:
+        group = made.group("a", Schedule(3), 1).join()
+        with pytest.raises(ValueError, match=r"fault_tolerance.sync_steps = 3: the checkpoint is of step 4"):
+            group.rounds.load_state_dict({"step": 4})
+
+
+def test_weights_alone_are_a_beginning():
+    """Of a run that never stepped by itself: outer and local weights begin from them."""
+    model = Blocks()
+    manager: Any = SimpleNamespace(
+        gradients=FragmentGradients(), attach=lambda parts: None, register=lambda *state: None
+    )
+    rounds = Rounds(manager, Schedule(4, fragments=2), nesterov)
+    rounds.attach([model])
+    given = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    rounds.checkpointed(ModelState([model]))["model"].load_state_dict(given)
+    assert rounds._resets
+    rounds._reset()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, given[name])
+
+
+# ------------------------------------------------------------------------------------------------ fragments
+
+
+def test_a_model_is_cut_between_blocks_as_even_as_that_allows():
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(5)), "output": nn.Linear(4, 1, bias=False)}
+    )
+    named = list(model.named_parameters())
+    for count in range(1, 7):
+        fragments = cut(named, count)
+        assert [pair for members in fragments for pair in members] == named and len(fragments) == count
+        blocks = [{name.rsplit(".", 1)[0] for name, _ in members} for members in fragments]
+        assert not any(one & other for place, one in enumerate(blocks) for other in blocks[place + 1 :])
+    assert [sum(p.numel() for _, p in members) for members in cut(named, 2)] == [60, 44]
+    with pytest.raises(ValueError, match=r"num_fragments = 7: the model has 6 blocks to share out; nearest: 6"):
+        cut(named, 7)
