@@ -12,10 +12,12 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,9 +90,13 @@ class Server:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
         )
-        assert self._process.stdout
-        self.address = self._process.stdout.readline().strip().removeprefix("http://")
+        self.address = self.line().removeprefix("http://")
         assert self.address, f"{' '.join(command[:2])} did not start"
+
+    def line(self) -> str:
+        """The next one that it says: its address, and then its page's where it has one."""
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
 
     def cpu_s(self) -> float:
         """Of all its threads, since its start. The clock of another process (Linux: clock_getcpuclockid)."""
@@ -235,6 +241,50 @@ def replica_id(i: int) -> str:
 def addresses(i: int) -> tuple[str, str]:
     host = f"10.0.{i >> 8}.{i & 255}"
     return f"http://{host}:29600", f"{host}:29601"
+
+
+# ------------------------------------------------------------------------------------------------ who looks at the page
+
+
+@contextmanager
+def watching(page: str, watchers: int) -> Iterator[Callable[[], tuple[int, int]]]:
+    """So many readers of /events, in a process of their own, as browsers would be. Call the function that this gives for the updates and
+    bytes that they have had so far, all together."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_read_events, args=(page, watchers, there), daemon=True)
+    process.start()
+    here.recv()  # each has had its first update
+
+    def had() -> tuple[int, int]:
+        here.send("had")
+        events, size = here.recv()
+        return events, size
+
+    try:
+        yield had
+    finally:
+        process.kill()
+        process.join()
+
+
+def _read_events(page: str, watchers: int, pipe: Any) -> None:
+    had = [[0, 0] for _ in range(watchers)]
+
+    def read(count: list[int]) -> None:
+        with urllib.request.urlopen(f"{page}/events", timeout=3600) as answer:
+            while line := answer.readline():
+                count[0] += line.startswith(b"id: ")
+                count[1] += len(line)
+
+    for count in had:
+        threading.Thread(target=read, args=(count,), daemon=True).start()
+    while not all(count[0] for count in had):
+        time.sleep(0.01)
+    pipe.send("watching")
+    while True:
+        pipe.recv()
+        pipe.send((sum(count[0] for count in had), sum(count[1] for count in had)))
 
 
 # ------------------------------------------------------------------------------------------------ beats of torchft's groups

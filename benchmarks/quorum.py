@@ -5,6 +5,7 @@
     python benchmarks/quorum.py --heartbeats         rounds beside torchft's beats, ten a second from each group
     python benchmarks/quorum.py --idle               1,000 groups of ours between quorums
     python benchmarks/quorum.py --churn              memory after 10,000 membership changes
+    python benchmarks/quorum.py --watchers 5         rounds of 1,000 groups while five browsers look at the page, beside none
 
 PEER is a Python that has torchft-nightly (pip install --no-deps); without one only ours is measured. A round: N groups ask at once, as in
 a training step, and all have their answer. Both lighthouses stand in processes of their own for the whole run, the load is the same bytes
@@ -38,7 +39,7 @@ BOUNDS = {
     "ours": {2: 2.0, 8: 2.0, 64: 1.25, 256: 0.65, 1000: 0.42},
     "known": {1000: 0.25},
 }  # of a round beside torchft's
-BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB = 1.5, 0.20, 5.0
+BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB, WATCHED_BOUND = 1.5, 0.20, 5.0, 1.1
 ROUND_EVERY_S = 0.5  # beside beats: a quick step
 IDLE_GROUPS = 1000
 CHANGES = (1_000, 10_000)
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     kind = parser.add_mutually_exclusive_group()
     for name in ("heartbeats", "idle", "churn"):
         kind.add_argument(f"--{name}", action="store_true")
+    kind.add_argument("--watchers", type=int, metavar="N", help="pages that are open; --groups: 1000")
     parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--groups", help="default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails")
     parser.add_argument("--pairs", type=int, default=9, help="of turns of the two sides")
@@ -61,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
         return asyncio.run(idle(options.seconds))
     if options.churn:
         return asyncio.run(churn())
+    if options.watchers:
+        return asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
     groups = options.groups or "2,8,64,256,1000"
     return asyncio.run(rounds([int(n) for n in groups.split(",")], options.pairs, options.peer))
 
@@ -119,6 +123,30 @@ async def in_turns(sides: dict[str, load.Side], pairs: int, rounds: int) -> dict
     finally:
         for side in sides.values():
             await side.close()
+
+
+async def watched(groups: int, watchers: int, pairs: int) -> int:
+    """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
+    servers = {name: load.ours(groups, "--http", "127.0.0.1:0") for name in ("watched", "unwatched")}
+    page = await asyncio.to_thread(servers["watched"].line)
+    sides = {name: await load.known_side(server, groups) for name, server in servers.items()}
+    with load.watching(page, watchers) as had:
+        turns = await in_turns(sides, pairs, max(5, min(100, 8000 // groups)))
+        updates, size = had()
+    beside = ratio(*([turn.round_s for turn in turns[name]] for name in ("watched", "unwatched")))
+    cpu = ratio(*([turn.server_s for turn in turns[name]] for name in ("watched", "unwatched")))
+    print(
+        table(
+            ["a round", "median ms", "server CPU ms", "load CPU ms", "load busy"],
+            [[f"{groups} groups, {name}", *_figures(side)] for name, side in turns.items()],
+        )
+    )
+    reached = beside.median <= WATCHED_BOUND
+    print(
+        f"with {watchers} watchers: {beside} of a round (bound {WATCHED_BOUND}x: {'reached' if reached else 'missed'}), {cpu} of its CPU"
+    )
+    print(f"each had {updates / watchers:.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
+    return 0
 
 
 def _figures(turns: list[load.Turn]) -> list[str]:

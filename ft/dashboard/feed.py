@@ -1,0 +1,186 @@
+"""The stream of updates to whoever watches: server-sent events, each made once for all.
+
+    tick -> publish: what has changed since the last update -> a ring of the newest ones <- each watcher reads at its own pace
+
+The last event of an update has an id. Who was cut off says the last one that it has (Last-Event-ID), and is told what it missed, or all of
+it where that is too long ago. A watcher costs a place in a set: what it has not read is in the ring, and who is too slow for the ring, or
+for its socket, is dropped. No timers: the lighthouse's ticks are enough.
+https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from aiohttp import web
+
+from ft.dashboard.history import History
+from ft.dashboard.updates import Parts, Told, messages
+from ft.dashboard.view import View
+from ft.protocol import messages as m
+from ft.rpc.driver import now_s
+from ft.rpc.lighthouse_server import LighthouseService
+
+MOST_WATCHERS = 64
+RING, RING_BYTES = 256, 4 << 20  # updates that are kept for those who lag, or come back
+LINGER_S = 30.0  # updates are made for so long after the last watcher, who may only have been cut off
+SOCKET_BYTES = 128 << 10  # that the kernel keeps of what a watcher has not read
+SLOW_S = 10.0  # that a write may take
+STILL_S = 5.0  # a word at least so often: so both sides notice that the other is gone
+CALM_S, CALM_PER_GROUP_S = 0.25, 0.001  # between two updates, of the figures of so many groups
+URGENT_PER_GROUP_S = 0.0004  # where something has happened
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}  # nginx would hold it back
+
+
+@dataclass(eq=False)
+class Watcher:
+    transport: asyncio.Transport
+    writes_since_s: float = 0.0  # 0: it does not
+
+
+class Feed:
+    """An Onlooker of the lighthouse's service. To be made and used on its loop."""
+
+    def __init__(self, service: LighthouseService, *, orders: bool) -> None:
+        """orders: whether they can be given."""
+        self._service = service
+        self.history = History(service.machine)
+        self.view = View(service, self.history)
+        self._told = Told(self.view, self.history, orders=orders)
+        self._boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
+        self._watchers: set[Watcher] = set()
+        self._ring: deque[bytes] = deque()  # the newest last; its number is self._number
+        self._ring_bytes = 0
+        self._number = 0
+        self._awake = False  # somebody watches, or has just watched
+        self._watched_s = self._published_s = self._spoke_s = 0.0
+        self._whole: tuple[int, bytes] = (0, b"")  # for who knows nothing; made once an update
+        self._news = asyncio.Event()
+        self._over = False
+
+    # ---- the lighthouse tells it
+
+    def saw(self, event: m.Event, out: m.Out) -> None:
+        self.history.saw(event, out)
+        if isinstance(event, m.Tick) and self._awake:
+            self._tick(now_s())
+
+    def reported(self, report: Any) -> None:
+        self.history.reported(report)
+
+    def told(self, replica_id: str, happened: Any) -> None:
+        self.history.told(replica_id, happened)
+
+    # ---- updates
+
+    def _tick(self, now: float) -> None:
+        for watcher in self._watchers:
+            if watcher.writes_since_s and now - watcher.writes_since_s > SLOW_S:
+                watcher.transport.abort()
+        if self._watchers:
+            self._watched_s = now
+        elif now - self._watched_s > LINGER_S:
+            self._awake = False
+            self._ring.clear()
+            self._ring_bytes = 0
+            return
+        urgent_s, calm_s = (per * self._told.groups for per in (URGENT_PER_GROUP_S, CALM_PER_GROUP_S))
+        if now - self._published_s >= (urgent_s if self._told.is_behind else CALM_S + calm_s):
+            self._published_s = now
+            self._publish(now)
+
+    def _publish(self, now: float) -> None:
+        parts = self._told.changes()
+        if not any(parts.values()) and now - self._spoke_s < STILL_S:
+            return
+        self._spoke_s = now
+        self._number += 1
+        update = self._bytes(parts)
+        self._ring.append(update)
+        self._ring_bytes += len(update)
+        while len(self._ring) > RING or self._ring_bytes > RING_BYTES:
+            self._ring_bytes -= len(self._ring.popleft())
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _all(self) -> bytes:
+        """Up to the newest update."""
+        if self._whole[0] != self._number:
+            self._whole = (self._number, self._bytes(self._told.whole()))
+        return self._whole[1]
+
+    def _bytes(self, parts: Parts) -> bytes:
+        """Who has the last event, and so the id, has all those before it."""
+        *first, last = messages(parts, time.time())
+        lines = [*(f"data: {text}\n\n" for text in first), f"id: {self._boot}-{self._number}\ndata: {last}\n\n"]
+        return "".join(lines).encode()
+
+    def _wake(self) -> None:
+        """The number goes on, so what an earlier watcher has is too long ago."""
+        if not self._awake:
+            self._awake, self._watched_s = True, now_s()
+            self._number += 1
+            self._told.changes()
+
+    # ---- watchers
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /events. Ends when the watcher goes, is too slow, or the lighthouse stops."""
+        if self._over:
+            raise web.HTTPServiceUnavailable(
+                text="the page had a fault and is switched off; the lighthouse's log has it\n"
+            )
+        if len(self._watchers) >= MOST_WATCHERS:
+            text = f"{MOST_WATCHERS} pages are open already; close one of them\n"
+            raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "10"})
+        response = web.StreamResponse(headers=HEADERS)
+        await response.prepare(request)
+        assert request.transport
+        with contextlib.suppress(OSError):  # the kernel would take megabytes for one that does not read
+            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        watcher = Watcher(request.transport)
+        self._watchers.add(watcher)
+        try:
+            with contextlib.suppress(ConnectionError):  # it went
+                await self._serve(watcher, response, request.headers.get("Last-Event-ID", ""))
+        finally:
+            self._watchers.discard(watcher)
+        return response
+
+    async def _serve(self, watcher: Watcher, response: web.StreamResponse, last_id: str) -> None:
+        self._wake()
+        read = self._place(last_id)
+        while not self._over:
+            if read < self._number - len(self._ring):  # it begins, or its place is lost
+                update, read = self._all(), self._number
+            else:
+                missed = islice(self._ring, len(self._ring) - (self._number - read), None)
+                update, read = b"".join(missed), self._number
+            if update:
+                watcher.writes_since_s = now_s()
+                await response.write(update)
+                watcher.writes_since_s = 0.0
+            if read == self._number and not self._over:
+                await self._news.wait()
+
+    def _place(self, last_id: str) -> int:
+        """The number of the update that it has; -1: of none that means anything here."""
+        boot, _, number = last_id.partition("-")
+        known = boot == self._boot and number.isascii() and number.isdigit() and len(number) < 16
+        return int(number) if known and int(number) <= self._number else -1
+
+    def end(self) -> None:
+        """All streams end."""
+        self._over = True
+        self._news.set()
+
+    async def close(self, _: web.Application) -> None:
+        self.end()

@@ -1,0 +1,242 @@
+"""What has happened to a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
+
+    lighthouse_server (Onlooker) -> feed.Feed -> here        told of every step and every change, whether anybody watches or not
+
+So it is cheap, O(1) for a report or a tick, and bounded: the newest events, and a curve that is thinned out as it grows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal
+
+from ft.protocol import messages as m
+from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.plan import heals
+
+Lane = Literal["membership", "heal", "commit", "corruption"]
+Grade = Literal["good", "info", "bad"]
+LANES: tuple[Lane, ...] = ("membership", "heal", "commit", "corruption")
+MOST_EVENTS, MOST_POINTS, MOST_SIZES, MOST_GONE = 400, 1000, 400, 4096
+MOST_TEXT = 300  # characters of an event
+NAMED = 6  # groups that an event names; of more it says how many
+MERGED = 12  # of the newest events, one that says the same again is counted there
+RATE_S = 60.0  # the step rate is that of so long
+
+
+@dataclass
+class Happening:
+    """`changed`: of all that is told here, which one was the latest change of this."""
+
+    number: int
+    at_s: float  # since 1970
+    lane: Lane
+    grade: Grade
+    step: int
+    text: str
+    times: int
+    changed: int
+
+    def to_json(self) -> list[Any]:
+        return [self.number, round(self.at_s, 1), LANES.index(self.lane), self.grade, self.step, self.text, self.times]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The loss of a step as a group's beat told it: at fast steps not of each one, and now and then a step late."""
+
+    at_s: float
+    step: int
+    loss: float  # nats per token
+    changed: int
+
+    def to_json(self) -> list[Any]:
+        return [round(self.at_s, 1), self.step, float(f"{self.loss:.5g}")]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many members of the newest quorum there are, from then on."""
+
+    at_s: float
+    members: int
+    changed: int
+
+    def to_json(self) -> list[Any]:
+        return [round(self.at_s, 1), self.members]
+
+
+@dataclass(frozen=True)
+class Departure:
+    at_s: float
+    why: str
+    clean: bool
+
+
+class History:
+    """Of one lighthouse's life. `changes` grows with all that is told; who has seen it up to some number asks for what is newer."""
+
+    def __init__(self, machine: Lighthouse, wall_clock: Callable[[], float] = time.time) -> None:
+        self._machine, self._wall_clock = machine, wall_clock
+        self.changes = 0
+        self.events: deque[Happening] = deque(maxlen=MOST_EVENTS)
+        self.points: list[Point] = []
+        self.sizes: deque[Size] = deque(maxlen=MOST_SIZES)
+        self.cut_at = (0, 0)  # at which change the curve went back, and to which step
+        self.healing: dict[str, tuple[int, tuple[str, ...]]] = {}  # id -> the step that it fetches, its sources
+        self.gone: OrderedDict[str, Departure] = OrderedDict()  # ids, the latest last
+        self.last_step_s = 0.0  # when a step was last seen to be committed, since 1970
+        self._numbers = 0
+        self._clean: dict[str, None] = {}  # ids that have just said good-bye
+        self._ids: frozenset[str] = frozenset()  # of the newest quorum
+        self._quorum_id = 0
+        self._steps: deque[tuple[float, int]] = deque()  # when, how far: of the last minute
+        for replica_id in machine.roster.lost:  # before anybody looked
+            self.gone[replica_id] = Departure(0.0, "", clean=False)
+        self._see_quorum()
+
+    # ---- what it is told
+
+    def saw(self, event: m.Event, out: m.Out) -> None:
+        if isinstance(event, m.Leave) and event.clean:
+            self._clean[event.replica_id] = None
+        self._see_departures()
+        for effect in out.effects:
+            if isinstance(effect, m.Answer):
+                self._see_quorum()
+            elif isinstance(effect, m.Refuse) and effect.code != "LOST":
+                self.add("membership", "bad", f"{effect.replica_id} is refused: {effect.reason}")
+            elif isinstance(effect, m.MustRestore) and effect.settled:  # else the job begins
+                who = named(effect.replica_ids)
+                self.add(
+                    "commit", "bad", f"step {effect.settled} was settled, and nobody has it: {who} to load a checkpoint"
+                )
+            elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.Abandoned):
+                if self._ids.isdisjoint(effect.replica_ids):
+                    continue  # somebody who is in it no more hears that it goes on
+                self.add("commit", "bad", f"quorum {effect.notice.quorum_id} is given up: {effect.notice.reason}")
+
+    def reported(self, report: Any) -> None:
+        """A pharos_pb2.Report."""
+        now_s, step = self._wall_clock(), report.step
+        if self._steps and step > self._steps[-1][1]:
+            self.last_step_s = now_s
+        if not self._steps or step > self._steps[-1][1]:
+            self._steps.append((now_s, step))
+            while now_s - self._steps[0][0] > RATE_S:
+                self._steps.popleft()
+        loss = report.mean_loss  # 0: that group has not committed a step since its start
+        if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
+            self.points.append(Point(now_s, step, loss, self._change()))
+            if len(self.points) > MOST_POINTS:
+                del self.points[1:-1:2]
+        if report.replica_id in self.healing and step >= self.healing[report.replica_id][0]:
+            step, _ = self.healing.pop(report.replica_id)
+            self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
+
+    def told(self, replica_id: str, happened: Any) -> None:
+        """A pharos_pb2.Happened. All groups see the same: whoever says it first is named."""
+        text = happened.text if happened.lane == "corruption" else f"a step failed: {happened.text}"
+        self.add(happened.lane, "bad", text, step=happened.step)
+
+    def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:
+        text = clean(text, MOST_TEXT)
+        for event in list(self.events)[-MERGED:]:
+            if (event.lane, event.text) == (lane, text):
+                event.times, event.changed = event.times + 1, self._change()
+                return
+        self._numbers += 1
+        at_s, step = self._wall_clock(), self.step if step is None else step
+        self.events.append(Happening(self._numbers, at_s, lane, grade, step, text, 1, self._change()))
+
+    # ---- what it tells
+
+    @property
+    def step(self) -> int:
+        """The newest that is known to be committed."""
+        quorum = self._machine.quorum
+        return max(self._steps[-1][1] if self._steps else 0, quorum.reference[0] if quorum else 0)
+
+    def steps_per_s(self) -> float:
+        """Of the last minute; 0: none."""
+        if len(self._steps) < 2 or self._wall_clock() - self._steps[-1][0] > RATE_S:
+            return 0.0
+        (began_s, first), (ended_s, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
+
+    # ---- what it makes of it
+
+    def _see_departures(self) -> None:
+        lost = self._machine.roster.lost
+        if next(reversed(lost), None) in (*self._newest_gone(), None):
+            return
+        now_s = self._wall_clock()
+        new = list(takewhile(lambda i: i not in self.gone, reversed(lost)))[::-1]
+        for replica_id in new:
+            went = replica_id in self._clean
+            self.gone[replica_id] = Departure(now_s, clean(lost[replica_id], MOST_TEXT), went)
+            self.healing.pop(replica_id, None)
+        while len(self.gone) > MOST_GONE:
+            self.gone.popitem(last=False)
+        for why, went in dict.fromkeys((lost[i], i in self._clean) for i in new):
+            who = [i for i in new if (lost[i], i in self._clean) == (why, went)]
+            verb = "left" if went else "is lost" if len(who) == 1 else "are lost"
+            self.add("membership", "info" if went else "bad", f"{named(who)} {verb}: {why}")
+        self._clean.clear()
+        if new and not self._ids.isdisjoint(new):
+            self._see_size()
+
+    def _see_size(self) -> None:
+        members = sum(i not in self.gone for i in self._ids)
+        self.sizes.append(Size(self._wall_clock(), members, self._change()))
+
+    def _newest_gone(self) -> tuple[str, ...]:
+        return (next(reversed(self.gone)),) if self.gone else ()
+
+    def _see_quorum(self) -> None:
+        quorum = self._machine.quorum
+        if quorum is None or quorum.quorum_id == self._quorum_id:
+            return
+        before, self._ids, self._quorum_id = self._ids, frozenset(quorum.ids), quorum.quorum_id
+        step = quorum.reference[0]
+        if self.points and step < self.points[-1].step:
+            self.points = [point for point in self.points if point.step <= step]
+            self._steps.clear()
+            self.cut_at = (self._change(), step)
+        self._see_size()
+        new = [i for i in quorum.ids if i not in before]
+        out = sorted(before - self._ids)
+        words = [f"{named(new)} in"] * bool(new) + [f"{named(out)} out"] * bool(out)
+        change = "; ".join(words) or "the same members"
+        self.add("membership", "good", f"quorum {quorum.quorum_id} of {len(quorum.ids)}: {change}", step=step)
+        self.healing = {
+            quorum.ids[rank]: (step, tuple(quorum.ids[source] for source in sources))
+            for rank, sources in heals(quorum).items()
+        }
+        if self.healing:
+            sources = dict.fromkeys(i for _, ids in self.healing.values() for i in ids)
+            verb = "heals" if len(self.healing) == 1 else "heal"
+            self.add("heal", "info", f"{named(self.healing)} {verb} step {step} from {named(sources)}", step=step)
+
+    def _change(self) -> int:
+        self.changes += 1
+        return self.changes
+
+
+def named(ids: Iterable[str]) -> str:
+    """A few ids, or how many there are."""
+    all_ids = list(ids)
+    if len(all_ids) > NAMED:
+        return f"{', '.join(all_ids[: NAMED - 1])} and {len(all_ids) - NAMED + 1} more"
+    return " and ".join(filter(None, [", ".join(all_ids[:-1]), *all_ids[-1:]]))
+
+
+def clean(text: str, most: int) -> str:
+    """What came from elsewhere, for people: nothing that moves a cursor or turns the direction of what is around it, and not too long."""
+    text = "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in text[: most + 1])
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,119 @@
+// The token, and what it is needed for: to look at a job that has one, and to drain or kill a group.
+// It is in sessionStorage: this tab's alone, and gone with it. It goes to the lighthouse as a header, and into no address.
+
+import { byId, idOf, mark, say, show } from "./dom.js";
+import { many } from "./format.js";
+import { CONNECTED } from "./state.js";
+
+const KEY = "pharos-token";
+
+export class LogIn {
+  #tried = false;
+
+  constructor(start) {
+    this.start = start;
+    const dialog = byId("log-in");
+    dialog.querySelector("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      sessionStorage.setItem(KEY, byId("token").value.trim());
+      byId("token").value = "";
+      this.#tried = true;
+      dialog.close();
+      start();
+    });
+    dialog.addEventListener("cancel", (event) => event.preventDefault()); // there is nothing behind it yet
+  }
+
+  get token() {
+    return sessionStorage.getItem(KEY) ?? "";
+  }
+
+  forget() {
+    sessionStorage.removeItem(KEY);
+    this.#tried = false;
+    show(byId("log-out"), false);
+  }
+
+  /** The lighthouse does not take what we have. */
+  ask() {
+    const wrong = this.#tried || Boolean(this.token);
+    this.forget();
+    say(byId("log-in-error"), wrong ? "The lighthouse does not take that token." : "");
+    if (!byId("log-in").open) byId("log-in").showModal();
+    byId("token").focus();
+  }
+
+  works() {
+    this.#tried = false;
+    show(byId("log-out"), Boolean(this.token));
+  }
+}
+
+const WORDS = {
+  drain: {
+    title: "Drain this group?",
+    yes: "Drain it",
+    text: "Its trainers get SIGTERM: they finish the step, save, and leave; the others lose nothing.",
+  },
+  kill: {
+    title: "Kill this group?",
+    yes: "Kill it",
+    text: "Its trainers are killed at once. What it has computed of this step is lost. Whoever started it may start it again: then it heals.",
+  },
+};
+
+export class Orders {
+  #asked = null; // [order, group]
+
+  constructor(state, logIn) {
+    this.state = state;
+    this.logIn = logIn;
+    const dialog = byId("order");
+    byId("order-no").addEventListener("click", () => dialog.close());
+    dialog.querySelector("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      void this.#give();
+    });
+  }
+
+  /** Why none can be given; "": they can. */
+  get barred() {
+    return this.state.constants.orders ? "" : "Groups are drained and killed from here where the job has a token (--token_file); this one has none.";
+  }
+
+  /** Asks whether it is meant. */
+  ask(order, group) {
+    this.#asked = [order, group];
+    const { job } = this.state, words = WORDS[order];
+    say(byId("order-title"), words.title);
+    byId("order-group").replaceChildren(idOf(group.id));
+    const left = job.members - (group.quorum ? 1 : 0);
+    const short = left < job.min_replicas ? ` That is too few: the job needs ${job.min_replicas}, and will wait for another one.` : "";
+    const way = group.flags & CONNECTED ? words.text : "It has no stream that an order could go down, so it is taken out of the job.";
+    say(byId("order-text"), `${way} ${many(left, "group")} would be left.${short}`);
+    say(byId("order-yes"), words.yes);
+    mark(byId("order-yes"), "order", order);
+    say(byId("order-error"), "");
+    byId("order").showModal();
+    byId("order-no").focus();
+  }
+
+  async #give() {
+    const [order, group] = this.#asked;
+    byId("order-yes").disabled = true;
+    try {
+      const answer = await fetch("orders", {
+        method: "POST",
+        headers: { "Content-Type": "application/json", Authorization: `Bearer ${this.logIn.token}` },
+        body: JSON.stringify({ order, replica_id: group.id }),
+      });
+      if (!answer.ok) throw new Error((await answer.text()).trim().slice(0, 300) || `status ${answer.status}`);
+      byId("order").close();
+      say(byId("live"), `${order}: ${(await answer.json()).done}`);
+    } catch (error) {
+      say(byId("order-error"), `Not done: ${error.message}`);
+    } finally {
+      byId("order-yes").disabled = false;
+    }
+  }
+}

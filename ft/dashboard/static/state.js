@@ -1,0 +1,71 @@
+// What this page knows: updates of ft/dashboard/updates.py applied in order. Nothing is drawn here.
+
+// The places of a row, behind its key
+const ROW = ["step", "phase", "health", "quorum", "silent", "goodput", "flags", "note"];
+export const IN_REDUCTION = 1, CONNECTED = 2, DRAINED = 4, KILLED = 8; // flags
+const MOST_EVENTS = 400, MOST_POINTS = 2000;
+
+export class State {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.constants = { health: [], lanes: [], orders: false };
+    this.groups = new Map(); // key -> {key, id, ranks, born, step, phase, ...}
+    this.phases = [];
+    this.job = null;
+    this.heals = []; // [key, [keys of sources], bytes, of how many]
+    this.points = []; // [s, step, loss]
+    this.sizes = []; // [s, members]
+    this.events = new Map(); // number -> {number, at, lane, grade, step, text, times}
+    this.skew = 0; // seconds that the lighthouse's clock is ahead of ours
+  }
+
+  /** Seconds since 1970 on the lighthouse's clock. */
+  now() {
+    return Date.now() / 1000 + this.skew;
+  }
+
+  /** The sections that changed. */
+  apply(update) {
+    const changed = new Set(Object.keys(update));
+    if (update.begin) {
+      this.clear();
+      this.constants = update.begin[0];
+      for (const all of ["names", "rows", "job", "heals", "points", "sizes", "events"]) changed.add(all);
+    }
+    if (update.now) this.skew = update.now[0] - Date.now() / 1000;
+    for (const key of update.gone ?? []) this.groups.delete(key);
+    this.phases.push(...(update.phases ?? []));
+    for (const [key, id, ranks, born] of update.names ?? []) this.groups.set(key, { ...this.groups.get(key), key, id, ranks, born });
+    for (const [key, ...values] of update.rows ?? []) {
+      const group = this.groups.get(key);
+      if (group) ROW.forEach((name, place) => (group[name] = values[place]));
+    }
+    if (update.job) this.job = update.job[0];
+    if (update.heals) this.heals = update.heals[0];
+    if (update.cut) this.points = this.points.filter(([, step]) => step <= update.cut[0]);
+    if (update.points) this.points = thinned(this.points.concat(update.points));
+    if (update.sizes) this.sizes = this.sizes.concat(update.sizes).slice(-MOST_EVENTS);
+    for (const event of update.events ?? []) this.#hear(event);
+    return changed;
+  }
+
+  #hear([number, at, lane, grade, step, text, times]) {
+    this.events.set(number, { number, at, lane, grade, step, text, times });
+    if (this.events.size > MOST_EVENTS) this.events.delete(this.events.keys().next().value);
+  }
+
+  healthOf(group) {
+    return this.constants.health[group.health] ?? "";
+  }
+
+  phaseOf(group) {
+    return this.phases[group.phase] ?? "";
+  }
+}
+
+function thinned(points) {
+  return points.length <= MOST_POINTS ? points : points.filter((_, place) => place % 2 === 0 || place === points.length - 1);
+}

@@ -1,0 +1,126 @@
+"""What watchers know, and what they have yet to be told of: `changes` for those who watch, `whole` for those who come.
+
+A part is a section of an update and its items, in the order in which static/state.js applies them; `events` makes JSON of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ft.dashboard.history import LANES, History
+from ft.dashboard.view import HEALTH, Row, View
+
+MOST_BYTES = 48_000  # of one message
+Parts = dict[str, list[Any]]
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class Told:
+    """Up to the newest update, whoever watches."""
+
+    def __init__(self, view: View, history: History, **constants: Any) -> None:
+        """constants: said first to each who comes."""
+        self._view, self._history = view, history
+        self._constants = {"health": HEALTH, "lanes": LANES, **constants}
+        self._changes = 0  # of the history
+        self._keys: dict[str, int] = {}  # of the ids that are shown: short, and not used twice
+        self._names: dict[str, tuple[Any, ...]] = {}
+        self._unsure: set[str] = set()
+        self._rows: dict[str, Row] = {}
+        self._job: dict[str, Any] = {}
+        self._heals: list[Any] = []
+        self._phases = 0
+        self._next_key = 1
+
+    @property
+    def groups(self) -> int:
+        return len(self._rows)
+
+    @property
+    def is_behind(self) -> bool:
+        """Something has happened: an event, or a step."""
+        return self._history.changes > self._changes
+
+    def changes(self) -> Parts:
+        """Since the last call. They are taken for told."""
+        view, history, since = self._view, self._history, self._changes
+        rows, old = view.rows(), self._rows
+        gone = [self._forget(i) for i in old if i not in rows]
+        names = [self._name(i) for i in rows if i not in old or self._is_news(i)]
+        job, heals = view.job(rows), self._shown_heals()
+        parts: Parts = {
+            "gone": gone,
+            "phases": view.phases[self._phases :],
+            "names": names,
+            "rows": [(self._keys[i], *row) for i, row in rows.items() if old.get(i) != row],
+            "job": [job] if job != self._job else [],
+            "heals": [heals] if heals != self._heals else [],
+            "cut": [history.cut_at[1]] if history.cut_at[0] > since else [],
+            "points": [x.to_json() for x in history.points if x.changed > since],
+            "sizes": [x.to_json() for x in history.sizes if x.changed > since],
+            "events": [x.to_json() for x in history.events if x.changed > since],
+        }
+        self._rows, self._job, self._heals, self._phases = rows, job, heals, len(view.phases)
+        self._changes = history.changes
+        return parts
+
+    def whole(self) -> Parts:
+        """For who knows nothing: all that was told until now."""
+        history, until = self._history, self._changes
+        return {
+            "begin": [self._constants],
+            "phases": self._view.phases[: self._phases],
+            "names": list(self._names.values()),
+            "rows": [(self._keys[i], *row) for i, row in self._rows.items()],
+            "job": [self._job],
+            "heals": [self._heals],
+            "points": [x.to_json() for x in history.points if x.changed <= until],
+            "sizes": [x.to_json() for x in history.sizes if x.changed <= until],
+            "events": [x.to_json() for x in history.events if x.changed <= until],
+        }
+
+    def _is_news(self, replica_id: str) -> bool:
+        """How many ranks it has was not known when it was named, and is now."""
+        return replica_id in self._unsure and self._view.lasting(replica_id)[1] > 0
+
+    def _name(self, replica_id: str) -> tuple[Any, ...]:
+        if replica_id not in self._keys:
+            self._keys[replica_id] = self._next_key
+            self._next_key += 1
+        name = self._names[replica_id] = (self._keys[replica_id], *self._view.lasting(replica_id))
+        (self._unsure.discard if name[2] else self._unsure.add)(replica_id)
+        return name
+
+    def _forget(self, replica_id: str) -> int:
+        del self._names[replica_id]
+        self._unsure.discard(replica_id)
+        return self._keys.pop(replica_id)
+
+    def _shown_heals(self) -> list[Any]:
+        keys = self._keys
+        return [
+            (keys[i], [keys[source] for source in sources if source in keys], done, total)
+            for i, (sources, done, total) in self._view.heals().items()
+            if i in keys
+        ]
+
+
+def messages(parts: Parts, now_s: float) -> list[str]:
+    """JSON objects of at most MOST_BYTES each, one at least; section -> items. now_s: since 1970."""
+    made: list[str] = []
+    sections: dict[str, list[str]] = {"now": [f"{now_s:.1f}"]}
+    size = 0
+    for section, items in parts.items():
+        for item in items:
+            text = _encode(item)
+            size += len(text) + len(section) + 8
+            if size > MOST_BYTES:
+                made.append(_object(sections))
+                sections, size = {}, len(text) + len(section) + 8
+            sections.setdefault(section, []).append(text)
+    return [*made, _object(sections)]
+
+
+def _object(sections: dict[str, list[str]]) -> str:
+    return "{" + ",".join(f'"{name}":[{",".join(items)}]' for name, items in sections.items()) + "}"

@@ -1,0 +1,245 @@
+"""The job as it stands: a row for each group, its heals, and the few words over them, out of what the lighthouse knows.
+
+feed.Feed asks for it while somebody watches: O(N), some milliseconds for 1,000 groups. What is there, and what only looks like it (a group
+that is gone is shown for a minute), is decided here; what it looks like, in static/.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ft.dashboard.history import History, clean, named
+from ft.protocol import messages as m
+from ft.rpc.driver import now_s
+from ft.rpc.lighthouse_server import LighthouseService
+
+HEALTH = (
+    "training",
+    "waiting",
+    "joining",
+    "healing",
+    "late",
+    "silent",
+    "sitting out",
+    "left",
+    "lost",
+)  # a row has the word's place
+TRAINS, WAITS, JOINS, HEALS, LATE, SILENT, SITS_OUT, LEFT, LOST = range(len(HEALTH))
+IN_REDUCTION, CONNECTED, DRAINED, KILLED = 1, 2, 4, 8  # flags of a row; CONNECTED: an order reaches it
+SILENT_BEATS = 2.5  # without a word, before that is said
+GONE_SHOWN_S, GONE_SHOWN = 60.0, 100  # groups that are no longer members: for how long, and how many
+HEALS_SHOWN = 200  # that are told one by one
+LATE_SHARE = 10  # late is who keeps others waiting, if it is at most one group in so many
+STANDS_S, STANDS_STEPS = 15.0, 5  # without a step, before that is said
+PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases; characters
+
+Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all of it comes to. `state`: good, busy or bad; `headline` and `reason` say it in words."""
+
+    state: str
+    headline: str
+    reason: str
+
+
+class View:
+    """Of one lighthouse. `ordered`: id -> flags of the orders that it was given."""
+
+    def __init__(
+        self, service: LighthouseService, history: History, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._service, self._machine, self._history, self._wall_clock = service, service.machine, history, wall_clock
+        self.ordered: dict[str, int] = {}
+        self.phases = ["", "other"]  # the groups' own words, by number
+        self._phase_numbers: dict[str, int] = {"": 0}
+        self._members: dict[str, m.Member] = {}  # of the newest quorum
+
+    # ---- groups
+
+    def rows(self) -> dict[str, Row]:
+        """Of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0: as
+        it should be), goodput in percent (-1: not known), flags, and why it is how it is, where that needs a word."""
+        roster, reports, quorum = self._machine.roster, self._service.reports, self._machine.quorum
+        quorum_id = quorum.quorum_id if quorum else 0
+        members = self._members = {x.replica_id: x for x in quorum.members} if quorum else {}
+        late, now, silent_s = self._late(), now_s(), SILENT_BEATS * self._service.config.times.beat_s
+        rows: dict[str, Row] = {}
+        for replica_id in (*members, *(i for i in roster.peers if i not in members)):
+            member, report, peer = members.get(replica_id), reports.get(replica_id), roster.peers.get(replica_id)
+            flags, goodput, phase = self.ordered.get(replica_id, 0), -1, 0
+            step = member.step if member and peer else m.VOID
+            if report:
+                step, phase = report.step, self._phase(report.phase)
+                goodput = round(100 * report.goodput_s / report.wall_s) if report.wall_s else -1
+                flags |= IN_REDUCTION * report.waiting
+            elif peer and peer.call:
+                step = peer.call.member.step
+            flags |= CONNECTED * (replica_id in self._service.streams)
+            silence_s = now - peer.seen_s if peer else 0.0
+            quiet = int(silence_s) if silence_s > silent_s else 0
+            health, note = self._health(replica_id, bool(member), quiet, late)
+            rows[replica_id] = (step, phase, health, quorum_id * bool(member), quiet, goodput, flags, note)
+        for replica_id, health, note in self._gone(rows):
+            rows[replica_id] = (m.VOID, 0, health, 0, 0, -1, self.ordered.get(replica_id, 0), note)
+        return rows
+
+    def lasting(self, replica_id: str) -> tuple[str, int, int]:
+        """What of a group does not change: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
+        report, peer = self._service.reports.get(replica_id), self._machine.roster.peers.get(replica_id)
+        member = self._members.get(replica_id) or (peer.call.member if peer and peer.call else None)
+        born_s = self._wall_clock() - (report.wall_s if report else 0)
+        return clean(replica_id, NAME_TEXT), member.world_size if member else 0, int(born_s)
+
+    def _health(self, replica_id: str, member: bool, quiet: int, late: frozenset[str]) -> tuple[int, str]:
+        roster, healing = self._machine.roster, self._history.healing
+        if replica_id not in roster.peers:
+            clean_leave = replica_id in roster.gone
+            why = roster.lost.get(replica_id, "")
+            return (LEFT if clean_leave else LOST), clean(why, NOTE_TEXT)
+        if replica_id in roster.sitting:
+            return SITS_OUT, "links between it and others failed"
+        if quiet:
+            return SILENT, ""
+        if replica_id in healing:
+            return HEALS, ""
+        if replica_id in late:
+            return LATE, ""
+        if replica_id in roster.candidates:
+            return (WAITS if member else JOINS), ""
+        return (TRAINS if member else JOINS), ""
+
+    def _late(self) -> frozenset[str]:
+        """Members that the others wait for: in a reduction, or because they have not asked for the quorum that others have asked for."""
+        roster, reports = self._machine.roster, self._service.reports
+        members = roster.previous
+        if roster.present and self._waited_s():
+            waited_for = {i for i in members if i in roster.peers and i not in roster.candidates}
+        else:
+            waited_for = {
+                i for i in members if i in reports and not reports[i].waiting and i not in self._history.healing
+            }
+            if not any(i in reports and reports[i].waiting for i in members):
+                waited_for = set()
+        return frozenset(waited_for if len(waited_for) <= max(1, len(members) // LATE_SHARE) else ())
+
+    def _waited_s(self) -> float:
+        """By the first caller of the next quorum; 0 for a wait that is in the nature of things."""
+        waited_s = self._machine.roster.waited(now_s())
+        return waited_s if waited_s > self._service.config.times.beat_s else 0.0
+
+    def _gone(self, shown: dict[str, Row]) -> list[tuple[str, int, str]]:
+        """The latest departures, of those whose name has not come back."""
+        live, after_s = self._machine.roster.live, self._wall_clock() - GONE_SHOWN_S
+        gone: list[tuple[str, int, str]] = []
+        for replica_id, departure in reversed(self._history.gone.items()):
+            if departure.at_s < after_s or len(gone) == GONE_SHOWN:
+                break
+            if replica_id not in shown and m.name_of(replica_id) not in live:
+                gone.append((replica_id, LEFT if departure.clean else LOST, departure.why[:NOTE_TEXT]))
+        return gone
+
+    def _phase(self, words: str) -> int:
+        found = self._phase_numbers.get(words)
+        if found is None:
+            if len(self.phases) == PHASES:
+                return 1
+            found = self._phase_numbers[words] = len(self.phases)
+            self.phases.append(clean(words, PHASE_TEXT))
+        return found
+
+    def heals(self) -> dict[str, tuple[tuple[str, ...], int, int]]:
+        """Of each id that heals: from whom, bytes that have come, of how many (0: not known yet)."""
+        reports, found = self._service.reports, {}
+        for replica_id, (_, sources) in list(self._history.healing.items())[:HEALS_SHOWN]:
+            report = reports.get(replica_id)
+            done, total = (report.heal_done_bytes, report.heal_total_bytes) if report else (0, 0)
+            found[replica_id] = (sources, done, total)
+        return found
+
+    # ---- all of them
+
+    def job(self, rows: dict[str, Row]) -> dict[str, Any]:
+        """What is shown above them; all of it is told again where any of it has changed."""
+        service, machine, history = self._service, self._machine, self._history
+        quorum, saved = machine.quorum, machine.saved
+        counts = [0] * len(HEALTH)
+        for row in rows.values():
+            counts[row[2]] += 1
+        wall_s = sum(report.wall_s for report in service.reports.values())
+        goodput_s = sum(report.goodput_s for report in service.reports.values())
+        words = self._words(rows, counts)
+        return {
+            "state": words.state,
+            "headline": words.headline,
+            "reason": words.reason,
+            "quorum_id": quorum.quorum_id if quorum else 0,
+            "members": len(quorum.members) if quorum else 0,
+            "alive": sum(i in machine.roster.peers for i in quorum.ids) if quorum else 0,
+            "since_s": int(service.issued_at),
+            "step": history.step,
+            "settled": saved.settled,
+            "counts": counts,
+            "asking": len(machine.roster.candidates),
+            "min_replicas": service.config.min_replicas,
+            "kind": saved.kind,
+            "steps_per_s": float(f"{history.steps_per_s():.3g}"),
+            "goodput": round(goodput_s / wall_s, 3) if wall_s else None,
+            "trouble": clean(service.keeper.trouble if service.keeper else "", NOTE_TEXT),
+        }
+
+    def _words(self, rows: dict[str, Row], counts: list[int]) -> Job:
+        """What the job does, and why it waits where it does. The first that holds."""
+        machine, history = self._machine, self._history
+        reason, asking = clean(machine.reason, NOTE_TEXT), len(machine.roster.candidates)
+        late = [i for i, row in rows.items() if row[2] == LATE]
+        if not rows:
+            return Job("busy", "No group has come yet", "The lighthouse waits for the first one to call.")
+        if machine.quorum is None:
+            return Job("busy", "Waits for the first quorum", _sentence(reason))
+        if counts[LOST] and all(row[2] in (LOST, LEFT) for row in rows.values()):
+            return Job(
+                "bad",
+                "All groups are gone",
+                "Those that come back begin where the newest checkpoint or the last survivor is.",
+            )
+        if waited_s := self._waited_s():
+            wanted = f" Waits for {named(late)}." if late else ""
+            head = "A group waits to come in" if not machine.roster.present else "Waits for the next quorum"
+            return Job("busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} {asking} asked.")
+        if late:
+            verb = "keeps" if len(late) == 1 else "keep"
+            return Job("busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction.")
+        if stands_s := self._stands_s():
+            return Job("bad", f"No step for {stands_s:.0f} s", f"The newest quorum: {reason}.")
+        if counts[HEALS]:
+            return Job(
+                "busy",
+                "Trains, and heals",
+                f"{named(history.healing)} fetches the state; the others go on without a pause.",
+            )
+        missing = counts[LOST] + counts[SILENT] + counts[SITS_OUT]
+        if missing:
+            out = [i for i, row in rows.items() if row[2] in (LOST, SILENT, SITS_OUT)]
+            return Job(
+                "busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in."
+            )
+        return Job("good", "Trains", f"Nobody asks for another quorum. The newest: {reason}.")
+
+    def _stands_s(self) -> float:
+        """Since a step was seen, where that is too long; 0 where groups tell of none."""
+        last_s, reports = self._history.last_step_s, self._service.reports
+        if not last_s or not reports:
+            return 0.0
+        patience_s = STANDS_STEPS * max(report.median_step_s for report in reports.values())
+        stands_s = self._wall_clock() - last_s
+        return stands_s if stands_s > max(STANDS_S, patience_s) else 0.0
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""

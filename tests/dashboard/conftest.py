@@ -1,0 +1,78 @@
+"""The lighthouse, its groups, and a browser: Debian's chromium, which is installed where this user may, else the tests of the page itself
+are skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.page_job import Herd
+from tests.dashboard.house import House
+
+INSTALL_S = 300
+
+
+@pytest.fixture
+def house() -> Iterator[Callable[..., House]]:
+    made: list[House] = []
+
+    def build(**options: Any) -> House:
+        made.append(House(**options))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def herd(house: Callable[..., House]) -> Iterator[Callable[[House], Herd]]:
+    """Its groups end before the house does."""
+    made: list[Herd] = []
+
+    def build(of: House) -> Herd:
+        made.append(Herd(of.address, of.token, loop=of.loop))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="package")  # playwright holds an event loop in this thread: no test elsewhere could run one
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    path = _chromium()
+    with playwright.sync_playwright() as running:
+        made = running.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield made
+        made.close()
+
+
+def _chromium() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    if os.environ.get("PHAROS_NO_INSTALL") == "1":
+        pytest.skip("no chromium here, and PHAROS_NO_INSTALL=1")
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip("no chromium here, and this user cannot install Debian's")
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for words in (
+        ["update", "-qq"],
+        ["install", "-qq", "-y", "--no-install-recommends", "chromium", "fonts-dejavu-core"],
+    ):
+        try:
+            done = subprocess.run(["apt-get", *words], env=env, capture_output=True, text=True, timeout=INSTALL_S)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"no chromium here: apt-get {words[0]} took more than {INSTALL_S} s")
+        if done.returncode:
+            pytest.skip(f"no chromium here, and apt-get cannot bring it: {done.stderr.strip()[-300:]}")
+    found = shutil.which("chromium")
+    assert found, "installed, and not to be found"
+    return found

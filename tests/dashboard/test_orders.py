@@ -1,0 +1,202 @@
+"""Drain and kill: who may say so, what is refused and why, and what a group's server makes of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from benchmarks.page_job import Herd
+from ft.dashboard import orders
+from ft.protocol import messages as m
+from ft.rpc.access import Access
+from ft.rpc.clients import GroupClient
+from ft.rpc.group_process import GroupProcess
+from ft.rpc.group_server import Settings
+from ft.rpc.processes import Process
+from tests.dashboard.house import TOKEN, WAIT_S, House
+
+Houses, Herds = Callable[..., House], Callable[[House], Herd]
+# Says each SIGTERM, and lives on: what it does with one is its own affair.
+TRAINER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+print("trains", flush=True)
+while True: time.sleep(100)
+"""
+
+
+class Group:
+    """A real group server of one rank, whose trainer is a process of its own."""
+
+    def __init__(self, of: House, name: str) -> None:
+        self._of, self._id = of, f"{name}:1"
+        self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+        assert self.line() == "trains"
+        self.server = GroupProcess(
+            Settings(f"{name}:1", 1, of.address, f"{name}:29500", token=of.token, times=of.service.config.times)
+        )
+        self.client = GroupClient(self.server.address, 0, Access(of.token))
+        self.client.watch(lambda notice: None, lambda why: None, pid=self.process.pid)
+
+    def ask(self, known: int = 0, failed: bool = False) -> m.Part:
+        """A quorum; and the stream that orders go down, which comes after the first."""
+        part = self.client.quorum(m.RankCall(0, m.Member(""), known=known, failed=failed), WAIT_S)
+        assert isinstance(part, m.Part)
+        assert in_time(lambda: self._id in self._of.service.streams)
+        return part
+
+    def line(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.client.close()
+        self.server.close()
+
+
+def in_time(true: Callable[[], bool]) -> bool:
+    """Whether it becomes true."""
+    until_s = time.monotonic() + WAIT_S
+    while not true():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[[House, str], Group]]:
+    with ExitStack() as stack:
+
+        def build(of: House, name: str) -> Group:
+            made = Group(of, name)
+            stack.callback(made.close)
+            return made
+
+        yield build
+
+
+def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callable[[House, str], Group]):
+    one = house(heartbeat_s=9.0)
+    a = group(one, "a")
+    assert a.ask().members == ("a:1",)
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("a:1"))
+        a.client.happened("corruption", 3, "z" * 600)
+        reader.until(lambda r: any(event[2:6] == [3, "bad", 3, "z" * 299 + "…"] for event in r.events.values()))
+        assert one.order("kill", "a:1")[0] == 202
+        assert a.process.wait(WAIT_S) == -signal.SIGKILL
+        killed = "killed by an operator: on the lighthouse's page, from 127.0.0.1"
+        reader.until(lambda r: f"a:1 is lost: {killed}" in r.texts)
+        assert "an operator (127.0.0.1): kill a:1, it ends now" in reader.texts
+    assert in_time(lambda: not one.service.streams)
+    assert one.service.machine.quorum and one.service.machine.quorum.quorum_id == 1, "it came back under another id"
+
+
+def test_a_drained_group_is_asked_and_a_later_kill_kills(house: Houses, group: Callable[[House, str], Group]):
+    one = house(heartbeat_s=9.0)
+    a = group(one, "a")
+    a.ask()
+    status, text = one.order("drain", "a:1")
+    assert (status, json.loads(text)["done"]) == (202, "it leaves after its step")
+    assert a.line() == "asked"
+    assert one.order("kill", "a:1")[0] == 202
+    assert a.process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_a_signal_to_a_process_that_is_gone_hits_nobody():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    held = Process(process.pid)
+    process.communicate(b"\n")
+    held.send(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("order", "replica_id", "headers", "status", "said"),
+    [
+        ("kill", "0:a", {"Content-Type": "application/json"}, 401, "this job has a token"),
+        ("kill", "0:a", {"Authorization": "Bearer 0123456789abcdee"}, 401, "this job has a token"),
+        ("kill", "9:z", None, 404, "no such group is alive: 9:z"),
+        ("kill", "\u202e9", None, 404, "no such group is alive: \ufffd9"),
+        ("stop", "0:a", None, 400, "order: legal is drain and kill"),
+        ("kill", 7, None, 400, "replica_id: a group's"),
+        ("kill", ["0:a"], None, 400, "replica_id: a group's"),
+        ("kill", "x" * 20_000, None, 413, "an order has at most 16384 bytes"),
+        ("kill", "0:a", {"Authorization": f"Bearer {TOKEN}", "Content-Type": "text/plain"}, 415, "application/json"),
+    ],
+)
+def test_what_is_refused_changes_nothing(
+    house: Houses, herd: Herds, order: str, replica_id: object, headers: dict[str, str] | None, status: int, said: str
+):
+    one = house()
+    job = herd(one)
+    job.open(["0:a"])
+    job.form()
+    found, text = one.order(order, replica_id, **(headers or {}))
+    assert found == status and said in text
+    job.beat()
+    assert not job.obeyed and "0:a" in one.service.streams
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b"\xff", b'{"order": "kill"}', b"null", b"[" * 10_000])
+def test_what_is_no_order_is_refused(house: Houses, body: bytes):
+    one = house()
+    status, text, _ = one.ask("POST", "/orders", body, **one.headers(**{"Content-Type": "application/json"}))
+    assert (status, text) == (400, 'an order is {"order": ..., "replica_id": ...}\n')
+
+
+def test_a_link_gives_no_order(house: Houses):
+    one = house()
+    assert one.ask("GET", "/orders?order=kill&replica_id=0:a", **one.headers())[0] == 405
+
+
+def test_a_job_without_a_token_takes_no_orders(house: Houses, herd: Herds):
+    one = house(token="")
+    job = herd(one)
+    job.open(["0:a"])
+    job.form()
+    status, text = one.order("kill", "0:a")
+    assert status == 403 and "start the lighthouse with --token_file" in text
+    assert "0:a" in one.service.streams
+
+
+def test_orders_are_limited(house: Houses, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(orders, "PER_S", 0.0)
+    one = house()
+    found = [one.order("kill", "9:z")[0] for _ in range(orders.BURST + 2)]
+    assert found == [404] * orders.BURST + [429] * 2
+
+
+def test_one_without_a_stream_can_be_taken_out_but_not_drained(house: Houses, herd: Herds):
+    one = house(min_replicas=2)
+    job = herd(one)
+    job.open(["0:a", "1:b"])
+    job.form()
+    one.loop.call_soon_threadsafe(one.service.streams.pop, "1:b")  # as after a restart, until it comes again
+    while "1:b" in one.service.streams:
+        pass
+    assert one.order("drain", "1:b") == (
+        409,
+        "it has no stream that an order could go down; kill takes it out of the job\n",
+    )
+    status, text = one.order("kill", "1:b")
+    assert status == 202 and "taken out" in text
+    with one.watch() as reader:
+        reader.until(lambda r: "1:b is lost: an operator evicted it" in r.texts)
+
+
+def test_torchfts_groups_take_no_orders(house: Houses):
+    one = house()
+    one.loop.call_soon_threadsafe(one.service.driver.feed, m.Beat("0:a", "torchft"))
+    while "0:a" not in one.service.machine:
+        pass
+    assert one.order("kill", "0:a") == (409, "that is a group of torchft's, which takes no orders from here\n")

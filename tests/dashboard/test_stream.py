@@ -1,0 +1,247 @@
+"""/events: what a watcher is told, how it catches up, and what it cannot do to the lighthouse."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.page_job import Herd
+from ft.dashboard import feed as feeds
+from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
+from ft.protocol.messages import VOID
+from ft.rpc.generated import pharos_pb2
+from tests.dashboard.house import WAIT_S, House
+
+Houses, Herds = Callable[..., House], Callable[[House], Herd]
+THREE = ("0:a", "1:b", "2:c")
+
+
+def three(house: Houses, herd: Herds, **options: object) -> tuple[House, Herd]:
+    one = house(min_replicas=3, **options)
+    job = herd(one)
+    job.open(THREE)
+    job.form()
+    job.beat()
+    return one, job
+
+
+def test_a_job_as_a_watcher_sees_it(house: Houses, herd: Herds):
+    one, job = three(house, herd)
+    with one.watch() as reader:
+        reader.until(lambda r: r.job and all(r.row(i)[:1] == [1] for i in THREE))
+        assert reader.row("0:a") == [1, reader.row("0:a")[1], TRAINS, 1, 0, 90, CONNECTED, ""]
+        assert reader.answer.getheader("Content-Type") == "text/event-stream; charset=utf-8"
+        assert (reader.job["state"], reader.job["members"], reader.job["step"]) == ("good", 3, 1)
+        job.beat(4, waiting=True)
+        reader.until(lambda r: r.job["step"] == 5 and r.points[-1][1] == 5)
+        job.lose("2:c")
+        reader.until(lambda r: r.row("2:c")[2] == LOST)
+        assert reader.row("2:c")[7] == "its connection broke" and reader.row("2:c")[0] == VOID
+        reader.until(lambda r: "2:c is lost: its connection broke" in r.texts)
+        assert reader.job["headline"] == "Trains, short of groups"
+        job.open(["2:d"])
+        reader.until(lambda r: r.row("2:d") and r.row("2:d")[2] == JOINS)
+        job.form(failed=True)
+        reader.until(lambda r: r.row("2:d")[2:4] == [HEALS, 2])
+        job.heal("2:d", 0.5)
+        job.beat(0)
+        heals = reader.next()
+        while not heals.get("heals") or heals["heals"][0][0][2] == 0:
+            heals = reader.next()
+        [[key, sources, done, total]] = heals["heals"][0]
+        assert reader.names[key] == "2:d" and [reader.names[i] for i in sources] == ["0:a", "1:b"] and 2 * done == total
+        assert not reader.row("2:c"), "its name has come back"
+        job.heal("2:d", 1.0)
+        job.beat()
+        reader.until(lambda r: r.row("2:d")[2] == TRAINS and "2:d has the state of step 5" in r.texts)
+
+
+def test_what_ranks_saw_is_on_the_timeline(house: Houses, herd: Herds):
+    one, job = three(house, herd)
+    job.tell("0:a", "corruption", "after step 1 rank 0 of group 2 holds other weights")
+    job.tell("1:b", "commit", "loss nan at slot 5")
+    with one.watch() as reader:
+        reader.until(lambda r: "a step failed: loss nan at slot 5" in r.texts)
+        lanes = {event[5]: event[2] for event in reader.events.values()}
+        assert lanes["after step 1 rank 0 of group 2 holds other weights"] == 3
+
+
+def test_who_keeps_the_others_waiting_is_named(house: Houses, herd: Herds):
+    one, job = three(house, herd)
+    slow = job._streams.pop("1:b")
+    job.beat(0, waiting=True)
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LATE)
+        reader.until(lambda r: r.job["headline"] == "Waits in a step")
+        assert reader.job["reason"] == "1:b keeps the others waiting in the reduction."
+    job._streams["1:b"] = slow
+
+
+def test_one_that_was_cut_off_is_told_what_it_missed(house: Houses, herd: Herds):
+    one, job = three(house, herd)
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("2:c"))
+        last_id = reader.last_id
+    job.lose("2:c")
+    with one.watch(**{"Last-Event-ID": last_id}) as reader:
+        while "2:c is lost: its connection broke" not in reader.texts:
+            reader.next()
+        assert reader.begun == 0, "not all of it again"
+    for strange in ("", "other-1", last_id + "0" * 30, "-", f"{last_id.partition('-')[0]}-99999", "x" * 5000):
+        with one.watch(**{"Last-Event-ID": strange}) as reader:
+            reader.until(lambda r: "2:c is lost: its connection broke" in r.texts)
+            assert reader.begun == 1
+
+
+def test_who_is_away_for_too_long_is_told_all_of_it(house: Houses, herd: Herds, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feeds, "RING", 2)
+    one, job = three(house, herd)
+    with one.watch() as other:
+        with one.watch() as reader:
+            reader.until(lambda r: r.row("2:c"))
+            last_id = reader.last_id
+        for _ in range(4):
+            job.beat()
+            step = job.step
+            other.until(lambda r: r.job and r.job["step"] == step)  # noqa: B023 (called at once)
+        with one.watch(**{"Last-Event-ID": last_id}) as reader:
+            reader.until(lambda r: r.job and r.job["step"] == job.step)
+            assert reader.begun == 1
+
+
+def test_nobody_watches_and_nothing_is_made(house: Houses, herd: Herds, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feeds, "LINGER_S", 0.0)
+    one, job = three(house, herd)
+    assert not one.feed._awake
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("2:c"))
+        assert one.feed._awake
+    while one.feed._watchers:  # the next word to it finds it gone
+        job.beat()
+    while one.feed._awake:
+        pass
+    assert not one.feed._ring
+    job.beat()
+    with one.watch() as reader:
+        reader.until(lambda r: r.job and r.job["step"] == job.step and len(r.points) > 1)
+
+
+def test_too_many_watchers_are_refused_in_words(house: Houses, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feeds, "MOST_WATCHERS", 2)
+    one = house()
+    with one.watch() as first, one.watch() as second:
+        first.next(), second.next()
+        status, text, headers = one.ask("GET", "/events", **one.headers())
+        assert (status, text) == (503, "2 pages are open already; close one of them\n") and headers["Retry-After"]
+
+
+def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(
+    house: Houses, herd: Herds, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {"SLOW_S": 0.2, "CALM_S": 0.0, "CALM_PER_GROUP_S": 0.0}.items():
+        monkeypatch.setattr(feeds, name, value)
+    one = house()
+    job = herd(one)
+    job.open([f"{i:04}:{'x' * 400}" for i in range(300)])  # some 130 KB to begin with
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(WAIT_S)
+        sock.connect(("127.0.0.1", one.port))
+        request = f"GET /events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.token}\r\n\r\n"
+        sock.sendall(request.encode())
+        while not one.feed._watchers:
+            pass
+        number = 0
+        while one.feed._watchers:  # until it is dropped, there is more and more for it
+            number += 1
+            job.beat(phase=f"{number}")
+            assert len(one.feed._ring) <= feeds.RING
+    with one.watch() as reader:
+        assert reader.next()["begin"], "others are served"
+
+
+def test_without_the_token_nothing_of_the_job_is_told(house: Houses, herd: Herds):
+    one, _ = three(house, herd)
+    for path in ("/events", "/status.json", "/metrics"):
+        for headers in ({}, {"Authorization": "Bearer wrong-wrong-wrong-wrong"}):
+            assert one.ask("GET", path, **headers)[:2] == (401, "this job has a token\n")
+    for path in ("/", "/page.js", "/page.css", "/icon.svg"):
+        status, text, headers = one.ask("GET", path)
+        assert status == 200 and "0:a" not in text, "the same for everybody"
+        policy = headers["Content-Security-Policy"]
+        assert (
+            "default-src 'none'" in policy and "unsafe" not in policy and headers["X-Content-Type-Options"] == "nosniff"
+        )
+    assert one.ask("GET", "/feed.py", **one.headers())[0] == one.ask("GET", "/..%2ffeed.py", **one.headers())[0] == 404
+
+
+def test_a_job_without_a_token_is_shown_to_who_reaches_it(house: Houses, herd: Herds):
+    one, _ = three(house, herd, token="")
+    with one.watch() as reader:
+        assert reader.next()["begin"][0]["orders"] is False
+
+
+def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: Herds, monkeypatch: pytest.MonkeyPatch):
+    one, job = three(house, herd)
+    feed = one.feed
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("2:c"))
+        monkeypatch.setattr(feed.view, "rows", lambda: 1 / 0)
+        job.beat()
+        with pytest.raises(AssertionError, match="the stream has ended"):
+            reader.until(lambda r: False)
+    assert one.service.onlooker is None
+    assert one.ask("GET", "/events", **one.headers())[:2] == (
+        503,
+        "the page had a fault and is switched off; the lighthouse's log has it\n",
+    )
+    assert job.form() == 1, "quorums go on"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"lane": "mine"}, {"lane": "commit", "text": "x" * 501}, {"lane": "commit", "step": 1 << 50}],
+)
+def test_a_stream_that_tells_nonsense_is_refused(house: Houses, herd: Herds, bad: dict[str, object]):
+    one, job = three(house, herd)
+    job._do(job._streams["0:a"].write(pharos_pb2.Up(happened=pharos_pb2.Happened(**bad)).SerializeToString()))  # type: ignore[arg-type]
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("0:a") and r.row("0:a")[2] == LOST)
+
+
+def test_a_thousand_groups_in_updates_of_50_kb(house: Houses, herd: Herds):
+    one = house(min_replicas=1000)
+    job = herd(one)
+    job.open(f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000))
+    job.form()
+    job.beat()
+    with one.watch() as reader:
+        reader.until(lambda r: len(r.rows) == 1000 and r.job["step"] == 1)
+        before = len(reader.sizes)
+        job.beat(1000)
+        reader.until(lambda r: all(row[0] == 1001 for row in r.rows.values()))
+        job.lose(*(name for name in list(job._streams)[:500]))
+        reader.until(lambda r: sum(row[2] == LOST for row in r.rows.values()) == 500)
+    print(f"the largest event: {max(reader.sizes)} bytes; once it began: {max(reader.sizes[before:])}")
+    assert max(reader.sizes) <= 50_000
+
+
+def test_a_clean_leave_is_shown_for_what_it_is(house: Houses, herd: Herds):
+    one, job = three(house, herd)
+    job._do(job._leave("1:b"))
+    with one.watch() as reader:
+        reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LEFT)
+        reader.until(lambda r: "1:b left: drained" in r.texts)
+
+
+def test_the_last_one_that_leaves_is_not_lost(house: Houses, herd: Herds):
+    """Nobody is left who would be told, so the machine wants nothing done."""
+    one = house()
+    job = herd(one)
+    job.open(["0:a"])
+    job.form()
+    job._do(job._leave("0:a"))
+    with one.watch() as reader:
+        reader.until(lambda r: r.texts[-1:] == ["0:a left: drained"])
