@@ -114,6 +114,8 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
             slots=slots,
             heal_backlog=settings.heal_backlog,
             heal_copy_bytes=settings.heal_copy_bytes,
+            fragments=0 if settings.semi_sync_method == "none" else settings.num_fragments,
+            momentum=settings.semi_sync_method == "diloco" and settings.outer_momentum > 0,
         )
 
     return beside

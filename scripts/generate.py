@@ -76,8 +76,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def checkpoint_of(folder: Path, step: int) -> Path:
-    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`."""
+def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
+    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`.
+    `who` says that it takes an earlier one."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
@@ -88,7 +89,7 @@ def checkpoint_of(folder: Path, step: int) -> Path:
         except Damaged as damage:
             if step >= 0:
                 raise
-            print(f"generate: {path} is damaged ({damage}); trying the one before", file=sys.stderr)
+            print(f"{who}: {path} is damaged ({damage}); trying the one before", file=sys.stderr)
         else:
             return path
     raise ValueError(f"{folder} holds no whole checkpoint")

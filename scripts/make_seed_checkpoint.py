@@ -120,8 +120,8 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 class Progress:
     """How much is written, and how long the rest will take."""
 
-    def __init__(self, total_bytes: int, log: Log) -> None:
-        self._total, self._log = total_bytes, log
+    def __init__(self, total_bytes: int, log: Log, *, what: str = "seed") -> None:
+        self._total, self._log, self._what = total_bytes, log, what
         self._done, self._began = 0, time.monotonic()
         self._told = self._began
 
@@ -133,9 +133,8 @@ class Progress:
         self._told = now
         pace = self._done / (now - self._began)
         left = duration((self._total - self._done) / pace)
-        self._log.info(
-            "seed      %.1f of %.1f GB, %.0f MB/s, about %s left", self._done / 1e9, self._total / 1e9, pace / 1e6, left
-        )
+        done, total, pace_mb = self._done / 1e9, self._total / 1e9, pace / 1e6
+        self._log.info("%-9s %.1f of %.1f GB, %.0f MB/s, about %s left", self._what, done, total, pace_mb, left)
 
 
 if __name__ == "__main__":

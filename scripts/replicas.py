@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import webbrowser
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 RESTART_S = 1.0  # before a group starts again; twice as long after each life that was short
 SHORT_LIFE_S, SHORT_LIVES = 30.0, 6  # so many of them in a row are no accident
 POLL_S = 0.1
+OPEN = "--open"  # the live page, in a browser
 ENABLED = "--fault_tolerance.enable=true"
 
 
@@ -87,8 +89,7 @@ class Group:
         if self.process is None:
             due = now_s >= self.again_at_s
             return f"group {self.name} starts again (process {self.start()})" if due else ""
-        code = self.process.poll()
-        if code is None:
+        if (code := self.ended()) is None:
             return ""
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         self.short_lives = self.short_lives + 1 if now_s - self.started_s < SHORT_LIFE_S else 0
@@ -98,6 +99,11 @@ class Group:
         self.restarts -= 1
         self.process, self.again_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_lives - 1)
         return f"group {self.name} died ({how})"
+
+    def ended(self) -> int | None:
+        """The exit code of its process; None: it runs."""
+        assert self.process is not None
+        return self.process.poll()
 
     def tell(self, number: signal.Signals) -> None:
         if self.process is None:
@@ -115,11 +121,73 @@ class Group:
             reader.join(5)
 
 
+class Lighthouse:
+    """The job's, over all its starts: it comes again at the same address, and goes on with its state file."""
+
+    def __init__(
+        self,
+        config: Config,
+        env: dict[str, str],
+        *,
+        bind: str = "127.0.0.1:0",
+        http: str = "127.0.0.1:0",
+        opens: bool = False,
+    ) -> None:
+        """`opens`: its page, in a browser. Raises RuntimeError where it does not start."""
+        self._config, self._env, self._http, self._opens = config, env, http, opens
+        self._process, self.address = start_lighthouse(config, env, bind=bind, http=http)
+        self._page = ""
+        threading.Thread(target=self._show_page, args=(self._process,), daemon=True).start()
+        self.port = int(self.address.rpartition(":")[2])
+        self._bind = f"{bind.rpartition(':')[0]}:{self.port}"
+        self._failures, self._again_at_s = 0, 0.0
+
+    def look(self, now_s: float) -> str:
+        """Starts it again where that is due; what is to be said of it."""
+        if self._process.poll() is None or now_s < self._again_at_s:
+            return ""
+        self._failures += 1
+        self._again_at_s = now_s + RESTART_S * 2 ** min(self._failures, SHORT_LIVES - 1)
+        try:
+            self._process, _ = start_lighthouse(self._config, self._env, bind=self._bind, http=self._http)
+        except RuntimeError as error:
+            return str(error)
+        threading.Thread(target=self._show_page, args=(self._process,), daemon=True).start()
+        return f"the lighthouse died, and is there again (process {self._process.pid})"
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def _show_page(self, process: subprocess.Popen[str]) -> None:
+        """Says where the page is as soon as it is there; the next life has it at the same place. The token is in no address: who has the
+        file may look."""
+        assert process.stdout
+        page = process.stdout.readline().strip()
+        if not page or page == self._page:
+            return
+        self._page = page
+        if self._http:
+            self._http = f"{self._http.rpartition(':')[0]}:{page.rpartition(':')[2]}"
+        say(f"live page: {page}/ (it asks for the token in {self._env['PHAROS_TOKEN_FILE']})")
+        if self._opens and not webbrowser.open(f"{page}/"):
+            say("there is no browser to open it with")
+
+
+class Wishes:
+    """From construction on: the signals that ask for the end, each with its moment."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self.came: list[tuple[int, float]] = []
+        for number in numbers:
+            signal.signal(number, lambda number, _: self.came.append((number, time.monotonic())))
+
+
 def main(argv: list[str]) -> int:
     from training.runlock import RunLock
 
     try:
-        number, rest = read_groups(argv)
+        number, rest = read_groups([word for word in argv if word != OPEN])
         config, restarts, grace_s = prepare([*rest, ENABLED], number)
         # Else a job that goes on lost its token, and its groups their way back
         lock = RunLock(config.run_folder / "groups")
@@ -130,46 +198,54 @@ def main(argv: list[str]) -> int:
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(number), "PHAROS_TOKEN_FILE": str(token_file(config.run_folder))}
     env.pop("PHAROS_TOKEN", None)
     env.setdefault("OMP_NUM_THREADS", threads_per_group(number))
-    lighthouse, address = start_lighthouse(config, env)
+    lighthouse = Lighthouse(config, env, opens=OPEN in argv)
     groups = [
         Group(
             str(name),
             [sys.executable, str(ROOT / "scripts" / "launch.py"), *rest, ENABLED],
-            {**env, "TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(name), "MAX_RESTARTS": "0"},
+            {**env, "TORCHFT_LIGHTHOUSE": lighthouse.address, "REPLICA_GROUP_ID": str(name), "MAX_RESTARTS": "0"},
             folder / f"{name}.log",
             restarts,
         )
         for name in range(number)
     ]
     try:
-        return run(groups, grace_s, address)
+        return run(groups, lighthouse, Wishes(signal.SIGTERM, signal.SIGINT), grace_s)
     finally:
         for group in groups:
             group.end()
-        lighthouse.terminate()
-        lighthouse.wait()
+        lighthouse.close()
         lock.close()
 
 
-def run(groups: Sequence[Group], grace_s: float, address: str) -> int:
-    """Until all have ended for good. A first SIGTERM or Ctrl-C asks them to save and leave; a second, or the end of the grace, kills."""
-    wishes: list[float] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: wishes.append(time.monotonic()))
+def tell_each(groups: Sequence[Group]) -> None:
+    for group in groups:
+        group.tell(signal.SIGTERM)
+
+
+def run(
+    groups: Sequence[Group],
+    lighthouse: Lighthouse,
+    wishes: Wishes,
+    grace_s: float,
+    ask: Callable[[Sequence[Group]], None] = tell_each,
+) -> int:
+    """Until all have ended for good. A first wish has them asked to save and leave; a second, or the end of the grace, kills."""
     started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
-    say(f"lighthouse at {address}; groups: {started}")
+    say(f"lighthouse at {lighthouse.address}; groups: {started}")
+    parts: list[Lighthouse | Group] = [lighthouse, *groups]
     told = False
     while any(group.code is None for group in groups):
-        if wishes and not told:
+        if wishes.came and not told:
             told = True
             for group in groups:
                 group.restarts = 0
-                group.tell(signal.SIGTERM)
-        if told and (len(wishes) > 1 or time.monotonic() > wishes[0] + grace_s):
+            ask(groups)
+        if told and (len(wishes.came) > 1 or time.monotonic() > wishes.came[0][1] + grace_s):
             say("the groups did not end in time")
             return 1
-        for group in groups:
-            if word := group.look(time.monotonic()):
+        for part in parts:
+            if word := part.look(time.monotonic()):
                 say(word)
         if any(group.code == 2 for group in groups):
             return 2  # bad input is the same in all of them, and has been said
@@ -191,14 +267,14 @@ def read_groups(argv: Sequence[str]) -> tuple[int, list[str]]:
     return int(text), rest
 
 
-def prepare(argv: list[str], groups: int) -> tuple[Config, int, float]:
-    """Checks all that can be checked before anything is started. Raises ValueError."""
+def prepare(argv: list[str], groups: int, *, nodes: int = 1) -> tuple[Config, int, float]:
+    """Checks all that can be checked before anything is started; a group has this many nodes. Raises ValueError."""
     from configs.load import load
     from scripts.launch import Plan, check, ranks_here
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
     plan, config = Plan.read(os.environ), load(argv)
-    check(config, world_size=ranks_here(plan), environ=env)
+    check(config, world_size=ranks_here(plan) * nodes, environ=env)
     return config, plan.max_restarts if "MAX_RESTARTS" in os.environ else 100, plan.grace_s
 
 
@@ -218,13 +294,19 @@ def threads_per_group(groups: int) -> str:
 
 
 def start_lighthouse(
-    config: Config, env: dict[str, str], *, bind: str = "127.0.0.1:0", through: Sequence[str] = ()
+    config: Config,
+    env: dict[str, str],
+    *,
+    bind: str = "127.0.0.1:0",
+    http: str = "127.0.0.1:0",
+    through: Sequence[str] = (),
 ) -> tuple[subprocess.Popen[str], str]:
-    """`through`: a command that becomes the one behind it. Raises RuntimeError where it does not start."""
+    """`http` "": where it is by itself, on the port after its own. `through`: a command that becomes the one behind it.
+    Raises RuntimeError where it does not start."""
     settings = config.fault_tolerance
     flags = {
         "--bind": bind,
-        "--http": "127.0.0.1:0",
+        **({"--http": http} if http else {}),
         "--min_replicas": str(settings.min_replica_size),
         "--join_timeout_ms": "5000",
         "--heartbeat_timeout_ms": str(round(settings.heartbeat_timeout_s * 1000)),

@@ -6,7 +6,7 @@ set -euo pipefail
 
 use_python requirements.lock requirements-dev.lock
 cd "$root"
-for script in scripts/*.sh scripts/lib/*.sh .ci/run; do bash -n "$script"; done
+for script in scripts/*.sh scripts/lib/*.sh scripts/slurm/*.sbatch .ci/run; do bash -n "$script"; done
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
 exec "$python" -m mypy

@@ -16,7 +16,7 @@ usage() {
     "  --join_timeout_ms MS       how long the first caller waits for groups that are alive but have not called; 60000" \
     "  --quorum_tick_ms MS        how often waiting calls are looked at; 100" \
     "  --heartbeat_timeout_ms MS  a group that is silent for so long is lost; 5000" \
-    "  --http HOST:PORT|none      /status.json and /metrics; default: the addresses of --bind, the port after its" \
+    "  --http HOST:PORT|none      the live page, /status.json, /metrics; default: the addresses of --bind, the port after its" \
     "  --state_file FILE|none     what a restart must know; ./lighthouse-PORT.json" \
     "  --takeover_s S|never       after so long without any member of the last quorum others may go on; 30" \
     "  --recover                  the state file is lost: learn from the groups of the running job" \

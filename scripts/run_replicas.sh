@@ -6,12 +6,13 @@ set -euo pipefail
 
 usage() {
   printf '%s\n' \
-    "usage: ./scripts/run_replicas.sh CONFIG --groups N [--section.key value | --section.key=value ...]" \
+    "usage: ./scripts/run_replicas.sh CONFIG --groups N [--open] [--section.key value | --section.key=value ...]" \
     "" \
     "Starts a lighthouse and N replica groups of what CONFIG describes, with fault_tolerance.enable = true. A group that dies is started" \
     "again, heals from the others and goes on; the others lose no step. Everything listens on this machine alone, with a token of its own." \
     "" \
     "  ./scripts/run_replicas.sh configs/llama.toml --groups 3" \
+    "  ./scripts/run_replicas.sh configs/llama.toml --groups 3 --open       and the live page, in a browser" \
     "  NPROC=2 ./scripts/run_replicas.sh configs/llama.toml --groups 2      each group has two ranks" \
     "" \
     "To see it work: kill -9 one of the process numbers that it prints." \
@@ -28,5 +29,5 @@ if [ $# -eq 0 ]; then
   exit 2
 fi
 
-use_python requirements.lock
+use_python requirements.lock requirements-lighthouse.lock
 exec "$python" "$root/scripts/replicas.py" "$@"

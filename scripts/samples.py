@@ -5,7 +5,8 @@
 
 Floor 5, standard library only. Reads <run>/samples.jsonl, where each committed step has a line: its slots, each with the replica id of
 the group whose gradients went in, and the holes, slots that were dealt to a group that died and have yet to be dealt again. A slot is
-named by its first position in the data order, which goes on over epochs and counts sequences; it has `slot_size` of them.
+named by its first position in the data order, which goes on over epochs and counts sequences; it has `slot_size` of them. Groups that
+step by themselves have a line each time that they have agreed; it stands for `steps` steps.
 
 Exit code: 0 exactly once (or the step or position asked for was found); 1 not so; 2 bad input.
 """
@@ -37,12 +38,17 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A step."""
+    """A step, or the last of several that groups have made by themselves."""
 
     step: int
     slot_size: int
     slots: dict[int, str]  # first position -> replica id
     holes: tuple[int, ...]
+    count: int = 1
+
+    @property
+    def steps(self) -> Range:
+        return Range(self.step - self.count + 1, self.step + 1)
 
     @property
     def positions(self) -> list[Range]:
@@ -117,7 +123,8 @@ def read(path: Path) -> list[Row]:
             slots = {int(slot): str(owner) for slot, owner in row["slots"].items()}
             if not slots:
                 raise ValueError("a step without a slot")
-            rows.append(Row(int(row["step"]), int(row["slot_size"]), slots, tuple(map(int, row["holes"]))))
+            holes = tuple(map(int, row["holes"]))
+            rows.append(Row(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1))))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is no line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -149,10 +156,12 @@ def prove(rows: Sequence[Row]) -> Proof:
     wrong += [
         f"positions {hole} are holes of the last step, and were trained on" for hole in without(holes, still_open)
     ]
-    steps = [0, *(row.step for row in rows)]
-    wrong += [f"step {step} comes after step {before}" for before, step in pairwise(steps) if step != before + 1]
+    steps = [Range(0, 1), *(row.steps for row in rows)]
+    wrong += [
+        f"step {after} comes after step {before}" for before, after in pairwise(steps) if after.first != before.end
+    ]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
-    return Proof(len(rows), sequences, missing, join(doubled), holes, wrong)
+    return Proof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
@@ -187,12 +196,12 @@ def eras(rows: Iterable[Row]) -> list[Era]:
         by, positions = [row.slots[slot] for slot in sorted(row.slots)], row.positions
         holes = join(row.range_of(slot) for slot in row.holes)
         before = found[-1] if found else None
-        if before and (before.steps.end, before.by, before.holes) == (row.step, by, holes):
+        if before and (before.steps.end, before.by, before.holes) == (row.steps.first, by, holes):
             joined = join([*before.positions, *positions])
             if len(before.positions) == len(positions) == len(joined) == 1:
                 found[-1] = Era(Range(before.steps.first, row.step + 1), joined, by, holes)
                 continue
-        found.append(Era(Range(row.step, row.step + 1), positions, by, holes))
+        found.append(Era(row.steps, positions, by, holes))
     return found
 
 
@@ -236,15 +245,17 @@ def show_some(rows: Sequence[Row], *, step: int | None, position: int | None, as
     """The slots of one step, or all that one position was in."""
     found: list[dict[str, Any]] = [
         {"step": row.step, "positions": row.range_of(slot), "by": row.slots[slot]}
+        | ({"steps": row.steps} if row.count > 1 else {})
         for row in rows
         for slot in sorted(row.slots)
-        if row.step == step or (position is not None and slot <= position < slot + row.slot_size)
+        if (step is not None and row.steps.first <= step < row.steps.end)
+        or (position is not None and slot <= position < slot + row.slot_size)
     ]
     if as_json:
         print(json.dumps(found))
     else:
         for each in found:
-            print(f"step {each['step']}: positions {each['positions']}, by {each['by']}")
+            print(f"step {each.get('steps', each['step'])}: positions {each['positions']}, by {each['by']}")
         if not found:
             print(f"step {step} is not in it" if step is not None else f"position {position} was not trained on")
     return 0 if found else 1

@@ -110,7 +110,7 @@ install() {
 
 fill_venv() {
   local began=$SECONDS torch_from lock
-  prepare_venv
+  prepare_venv "$@"
   install_torch
   install_locked "$@"
   try_it "$@"
@@ -122,8 +122,8 @@ fill_venv() {
   say "installed in $((SECONDS - began)) s; the next start goes straight to work"
 }
 
-prepare_venv() { # an empty or intact $venv of the right Python; never wipes a folder that is not ours
-  local stamp stamps=("$venv"/pharos-*) clear=--clear answer=
+prepare_venv() { # prepare_venv LOCK...: an empty or intact $venv of the right Python; never wipes a folder that is not ours
+  local lock stamp stamps=("$venv"/pharos-*) clear=--clear answer=
   if [ -x "$python" ]; then answer=$(probe "$python") || answer=; fi
   if [ ! -e "$venv.partial" ]; then
     if [ -e "${stamps[0]}" ]; then
@@ -136,7 +136,11 @@ prepare_venv() { # an empty or intact $venv of the right Python; never wipes a f
     fi
   fi
   { : >"$venv.partial"; } 2>/dev/null || die 1 "cannot write beside $venv; PHAROS_VENV=/path/to/a/new/folder puts it elsewhere"
-  rm -f "${stamps[@]}"
+  for stamp in "${stamps[@]}"; do # those of other locks stay where they are true: locks of one commit agree on every version
+    lock=${stamp##*/pharos-}
+    case " $* " in *" $lock "*) ;; *) if [ -z "$clear" ] && [ -f "$root/$lock" ] && is_complete "$lock"; then continue; fi ;; esac
+    rm -f "$stamp"
+  done
   say "installing into $venv with Python 3.$minor ($base)"
   if [ -n "$clear" ] || [ ! -x "$python" ]; then
     run_logged "$base" -I -m venv $clear "$venv" || fail "making the virtual environment failed"

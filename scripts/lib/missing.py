@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+EXTRAS = {"requirements.lock": "", "requirements-lighthouse.lock": "lighthouse", "requirements-dev.lock": "dev"}
 _NEWER = re.compile(r"python_version < '3\.(\d+)'")  # the only marker we use
 
 
@@ -54,9 +55,7 @@ def lacks(name: str, bounds: str) -> str | None:
 
 def main(locks: list[str]) -> int:
     text = PYPROJECT.read_text(encoding="utf-8")
-    wanted = requirements(text, "lighthouse" if locks == ["requirements-lighthouse.lock"] else "")
-    if any("dev" in lock for lock in locks):
-        wanted += requirements(text, "dev")
+    wanted = dict.fromkeys(one for lock in locks for one in requirements(text, EXTRAS[lock]))
     missing = [said for name, bounds in wanted if (said := lacks(name, bounds))]
     if missing:
         print(

@@ -200,6 +200,26 @@ def test_bad_input_is_told_before_torch_is_imported(arguments: list[str], env: d
     assert "| torch\n" not in ran.stderr and ran.stdout == ""
 
 
+def test_the_ranks_of_torchrun(tmp_path: Path):
+    """srun's are in test_slurm.py."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        CHECK,
+        *SMALL,
+        "--folder",
+        tmp_path,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "2 ranks on 1 host" in ran.stdout and "all is well" in ran.stdout, (
+        ran.stdout + ran.stderr
+    )
+
+
 def test_bad_init_methods_are_told():
     """By the rules of comm.init_method (tests/multiproc/test_init_methods.py)."""
     command = [sys.executable, CHECK, "--init_method", "tcp://nowhere"]

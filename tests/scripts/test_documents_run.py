@@ -58,6 +58,21 @@ ELSEWHERE = {
     "export TORCHFT_LIGHTHOUSE": ("tests/scripts/test_bad_groups.py", "TORCHFT_LIGHTHOUSE"),
     "REPLICA_GROUP_ID=0": ("tests/scripts/test_bad_groups.py", "REPLICA_GROUP_ID"),
     "./scripts/run_train.sh configs/relu2.toml": ("tests/scripts/test_add_a_model.py", "configs/relu2.toml"),
+    "sbatch ": ("tests/scripts/test_slurm.py", "train.sbatch"),
+    "kubectl create": ("tests/scripts/test_kubernetes.py", "pharos-token"),
+    "kubectl apply": ("tests/scripts/test_kubernetes.py", "jobset.yaml"),
+    "torchx run --scheduler local_cwd scripts/torchx_component.py:lighthouse": (
+        "tests/scripts/test_torchx.py",
+        "lighthouse",
+    ),
+    "torchx run --scheduler local_cwd scripts/torchx_component.py:groups": ("tests/scripts/test_torchx.py", "groups"),
+    "NPROC=4 python scripts/check_cluster.py": ("tests/scripts/test_check_cluster.py", '"NPROC"'),
+    "NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python": (
+        "tests/scripts/test_check_cluster.py",
+        '"NODE_RANK"',
+    ),
+    "torchrun --nnodes 2": ("tests/scripts/test_check_cluster.py", "torch.distributed.run"),
+    "srun python scripts/check_cluster.py": ("tests/scripts/test_slurm.py", "srun"),
     "make drill": ("tests/e2e/test_drill.py", "drill.py"),
     "make e2e": ("tests/e2e/test_drill.py", "PHAROS_E2E"),
     "python proofs/drill.py": ("tests/e2e/test_drill.py", "drill.py"),
@@ -96,6 +111,12 @@ def test_the_commands_of_the_pages_work(tmp_path: Path):
             )
             assert ran.returncode == 0, f"{page}: {command}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
     assert any("run_replicas" in command for command in done) and any("--explain" in command for command in done)
+
+
+def test_no_page_has_commands_that_are_not_looked_at():
+    """In a block of another name they would be run by nobody."""
+    names = {name for page in PAGES for name in re.findall(r"^```(\w+)", (ROOT / page).read_text(), re.MULTILINE)}
+    assert names == {"sh", "python", "toml"}
 
 
 @pytest.mark.parametrize("command", ELSEWHERE)

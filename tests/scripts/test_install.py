@@ -121,7 +121,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     for tool in TOOLS:
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or pytest.skip(f"no {tool} here"))
     shutil.copytree(ROOT / "scripts", made.repository / "scripts", dirs_exist_ok=True)
-    for name in ("pyproject.toml", "requirements.lock", "requirements-dev.lock"):
+    for name in ("pyproject.toml", "requirements.lock", "requirements-dev.lock", "requirements-lighthouse.lock"):
         shutil.copy(ROOT / name, made.repository)
     (made.repository / "job.toml").touch()
     yield made
@@ -169,6 +169,53 @@ def test_tests_install_both_lock_files_and_pass_arguments_on(machine: Machine):
     assert machine.run("tests/unit", "-k", "loss", script="run_tests.sh")[0] == 0
     assert any("requirements.lock" in call and "requirements-dev.lock" in call for call in machine.calls())
     assert machine.calls()[-1] == "-m pytest tests/unit -k loss"
+
+
+def test_groups_of_one_machine_bring_their_lighthouse_and_leave_what_is_there(machine: Machine):
+    """After a training start and the tests, in the same environment; and then nobody installs any more."""
+    machine.has("python3.12")
+    for script in ("run_train.sh", "run_tests.sh"):
+        assert machine.run(script=script)[0] == 0
+    (machine.folder / "calls").unlink()
+    assert machine.run("job.toml", "--groups", "2", script="run_replicas.sh")[0] == 0
+    [installs] = [call for call in machine.calls() if "-r " in call]
+    assert "requirements.lock" in installs and "requirements-lighthouse.lock" in installs
+    assert machine.calls()[-1].endswith("scripts/replicas.py job.toml --groups 2")
+    assert not any("-m venv" in call for call in machine.calls())
+    (machine.folder / "calls").unlink()
+    for script in ("run_replicas.sh", "run_tests.sh", "run_train.sh"):
+        assert machine.run("job.toml", "--groups", "2", script=script)[0] == 0
+    assert len(machine.calls()) == 3, "nothing but what was to run"
+
+
+def test_a_job_of_slurm_installs_before_its_groups_start(machine: Machine):
+    machine.has("python3.12")
+    job = {"PHAROS_ROOT": str(machine.repository), "SLURM_JOB_ID": "7"}
+    assert machine.run(script="slurm/train.sbatch", **job)[0] == 0
+    [installs] = [call for call in machine.calls() if "-r " in call]
+    assert "requirements.lock" in installs and "requirements-lighthouse.lock" in installs
+    assert machine.calls()[-1].endswith("scripts/slurm/groups.py job.toml")
+    job["SLURM_JOB_ID"] = ""
+    assert_one_line(
+        machine.run(script="slurm/train.sbatch", **job), 2, "this is a job's script: sbatch --nodes 2 scripts/slurm/"
+    )
+
+
+def test_what_the_tests_need_is_installed_again_when_it_has_changed(machine: Machine):
+    machine.has("python3.12")
+    assert machine.run(script="run_tests.sh")[0] == 0
+    with (machine.repository / "requirements-dev.lock").open("a") as lock:
+        lock.write("added==1\n")
+    assert machine.run(script="run_replicas.sh")[0] == 0
+    (machine.folder / "calls").unlink()
+    assert machine.run(script="run_tests.sh")[0] == 0
+    assert any("requirements-dev.lock" in call for call in machine.calls())
+
+
+def test_groups_without_installing_say_that_the_lighthouse_lacks_something(machine: Machine):
+    machine.has("mine")
+    result = machine.run("job.toml", "--groups=2", script="run_replicas.sh", PHAROS_NO_INSTALL="1", PYTHON="mine")
+    assert_one_line(result, 2, "aiohttp>=3.11, prometheus-client>=0.21;")
 
 
 # which Python

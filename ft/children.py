@@ -1,0 +1,25 @@
+"""Processes that a rank starts for itself, and the signals that are not for them. Standard library alone; training/ takes it, too."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WISHES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextmanager
+def unsignalled() -> Iterator[None]:
+    """Processes that this thread starts inside, and theirs, never receive what a rank is asked by: SIGTERM, SIGINT, SIGUSR1.
+
+    A terminal and a scheduler send these to every process of a job (Slurm's proctrack/linuxproc to those in sessions of their own, too).
+    The rank answers, by saving; a child that died of it meanwhile would be the end of what is to be saved. Blocked and not ignored: a
+    blocked signal stays blocked across fork and exec, so there is no moment at which the child is not safe. Such a child is ended by
+    whatever it waits at (a pipe, a socket), by the death of its parent, or by SIGKILL.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,257 @@
+"""Llama as Hugging Face publishes it: the names and the order of rows in its files, and config.json, to ours and back.
+
+Flow: scripts/hf.py -> scripts/interchange/ (files) -> this. No file is touched here; a fork that changes models/llama.py changes
+what is refused here.
+
+Rotary positions turn pairs of features. Ours are neighbours, (2i, 2i + 1), as in Meta's own files; theirs are (i, i + D/2). So the
+rows of each head of the query and key projections stand in another order in their files, and nothing else differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from models.llama import Config
+
+ARCHITECTURE = "LlamaForCausalLM"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DERIVED = ".self_attn.rotary_emb.inv_freq"  # in files of 2023: frequencies, which rope_theta gives
+
+_LAYER = {  # ours -> theirs, in each layer
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter under both names. `heads`: how many heads the rows of a query or key projection are; 0 for all others."""
+
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+    heads: int = 0
+
+    def to_theirs(self, weight: Tensor) -> Tensor:
+        """The same values with the rows in their order: each head's even ones, then its odd ones."""
+        if not self.heads:
+            return weight
+        return weight.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # [H, D/2, 2, C] -> [H * D, C]
+
+    def to_ours(self, weight: Tensor) -> Tensor:
+        """The inverse of `to_theirs`."""
+        if not self.heads:
+            return weight
+        return weight.unflatten(0, (self.heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # [H, 2, D/2, C] -> [H * D, C]
+
+
+def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
+    """Every parameter of the model, in the order of the forward. `tied`: their files hold one matrix for both ends."""
+    dim, kv_dim = config.dim, config.dim // config.n_heads * config.n_kv_heads
+    shapes = {
+        "attention.wq": (dim, dim),
+        "attention.wk": (kv_dim, dim),
+        "attention.wv": (kv_dim, dim),
+        "attention.wo": (dim, dim),
+        "feed_forward.w1": (config.hidden_dim, dim),
+        "feed_forward.w3": (config.hidden_dim, dim),
+        "feed_forward.w2": (dim, config.hidden_dim),
+    }
+    heads = {"attention.wq": config.n_heads, "attention.wk": config.n_kv_heads}
+    yield Entry("tok_embeddings.weight", EMBEDDING, (vocab_size, dim))
+    for layer in range(config.n_layers):
+        for ours, theirs in _LAYER.items():
+            names = f"layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
+            yield Entry(*names, shapes.get(ours, (dim,)), heads.get(ours, 0))
+    yield Entry("norm.weight", "model.norm.weight", (dim,))
+    yield Entry("output.weight", EMBEDDING if tied else HEAD, (vocab_size, dim))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a config.json says."""
+
+    config: Config  # [model]; its tokenizer_path is still to be set
+    tied: bool
+    dtype: str  # "bfloat16", ...; "": it does not say
+    max_positions: int  # 0: it does not say
+    unknown: tuple[str, ...]  # keys that are known neither here nor to transformers' Llama
+
+
+def read_config(body: Mapping[str, Any]) -> Published:
+    """config.json's settings as ours. Raises ValueError ("key = value: ...") for what this model cannot express: nothing that would
+    change a logit is left out in silence."""
+    _check_architecture(body)
+    for key, (allowed, cause) in _NEUTRAL.items():
+        if key in body and body[key] not in allowed:
+            raise ValueError(f"{_said(key, body[key])}: {cause}; what can be read: {_shown(allowed[0])}")
+    dim, heads = _number(body, "hidden_size"), _number(body, "num_attention_heads")
+    if dim % heads:
+        raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {dim}")
+    head_dim = _number(body, "head_dim", dim // heads)
+    if head_dim * heads != dim:
+        raise ValueError(
+            f"head_dim = {head_dim}: here a head has hidden_size / num_attention_heads = {dim} / {heads} = {dim // heads} features"
+        )
+    config = Config(
+        name="llama",
+        vocab_size=_number(body, "vocab_size"),
+        dim=dim,
+        n_layers=_number(body, "num_hidden_layers"),
+        n_heads=heads,
+        n_kv_heads=_number(body, "num_key_value_heads", heads),
+        hidden_dim=_number(body, "intermediate_size"),
+        norm_eps=_number(body, "rms_norm_eps", 1e-6),
+        **_rope(body),
+    )
+    tied = body.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ValueError(f"{_said('tie_word_embeddings', tied)}: must be true or false")
+    dtype = str(body.get("dtype") or body.get("torch_dtype") or "").removeprefix("torch.")
+    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value not in (None, False))
+    return Published(config, tied, dtype, _number(body, "max_position_embeddings", 0), tuple(unknown))
+
+
+def write_config(
+    config: Config, *, vocab_size: int, tied: bool, dtype: str, max_positions: int, special: Mapping[str, int]
+) -> dict[str, Any]:
+    """config.json for these settings, in the keys that every transformers from 4.43 on reads. `special`: bos_token_id and so on."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": config.rope_scaling,
+        "low_freq_factor": config.rope_low_freq,
+        "high_freq_factor": config.rope_high_freq,
+        "original_max_position_embeddings": config.rope_original_seq_len,
+    }
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.dim // config.n_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling if config.rope_scaling > 1 else None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        **special,
+    }
+
+
+# What would compute something else here: the values with which it does not, and why.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
+    "attention_bias": ((False, None), "projections here have no bias"),
+    "mlp_bias": ((False, None), "projections here have no bias"),
+    "attention_dropout": ((0, None), "there is no dropout here"),
+    "partial_rotary_factor": ((1, None), "here all features of a head are turned"),
+    "rope_interleaved": ((False, None), "transformers' Llama pairs a feature with the one half a head away"),
+    "sliding_window": ((None, False), "attention here sees all that is before"),
+    "use_sliding_window": ((False, None), "attention here sees all that is before"),
+    "quantization_config": ((None,), "quantised weights are not read; save the model without quantisation first"),
+    "auto_map": ((None, {}), "the model brings code of its own, which is not run"),
+    "add_cross_attention": ((False, None), "there is no encoder here"),
+    "is_encoder_decoder": ((False, None), "there is no encoder here"),
+}
+# What changes no logit: who made it and how it was trained, how text is drawn, how it is computed.
+_KNOWN = frozenset(_NEUTRAL) | {
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "tie_word_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "initializer_range",
+    "use_cache", "pretraining_tp", "transformers_version", "_name_or_path", "_attn_implementation_autoset", "_commit_hash",
+}  # fmt: skip
+_LLAMA3 = {
+    "factor": "rope_scaling",
+    "low_freq_factor": "rope_low_freq",
+    "high_freq_factor": "rope_high_freq",
+    "original_max_position_embeddings": "rope_original_seq_len",
+}
+
+
+def _check_architecture(body: Mapping[str, Any]) -> None:
+    kind, architectures = body.get("model_type"), body.get("architectures")
+    if kind != "llama":
+        raise ValueError(f'{_said("model_type", kind)}: another architecture; what can be read: "llama"')
+    if architectures not in (None, [ARCHITECTURE]):
+        raise ValueError(f'{_said("architectures", architectures)}: another head; what can be read: ["{ARCHITECTURE}"]')
+
+
+def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings, from `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+    given: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        table = body.get(key) or {}
+        if not isinstance(table, dict):
+            raise ValueError(f"{_said(key, table)}: must be a table, or null")
+        for name, value in table.items():
+            name = "rope_type" if name == "type" else name
+            if given.setdefault(name, value) != value:
+                raise ValueError(f"{key}.{name} = {_shown(value)}: elsewhere in the file it is {_shown(given[name])}")
+    theta = _number(body, "rope_theta", 10_000.0)
+    if "rope_theta" in given:
+        inner = _number(given, "rope_theta")
+        if "rope_theta" in body and inner != theta:
+            raise ValueError(f"rope_parameters.rope_theta = {inner}: elsewhere in the file it is {theta}")
+        theta = inner
+    kind = given.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise ValueError(
+            f'rope_scaling.rope_type = {_shown(kind)}: a way to stretch positions that is not known here; what can be read: "llama3", '
+            "or none"
+        )
+    wanted = _LLAMA3 if kind == "llama3" else {}
+    if given.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"rope_parameters.partial_rotary_factor = {given['partial_rotary_factor']}: must be 1")
+    others = sorted(given.keys() - wanted.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"})
+    if others:
+        raise ValueError(f'rope_scaling.{_said(others[0], given[others[0]])}: has no meaning with rope_type = "{kind}"')
+    kinds: dict[str, type] = {"original_max_position_embeddings": int}
+    found = {ours: _number(given, theirs, kind=kinds.get(theirs, float)) for theirs, ours in wanted.items()}
+    if found.get("rope_scaling", 1) < 1:
+        raise ValueError(f"rope_scaling.factor = {found['rope_scaling']}: must be at least 1")
+    return {"rope_theta": float(theta), **found}
+
+
+def _number(body: Mapping[str, Any], key: str, default: Any = None, *, kind: type | None = None) -> Any:
+    """A positive number: an integer where the default is one, or is missing. Null is as good as absent."""
+    value = body.get(key)
+    if value is None:
+        if default is None:
+            raise ValueError(f"{key}: missing")
+        return default
+    kind = kind or (float if isinstance(default, float) or key == "rope_theta" else int)
+    legal = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, legal) or not 0 < value < float("inf"):
+        raise ValueError(f"{_said(key, value)}: must be a positive {'number' if kind is float else 'integer'}")
+    return kind(value)
+
+
+def _said(key: str, value: Any) -> str:
+    return f"{key} = {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    """As JSON writes it, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Hugging Face's Llama weights to our checkpoints and back, in the memory of one tensor.
+
+    python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--dtype float32|bfloat16|float16]
+    python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16]
+
+Import writes OUT/config.toml, with which ./scripts/run_train.sh begins from the weights, and prints its [model]; export writes a folder
+for transformers.AutoModelForCausalLM. Nothing is fetched, only safetensors are read and written, and OUT appears at the end, whole.
+Exit code: 0 written; 2 bad input, found before anything is written; 1 the rest: no room on the disk, or interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [
+    str(ROOT),
+    *(folder for folder in sys.path if folder != str(ROOT / "scripts")),
+]  # run by path from any folder
+
+from training.extras import need  # noqa: E402 (our packages first)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half written is removed
+    try:
+        need("safetensors", extra="hf", setting=f"hf.py {options.command}")
+    except ValueError as error:
+        return fail(error, 2)
+    from training.checkpoint_files import CheckpointFailed, Damaged  # torch only now: the line above takes no seconds
+    from training.log import Log
+
+    try:
+        if options.command == "import":
+            from scripts.interchange.hf_import import import_folder
+
+            import_folder(options.source, options.out, config_file=options.config, dtype=options.dtype, log=Log())
+        else:
+            from scripts.interchange.hf_export import export_run
+
+            export_run(
+                options.source,
+                options.out,
+                step=options.step,
+                shard_bytes=int(options.shard_gb * 1e9),
+                dtype=options.dtype,
+                max_positions=options.max_positions,
+                log=Log(),
+            )
+    except (ValueError, Damaged) as error:
+        return fail(error, 2)
+    except (CheckpointFailed, OSError) as error:
+        return fail(error, 1)
+    except KeyboardInterrupt:
+        return fail(f"interrupted; {options.out} is not written", 1)
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    described = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="hf.py",
+        description=described[0],
+        epilog=described[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    importing = commands.add_parser("import", help="safetensors and config.json -> a checkpoint to begin with")
+    importing.add_argument("source", metavar="HF_DIR", type=Path, help="folder with config.json and *.safetensors")
+    importing.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    importing.add_argument(
+        "--config",
+        type=Path,
+        default=ROOT / "configs" / "llama.toml",
+        help="settings of OUT/config.toml but for [model]; default: configs/llama.toml",
+    )
+    importing.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="", help="convert; default: as it is"
+    )
+
+    exporting = commands.add_parser("export", help="a run's checkpoint -> safetensors and config.json")
+    exporting.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="outputs/llama, or .../checkpoint/step-N"
+    )
+    exporting.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest that is whole")
+    exporting.add_argument("--shard-gb", type=positive, default=5.0, help="largest file, 10^9 bytes; default: 5")
+    exporting.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="", help="convert; default: as it was saved"
+    )
+    exporting.add_argument(
+        "--max-positions",
+        type=count,
+        default=0,
+        help="max_position_embeddings in config.json; default: training.seq_len",
+    )
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def fail(message: object, code: int) -> int:
+    print(f"hf: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The parts of scripts/hf.py: published weights to checkpoints and back."""

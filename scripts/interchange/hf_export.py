@@ -1,0 +1,193 @@
+"""A run, or one checkpoint of it -> a folder that transformers and what follows its format load: safetensors, config.json, tokenizer.
+
+Flow: scripts/hf.py -> this: the checkpoint is compared with its digests and with the run's settings, then written one tensor at a time
+into OUT.partial, which becomes OUT at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.load import load
+from configs.saved import FILE_NAME
+from models import llama, llama_hf
+from models.llama_hf import Entry
+from scripts.generate import checkpoint_of
+from scripts.interchange import byte_tokenizer
+from scripts.interchange.carried import GENERATION, TOKENIZER, of_tokenizer
+from scripts.interchange.hf_import import FREQUENCIES
+from scripts.interchange.landing import copy, landing, put, refuse
+from scripts.interchange.weights import CODES, INDEX, Planned, index_json, raise_all, read_json, shards, write_file
+from scripts.make_seed_checkpoint import Progress, check_room
+from training.checkpoint_dcp import TensorByTensor
+from training.checkpoint_files import read_manifest, verify
+from training.log import Log
+from training.tokenizer import build_tokenizer
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose digests and sizes have been compared."""
+
+    path: Path
+    model: llama.Config
+    seq_len: int
+    entries: tuple[Entry, ...]  # untied
+    reader: TensorByTensor
+    dtype: torch.dtype
+
+    def read(self, entry: Entry) -> Tensor:
+        """As it was saved."""
+        return self.reader.read(f"model.{entry.ours}")
+
+
+def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
+    """Writes OUT. Raises ValueError or Damaged for what the user must change, OSError for what the machine cannot do; then there is no
+    OUT. `dtype` "": as it was saved; `max_positions` 0: training.seq_len."""
+    refuse(out)
+    log.info("export    %s is compared with its digests", run)
+    checkpoint = look_through(run, step=step, dtype=dtype)
+    beside, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
+    target = getattr(torch, dtype) if dtype else checkpoint.dtype
+    tied = _same_ends(checkpoint)
+    entries = {entry.theirs: entry for entry in checkpoint.entries if not (tied and entry.theirs == llama_hf.HEAD)}
+    parts = list(shards([Planned(entry.theirs, entry.shape, target) for entry in entries.values()], shard_bytes))
+    total_bytes = sum(tensor.size_bytes for _, tensors in parts for tensor in tensors)
+    check_room(out, total_bytes)
+    log.info(
+        "export    %s, %s of %.1f GB%s",
+        checkpoint.path,
+        str(target),
+        total_bytes / 1e9,
+        ", embeddings tied" if tied else "",
+    )
+    progress = Progress(total_bytes, log, what="export")
+
+    def make(name: str) -> Tensor:
+        entry = entries[name]
+        return entry.to_theirs(checkpoint.read(entry)).to(target)
+
+    with landing(out) as partial:
+        for part, tensors in parts:
+            write_file(partial / part, tensors, make, progress.add)
+        if len(parts) > 1:
+            put(partial / INDEX, index_json(parts))
+        put(partial / GENERATION, _json({"_from_model_config": True, **special}))
+        for file, name in beside:  # the model's own of these, where it has one
+            copy(file, partial / name)
+        for name, text in ({} if checkpoint.model.tokenizer_path else byte_tokenizer.files()).items():
+            put(partial / name, text)
+        body = llama_hf.write_config(
+            checkpoint.model,
+            vocab_size=checkpoint.entries[0].shape[0],
+            tied=tied,
+            dtype=str(target).removeprefix("torch."),
+            max_positions=max_positions or checkpoint.seq_len,
+            special=special,
+        )
+        put(partial / "config.json", _json(body))
+    log.info('%s is written: transformers.AutoModelForCausalLM.from_pretrained("%s")', out, out)
+
+
+def look_through(run: Path, *, step: int, dtype: str) -> Checkpoint:
+    """Every check that needs the checkpoint. Raises ValueError, Damaged."""
+    path, settings = _find(run, step)
+    config = load([str(settings)])
+    if config.model.name != "llama" or not isinstance(config.model, llama.Config):
+        raise ValueError(f'{settings}: model.name = "{config.model.name}": what can be published: "llama"')
+    path = path or checkpoint_of(run / config.checkpoint.folder, step, who="hf")
+    reader = TensorByTensor(path)
+    table = reader.tensors.get("model.tok_embeddings.weight")
+    vocab_size = config.model.vocab_size or (table.size[0] if table else 0)
+    entries = tuple(llama_hf.entries(config.model, vocab_size=vocab_size, tied=False))
+    _check_tensors(path, reader, entries, settings)
+    dtypes = {reader.tensors[f"model.{entry.ours}"].properties.dtype for entry in entries}
+    if not dtype and (len(dtypes) > 1 or str(next(iter(dtypes))).removeprefix("torch.") not in CODES):
+        raise ValueError(
+            f"{path}: holds {', '.join(sorted(map(str, dtypes)))}; --dtype bfloat16 or float32 makes one of them"
+        )
+    _check_rotation(path, reader, config.model, settings)
+    return Checkpoint(path, config.model, config.training.seq_len, entries, reader, dtypes.pop())
+
+
+def _tokenizer(path: str, out: Path, log: Log) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
+    """(files to copy and their names, bos_token_id and so on). Raises ValueError for a file that cannot be used."""
+    beside = list(of_tokenizer(path)) if path else []
+    special: dict[str, Any] = {}
+    if not path or any(name == TOKENIZER for _, name in beside):
+        tokenizer = build_tokenizer(path)
+        special = {
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+        }  # around each document it was trained on
+    else:
+        log.warning('model.tokenizer_path = "%s": there is no such file, so %s has no %s', path, out, TOKENIZER)
+    drawing = next((read_json(file) for file, name in beside if name == GENERATION), {})
+    return beside, {**special, **{name: drawing[name] for name in _IDS if drawing.get(name) is not None}}
+
+
+def _find(run: Path, step: int) -> tuple[Path | None, Path]:
+    """(the checkpoint, whole, if `run` is one; the run's settings)."""
+    if not (run / ".metadata").is_file():
+        if not (run / FILE_NAME).is_file():
+            raise ValueError(
+                f"{run}: neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
+            )
+        return None, run / FILE_NAME
+    if step >= 0:
+        raise ValueError(f"--step {step}: {run} is one checkpoint; name the run's folder")
+    above = run.absolute().parents[:3]  # checkpoint.folder, which may be one in another, and the run's
+    settings = next((folder / FILE_NAME for folder in above if (folder / FILE_NAME).is_file()), None)
+    if settings is None:
+        raise ValueError(f"{run}: in no folder just above is a {FILE_NAME}, which would say what model this is")
+    verify(run, read_manifest(run))
+    return run, settings
+
+
+def _check_tensors(path: Path, reader: TensorByTensor, entries: tuple[Entry, ...], settings: Path) -> None:
+    problems = []
+    for entry in entries:
+        saved = reader.tensors.get(f"model.{entry.ours}")
+        if saved is None:
+            problems.append(f"{path}: {entry.ours}: missing; expected {list(entry.shape)}")
+        elif tuple(saved.size) != entry.shape:
+            problems.append(
+                f"{path}: {entry.ours}: shape {list(saved.size)}, expected {list(entry.shape)} by {settings}"
+            )
+    known = {f"model.{entry.ours}" for entry in entries} | {f"model.{FREQUENCIES}"}
+    others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
+    raise_all(
+        problems + [f"{path}: {name.removeprefix('model.')}: no part of the model of {settings}" for name in others]
+    )
+
+
+def _check_rotation(path: Path, reader: TensorByTensor, model: llama.Config, settings: Path) -> None:
+    """The positions that the weights were trained with are those that config.json will describe."""
+    if f"model.{FREQUENCIES}" not in reader.tensors:
+        return
+    saved = reader.read(f"model.{FREQUENCIES}")
+    tolerance = 1e-5 if saved.dtype == torch.float32 else 1e-2  # it is rounded where weights are saved alone in 16 bits
+    if not torch.allclose(saved.float(), llama.rotary_table(model, len(saved)), rtol=0, atol=tolerance):
+        raise ValueError(
+            f"{path}: {FREQUENCIES}: other rotations than {settings} gives by model.rope_*: trained with other settings"
+        )
+
+
+def _same_ends(checkpoint: Checkpoint) -> bool:
+    """Embedding and output are the same bits. By digests: both at once would be twice the largest tensor."""
+    ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
+    digests = {hashlib.sha256(checkpoint.read(entry).view(torch.uint8).numpy().data).digest() for entry in ends}
+    return len(digests) == 1
+
+
+def _json(body: dict[str, Any]) -> str:
+    return json.dumps(body, indent=2) + "\n"

@@ -1,0 +1,211 @@
+"""A folder of published Llama weights -> a checkpoint that a run begins with, its settings, and its tokenizer.
+
+Flow: scripts/hf.py -> this: all that can be wrong is found first, then one tensor after the other is written into OUT.partial, which
+becomes OUT at the end.
+
+    OUT/config.toml          settings: [model] by config.json, the rest by --config, checkpoint.initial_load_path
+    OUT/checkpoint/step-0/   the weights, as scripts/make_seed_checkpoint.py writes them
+    OUT/tokenizer/           the tokenizer's files, where there are any
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from configs.check import check_settings
+from configs.load import load
+from configs.saved import to_toml
+from configs.schema import Config
+from configs.values import to_text
+from models import llama, llama_hf
+from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
+from scripts.interchange.carried import TOKENIZER, carried, carry
+from scripts.interchange.landing import landing, put, refuse
+from scripts.interchange.weights import CODES, Weights, read_json
+from scripts.make_seed_checkpoint import Progress, check_room, for_any_machine
+from training import checkpoint_dcp, checkpoint_files
+from training.checkpoint_files import CheckpointFailed, Manifest, step_folder
+from training.checkpoint_streamed import Streamed
+from training.log import Log
+from training.tokenizer import build_tokenizer
+
+FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
+
+
+@dataclass(frozen=True)
+class Source:
+    """Published weights that have been looked through."""
+
+    folder: Path
+    published: Published
+    entries: tuple[Entry, ...]
+    weights: Weights
+    dtype: torch.dtype  # of the checkpoint
+
+
+def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log: Log) -> None:
+    """Writes OUT. Raises ValueError for what the user must change, OSError or CheckpointFailed for what the machine cannot do; then
+    there is no OUT. `dtype` "": as the files have it."""
+    refuse(out)
+    source = look_through(folder, dtype=dtype)
+    config = settings(source, out, config_file)
+    tell(source, out, log)
+    tensors = without_values(source, config)
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    check_room(out, total_bytes)
+    progress = Progress(total_bytes, log, what="import")
+    with landing(out) as partial:
+        if files := carried(folder):
+            carry(files, partial / "tokenizer")
+        streamed = Streamed(maker(source, config), written=progress.add)
+        write_seed(partial / config.checkpoint.folder, tensors, streamed)
+        put(partial / "config.toml", to_toml(config))
+    report(config, source.published.max_positions, out, log)
+
+
+def look_through(folder: Path, *, dtype: str) -> Source:
+    """Every check that needs the files. Raises ValueError, which names the file and what is wrong in it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; it should hold config.json and *.safetensors (nothing is fetched)")
+    config_json = folder / "config.json"
+    body = read_json(config_json)
+    try:
+        published = llama_hf.read_config(body)
+        published.config.check()
+    except ValueError as error:
+        raise ValueError(f"{config_json}: {error}") from None
+    if published.dtype and published.dtype not in CODES and not dtype:
+        raise ValueError(
+            f'{config_json}: dtype = "{published.dtype}": must be one of {", ".join(CODES)}; --dtype converts'
+        )
+    vocab_size = published.config.vocab_size
+    entries = tuple(llama_hf.entries(published.config, vocab_size=vocab_size, tied=published.tied))
+    weights = Weights(folder)
+    wanted = {entry.theirs: entry.shape for entry in entries}
+    if published.tied and HEAD in weights.found:
+        wanted[HEAD] = wanted[EMBEDDING]
+    code = "" if dtype else CODES.get(published.dtype, "") or _usual(weights)
+    layers = f"{published.config.n_layers} layer{'s' * (published.config.n_layers > 1)}"
+    weights.check(wanted, code=code, ignore=DERIVED, architecture=f"{ARCHITECTURE} of {layers}")
+    _check_tied(published, weights)
+    _check_tokenizer(folder, vocab_size)
+    stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
+    return Source(folder, published, entries, weights, getattr(torch, dtype or stored))
+
+
+def settings(source: Source, out: Path, config_file: Path) -> Config:
+    """Those of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
+    base = load([str(config_file)])
+    name = out.name
+    if (Path(base.job.dump_folder) / name).absolute() == out.absolute():
+        name += "-run"  # a run does not begin in the folder of what it begins with
+    checkpoint = replace(
+        base.checkpoint,
+        initial_load_path=str(step_folder(out / base.checkpoint.folder, 0)),
+        exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that another training.seq_len may be chosen
+        create_seed_checkpoint=False,  # OUT is one
+    )
+    model = replace(source.published.config, tokenizer_path=str(out / "tokenizer"))
+    config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
+    check_settings(for_any_machine(config), world_size=1)
+    return config
+
+
+def without_values(source: Source, config: Config) -> dict[str, Tensor]:
+    """What the checkpoint will hold, on the meta device: names, sizes and dtypes. Of the model itself nothing is built, as torch would
+    load its compiler to initialise even that."""
+    assert isinstance(config.model, llama.Config)
+    tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
+    head_dim = config.model.dim // config.model.n_heads
+    return {**tensors, FREQUENCIES: torch.empty(config.training.seq_len, head_dim // 2, 2, device="meta")}
+
+
+def maker(source: Source, config: Config) -> Callable[[str], Tensor]:
+    """What gives the values of "model.NAME", one at a time."""
+    entries = {entry.ours: entry for entry in source.entries}
+
+    def make(name: str) -> Tensor:
+        name = name.removeprefix("model.")
+        if name == FREQUENCIES:
+            return llama.rotary_table(source.published.config, config.training.seq_len)
+        entry = entries[name]
+        return entry.to_ours(source.weights.read(entry.theirs)).to(source.dtype)
+
+    return make
+
+
+def write_seed(folder: Path, tensors: dict[str, Tensor], streamed: Streamed) -> None:
+    """Step 0: the weights alone. Raises OSError or CheckpointFailed."""
+    partial = checkpoint_files.begin(folder, 0)
+    try:
+        records = checkpoint_dcp.write({"model": tensors}, partial, group=None, planner=streamed)
+    except checkpoint_dcp.OtherRankFailed as failure:
+        raise CheckpointFailed(f"{partial}: not written: {failure}") from None
+    manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
+    checkpoint_files.publish(folder, manifest)
+
+
+def tell(source: Source, out: Path, log: Log) -> None:
+    """What is read, and all of it that is not taken as it is."""
+    published = source.published
+    count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
+    log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))
+    if published.tied:
+        log.info("import    tied embeddings: the output gets a copy of them; in training the two go apart")
+    if any(name.endswith(DERIVED) for name in source.weights.found):
+        log.info("import    *%s is not read: it follows from rope_theta", DERIVED)
+    if published.unknown:
+        names = ", ".join(published.unknown)
+        log.warning(
+            "%s: not known to a Llama, here or in transformers, and not used: %s", source.folder / "config.json", names
+        )
+    if not (source.folder / TOKENIZER).is_file():
+        log.warning(
+            "%s: no %s: set model.tokenizer_path in %s before it is used", source.folder, TOKENIZER, out / "config.toml"
+        )
+
+
+def report(config: Config, max_positions: int, out: Path, log: Log) -> None:
+    """[model], and how to go on."""
+    keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
+    log.info("%s is written; these settings fit it:\n\n%s\n", out, "\n".join(["[model]", *keys]))
+    log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
+    log.info("text      python scripts/generate.py %s --prompt ...", out)
+    if max_positions > config.training.seq_len:
+        log.info(
+            "back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", max_positions
+        )
+
+
+def _usual(weights: Weights) -> str:
+    """The dtype that most tensors have, where config.json does not say."""
+    return Counter(found.code for found in weights.found.values()).most_common(1)[0][0]
+
+
+def _check_tied(published: Published, weights: Weights) -> None:
+    if not published.tied or HEAD not in weights.found:
+        return
+    if not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
+        raise ValueError(
+            f"{weights.found[HEAD].file}: {HEAD}: other values than {EMBEDDING}, expected the same, as config.json says "
+            "tie_word_embeddings = true"
+        )
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    if not (folder / TOKENIZER).is_file():
+        return
+    try:
+        known = build_tokenizer(str(folder)).vocab_size
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{folder}": ')) from None
+    if known > vocab_size:
+        raise ValueError(
+            f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
+        )

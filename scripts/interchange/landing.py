@@ -1,0 +1,91 @@
+"""A folder that appears whole or not at all.
+
+Flow: hf_import.py and hf_export.py fill one. Until the last line it is called OUT.partial, which no program takes for what OUT will be.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def landing(out: Path) -> Iterator[Path]:
+    """An empty folder to fill; it becomes `out` when the block ends well, and is removed when it does not.
+
+    What a killed process left of one is cleared away. Raises ValueError if `out` is there, or another process is filling it.
+    The files must be on the disk when the block ends: `put` and `copy` see to that.
+    """
+    refuse(out)
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            raise ValueError(f"{out}: another process is writing it; wait for it, or name another folder") from None
+        except OSError:  # a file system without locks: better an unguarded folder than none
+            pass
+        refuse(out)  # the other process may have ended in between
+        try:
+            _clear(partial)
+            yield partial
+            for folder, _, _ in os.walk(partial, topdown=False):
+                sync(Path(folder))
+            refuse(out)
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+    sync(out.absolute().parent)
+
+
+def refuse(out: Path) -> None:
+    """Raises ValueError if there is anything by that name, or the name says nothing."""
+    if not out.name or out.name == "..":
+        raise ValueError(f"{out}: must be the name of a folder that is not there yet")
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: is there already; remove it, or name another folder")
+    for parent in out.absolute().parents:
+        if parent.exists():
+            if not parent.is_dir():
+                raise ValueError(f"{out}: {parent} is a file, not a folder")
+            return
+
+
+def put(path: Path, text: str) -> None:
+    """Writes a file that is on the disk when this returns. Raises OSError."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def copy(source: Path, target: Path) -> None:
+    """The content of a file, on the disk when this returns. Raises OSError."""
+    shutil.copyfile(source, target)
+    sync(target)
+
+
+def sync(path: Path) -> None:
+    """What was written to the file, or the names in the folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,235 @@
+"""Weights in safetensors files: found and checked before they are read, read and written one tensor at a time.
+
+Flow: hf_import.py -> Weights -> make(name); hf_export.py -> shards -> write_file. The format (safetensors): 8 bytes, the header's length,
+little-endian; the header in JSON, {name: {"dtype", "shape", "data_offsets": [begin, end]}}; the values, row by row, back to back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what can be read and written
+_WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """One tensor of a file, by its header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.code} {list(self.shape)}"
+
+
+class Weights:
+    """The tensors of a folder. Headers are read at once, values when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError for a folder without weights, a file that is not whole, and an index that does not fit its files."""
+        self.listed, where = _list(folder)
+        self.found: dict[str, Found] = {}
+        for file in sorted({folder / name for name in where.values()} if where else {folder / SINGLE}):
+            self._add(file, {name for name, at in where.items() if folder / at == file} if where else None)
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, code: str, ignore: str, architecture: str) -> list[str]:
+        """Raises ValueError unless these tensors are there with these shapes, all of the dtype `code` ("": of any that can be read), and
+        no others but those whose name ends with `ignore`, which are returned."""
+        problems = []
+        for name, shape in wanted.items():
+            found = self.found.get(name)
+            if found is None:
+                problems.append(f"{self.listed}: {name}: missing; expected {code or 'values'} {list(shape)}")
+            elif found.shape != shape:
+                problems.append(
+                    f"{found.file}: {name}: shape {list(found.shape)}, expected {list(shape)} by config.json"
+                )
+            elif found.code not in ([code] if code else CODES.values()):
+                expected = code or f"one of {', '.join(CODES.values())}"
+                problems.append(f"{found.file}: {name}: dtype {found.code}, expected {expected}")
+        others = [name for name in self.found if name not in wanted and not name.endswith(ignore)]
+        problems += [
+            f"{self.found[name].file}: {name}: {self.found[name]}, which {architecture} does not have"
+            for name in others
+        ]
+        raise_all(problems)
+        return [name for name in self.found if name not in wanted]
+
+    def read(self, name: str) -> Tensor:
+        """The values, mapped from the file: they take memory as they are looked at, and give it back when the tensor goes."""
+        with safe_open(self.found[name].file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        # torch.save writes the storage, and whether that is the tensor's own or the whole file's is the package's business.
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    def _add(self, file: Path, expected: set[str] | None) -> None:
+        """The tensors of a file; `expected`: those that the index says are in it."""
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no mapping)
+                    part = opened.get_slice(name)
+                    self.found[name] = Found(file, tuple(part.get_shape()), part.get_dtype())
+                names = set(opened.keys())
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file}: not a whole safetensors file: {' '.join(str(error).split())}; {_diagnosis(file)}"
+            ) from None
+        except FileNotFoundError:
+            raise ValueError(f"{file}: missing; {self.listed} names it") from None
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read: {error}") from None
+        if expected is None:
+            return
+        raise_all(
+            [f"{file}: {name}: missing; {INDEX} says that it is in there" for name in sorted(expected - names)]
+            + [
+                f"{file}: {name}: {self.found[name]}, of which {INDEX} does not say that it is in there"
+                for name in sorted(names - expected)
+            ]
+        )
+
+
+def _list(folder: Path) -> tuple[Path, dict[str, str]]:
+    """What lists the tensors, and of an index the file of each. Raises ValueError."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists() and index.exists():
+        raise ValueError(f"{folder}: holds {SINGLE} and {INDEX}: two sets of weights; remove one")
+    if single.exists():
+        return single, {}
+    if not index.exists():
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        hint = (
+            f"; {pickles[0]} is a pickle, which may run code and is not read: save it as safetensors" if pickles else ""
+        )
+        raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}{hint}")
+    body = read_json(index)
+    where = body.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ValueError(f"{index}: has no weight_map, the file of each tensor")
+    for name, file in where.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: {name}: {file!r}: must be the name of a file in {folder}")
+    return index, where
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError if the file is missing, or does not hold a table."""
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"{path}: must hold a table, {{...}}")
+    return body
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """One ValueError for all of them, the first few told."""
+    if problems:
+        more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+        raise ValueError("; ".join(problems[:_MOST_SHOWN]) + more)
+
+
+def _diagnosis(file: Path) -> str:
+    """What the package does not say of a file that it refuses: which tensor, and how many bytes there are and should be."""
+    size_bytes = file.stat().st_size
+    said = f"it has {size_bytes:,} bytes"
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length < size_bytes else {}
+        ends = [0]
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            needed = math.prod(shape) * _WIDTHS.get(code, 0)
+            if code in _WIDTHS and needed != end - begin:
+                return f"{name}: {code} {shape} takes {needed:,} bytes, and its header gives it {end - begin:,}"
+            ends.append(end)
+    except (ValueError, KeyError, TypeError):
+        return said
+    return f"{said}, expected {8 + length + max(ends):,} by its header" if header else said
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def shards(tensors: Sequence[Planned], limit_bytes: int) -> Iterator[tuple[str, list[Planned]]]:
+    """(file name, its tensors): in their order, no file above the limit but for one tensor that is."""
+    parts: list[list[Planned]] = [[]]
+    for tensor in tensors:
+        if parts[-1] and sum(each.size_bytes for each in parts[-1]) + tensor.size_bytes > limit_bytes:
+            parts.append([])
+        parts[-1].append(tensor)
+    for number, part in enumerate(parts, 1):
+        yield SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors", part
+
+
+def index_json(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
+    """The index of several files."""
+    total_bytes = sum(tensor.size_bytes for _, tensors in files for tensor in tensors)
+    where = {tensor.name: file for file, tensors in files for tensor in tensors}
+    return (
+        json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}, indent=2)
+        + "\n"
+    )
+
+
+def write_file(
+    path: Path, tensors: Sequence[Planned], make: Callable[[str], Tensor], written: Callable[[int], None]
+) -> None:
+    """A safetensors file, on the disk when this returns. `make(name)` is called once for each, when its turn comes, and the tensor before
+    has been let go by then. Raises OSError.
+
+    The package writes a file from tensors that are all there; this needs the memory of one.
+    """
+    begin, header = 0, {"__metadata__": {"format": "pt"}}
+    codes = {getattr(torch, name): code for name, code in CODES.items()}
+    for tensor in tensors:
+        end = begin + tensor.size_bytes
+        header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}  # type: ignore[dict-item]
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            values = make(tensor.name)
+            assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype), tensor.name
+            stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
+            del values
+            written(tensor.size_bytes)
+        stream.flush()
+        os.fsync(stream.fileno())
+    with safe_open(path, framework="pt") as file:  # the package's own verdict on what stands there
+        assert set(file.keys()) == {tensor.name for tensor in tensors}, path

@@ -1,0 +1,1 @@
+"""What scripts/slurm/train.sbatch becomes."""

@@ -1,0 +1,63 @@
+"""Models that transformers itself has made and written, for tests of scripts/hf.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
+
+
+@pytest.fixture
+def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+    """Works in a folder that holds tiny.toml and its text."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)  # scripts that are run in this process set it
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: nothing is to be fetched
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="session")
+def published(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each kind, with weights so large that a wrong row is seen."""
+    import torch  # not above: every test of this folder would wait for it
+
+    from tests.scripts.hf_world import KINDS, V
+
+    root = tmp_path_factory.mktemp("published")
+    for number, (kind, (settings, largest)) in enumerate(KINDS.items()):
+        torch.manual_seed(number)
+        sizes = dict(
+            vocab_size=V,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=128,
+        )
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **settings}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(0, 0.7 * parameter.shape[1] ** -0.5)
+        model.save_pretrained(root / kind, max_shard_size=largest)
+    return root

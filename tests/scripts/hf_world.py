@@ -1,0 +1,98 @@
+"""What tests of scripts/hf.py share: the script in this process, what is in files, and the logits of both sides."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from configs.load import load
+from scripts import hf
+from scripts.generate import load_model
+from tests.unit import test_tokenizer as tokenizers
+from training.checkpoint_dcp import TensorByTensor
+from training.tokenizer import ByteTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+V, T = 300, 64
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,  # so that within T tokens all three kinds of frequencies turn
+}
+# Of transformers' own LlamaForCausalLM: its settings, and the largest file.
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "grouped": ({}, "5GB"),
+    "sharded": ({"rope_parameters": LLAMA3}, "60KB"),
+    "tied": ({"tie_word_embeddings": True, "num_key_value_heads": 4}, "5GB"),
+    "tied_sharded": ({"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "60KB"),
+}
+
+
+def run(*arguments: object) -> int:
+    """The script in this process; the exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return hf.main([str(argument) for argument in arguments])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What it says when it refuses; nothing is written then."""
+    capsys.readouterr()
+    there = sorted(Path.cwd().iterdir())
+    assert run(*arguments) == 2
+    assert sorted(Path.cwd().iterdir()) == there
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def tensors(published: Path) -> dict[str, Tensor]:
+    return {name: value for file in published.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def saved(checkpoint: Path) -> dict[str, Tensor]:
+    reader = TensorByTensor(checkpoint)
+    return {name: reader.read(name) for name in reader.tensors}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """The same names, and the same bits."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def our_logits(out: Path, step: Path | None = None) -> Tensor:
+    config = load([str(out / "config.toml")])
+    model = load_model(config, step or out / "checkpoint" / "step-0", ByteTokenizer(), length=T, dtype="float32")
+    return model(tokens())
+
+
+@torch.no_grad()
+def their_logits(transformers: Any, published: Path) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(published)
+    assert model.dtype == torch.float32
+    return model(tokens()).logits
+
+
+def tokenizers_of(published: Path) -> dict[str, str]:
+    """Puts tokenizer files there; name -> text."""
+    tokenizers.write(published, "<s>", "</s>", config={"bos_token": "<s>", "eos_token": "</s>"})
+    (published / "special_tokens_map.json").write_text("{}")
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    return {name: (published / name).read_text() for name in names}

@@ -1,0 +1,201 @@
+"""scripts/hf.py: published weights and ours are the same bits and the same logits; a run begins with them, and goes out as it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.load import load
+from models import llama
+from scripts import make_seed_checkpoint
+from scripts.generate import load_model
+from tests.scripts.hf_world import (
+    KINDS,
+    ROOT,
+    V,
+    our_logits,
+    run,
+    same,
+    saved,
+    tensors,
+    their_logits,
+    tokenizers_of,
+)
+from training.checkpoint_files import read_manifest, verify
+from training.tokenizer import ByteTokenizer, FileTokenizer
+
+# transformers is imported, and a test starts a process with an import of torch
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("in_the_folder")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_published_weights_come_back_as_the_same_bits_and_give_the_same_logits(
+    kind: str, published: Path, transformers: Any, capsys: pytest.CaptureFixture[str]
+):
+    source = published / kind
+    assert (source / "model.safetensors.index.json").exists() == ("sharded" in kind)
+    assert run("import", source, "ours") == 0
+    said = capsys.readouterr().out
+    assert "[model]\nname" in said and ("tied embeddings" in said) == ("tied" in kind)
+    assert sorted(path.name for path in Path("ours").iterdir()) == ["checkpoint", "config.toml", "tokenizer"]
+    verify(Path("ours/checkpoint/step-0"), read_manifest(Path("ours/checkpoint/step-0")))
+    theirs = their_logits(transformers, source)
+    assert theirs.abs().max() > 1
+    assert (our_logits(Path("ours")) - theirs).abs().max() <= 1e-5
+
+    assert (
+        run("export", "ours", "back", "--shard-gb", "0.0001" if "sharded" in kind else "5", "--max-positions", 128) == 0
+    )
+    assert ("embeddings tied" in capsys.readouterr().out) == ("tied" in kind)
+    assert same(tensors(Path("back")), tensors(source))
+    assert (len(list(Path("back").glob("*.safetensors"))) > 3) == ("sharded" in kind)
+    assert torch.equal(their_logits(transformers, Path("back")), theirs)
+    before, after = (transformers.AutoConfig.from_pretrained(path).to_dict() for path in (source, Path("back")))
+    assert {key for key in before if before[key] != after[key]} <= {"transformers_version", "_name_or_path"}
+
+
+@torch.no_grad()
+def test_far_from_the_start_their_rounding_of_angles_is_all_that_differs(published: Path, transformers: Any):
+    """They compute position * frequency in fp32, we in fp64. With their angles put into our model it is theirs again."""
+    assert run("import", published / "sharded", "ours") == 0
+    length = 1024
+    ids = torch.randint(0, V, (1, length), generator=torch.Generator().manual_seed(7))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(published / "sharded")
+    config = load(["ours/config.toml"])
+    model = load_model(config, Path("ours/checkpoint/step-0"), ByteTokenizer(), length=length, dtype="float32")
+    assert (model(ids) - reference(ids).logits).abs().max() <= 2e-4
+    angles = torch.outer(torch.arange(length).float(), reference.model.rotary_emb.inv_freq)
+    assert isinstance(model, llama.Llama)
+    model.freqs_cis.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1))
+    assert (model(ids) - reference(ids).logits).abs().max() <= 1e-5
+
+
+def test_progress_is_told_both_ways(
+    published: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(make_seed_checkpoint, "TELL_EVERY_S", 0.0)
+    assert run("import", published / "grouped", "ours") == 0
+    assert run("export", "ours", "back") == 0
+    said = capsys.readouterr().out
+    for what in ("import", "export"):
+        assert f"{what}    0.0 of 0.0 GB, " in said and "MB/s, about 0 s left" in said
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_of_ours_comes_back_as_the_same_bits_and_gives_the_same_logits(tied: bool, transformers: Any):
+    settings = [
+        "--model.dim=32",
+        "--model.n_heads=4",
+        "--model.n_kv_heads=2",
+        "--model.n_layers=2",
+        f"--model.vocab_size={V}",
+    ]
+    stretched = ["--model.rope_scaling=4", "--model.rope_original_seq_len=24", "--training.seq_len=64"]
+    arguments = ["tiny.toml", *settings, *stretched]
+    if tied:
+        draw = make_seed_checkpoint.draw
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(make_seed_checkpoint, "draw", lambda model, tensor, seed: _tied(draw, model, tensor, seed))
+            assert make_seed_checkpoint.main(arguments) == 0
+    else:
+        assert make_seed_checkpoint.main(arguments) == 0
+    ours = Path("outputs/tiny")
+    assert run("export", ours, "theirs", "--shard-gb", "0.00001") == 0
+    index = json.loads(Path("theirs/model.safetensors.index.json").read_text())
+    assert ("lm_head.weight" in index["weight_map"]) == (not tied)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(Path("theirs")).values())
+    theirs = their_logits(transformers, Path("theirs"))
+    assert (our_logits(ours) - theirs).abs().max() <= 1e-5
+
+    assert run("import", "theirs", "back", "--config", ours / "config.toml") == 0
+    assert same(saved(Path("back/checkpoint/step-0")), saved(ours / "checkpoint/step-0"))
+    before, after = load([str(ours / "config.toml")]), load(["back/config.toml"])
+    assert before.training == after.training and {**vars(after.model), "tokenizer_path": ""} == vars(before.model)
+
+
+def _tied(draw: Callable[..., Tensor], model: llama.Llama, tensor: Tensor, seed: int) -> Tensor:
+    """The script's `draw`, but for an output that is the embedding."""
+    assert model.tok_embeddings is not None and model.output is not None
+    return draw(model, model.tok_embeddings.weight if tensor is model.output.weight else tensor, seed)
+
+
+def test_sixteen_bits_stay_sixteen_bits_and_a_dtype_that_is_asked_for_is_made(published: Path, transformers: Any):
+    model = transformers.AutoModelForCausalLM.from_pretrained(published / "grouped", dtype=torch.bfloat16)
+    model.save_pretrained("half")
+    assert run("import", "half", "ours") == 0
+    weights = saved(Path("ours/checkpoint/step-0"))
+    assert {value.dtype for name, value in weights.items() if "freqs" not in name} == {torch.bfloat16}
+    assert run("export", "ours", "back") == 0
+    assert same(tensors(Path("back")), tensors(Path("half")))
+    assert transformers.AutoModelForCausalLM.from_pretrained("back").dtype == torch.bfloat16
+    assert run("import", published / "grouped", "cast", "--dtype", "bfloat16") == 0
+    assert same(saved(Path("cast/checkpoint/step-0")), weights)
+    assert run("import", published / "grouped", "whole") == 0
+    assert run("export", "whole", "rounded", "--dtype", "bfloat16") == 0
+    assert same(tensors(Path("rounded")), tensors(Path("half")))
+
+
+def test_training_begins_with_what_was_imported_and_what_it_came_to_goes_out_with_its_tokenizer(
+    published: Path, transformers: Any, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(published / "sharded", "published")
+    files = tokenizers_of(Path("published"))
+    assert run("import", "published", "base", "--config", "tiny.toml") == 0
+    assert "hf.py export RUN ... --max-positions 128" in capsys.readouterr().out
+    assert {path.name for path in Path("base/tokenizer").iterdir()} == {*files, "generation_config.json"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "base/config.toml",
+        "--training.steps=2",
+        "--training.seq_len=16",
+    ]
+    done = subprocess.run(
+        [*command, "--optimizer.lr=1e-5"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model loaded from base/checkpoint/step-0" in done.stdout and "finished" in done.stdout
+    assert read_manifest(Path("outputs/base/checkpoint/step-2")).kind == "full"
+    begun, ended = (
+        saved(Path(path, "checkpoint", step)) for path, step in (("base", "step-0"), ("outputs/base", "step-2"))
+    )
+    assert all((begun[name] - ended[name]).abs().max() < 1e-3 for name in begun if name != "model.freqs_cis")
+
+    assert run("export", "outputs/base", "theirs") == 0
+    assert run("export", "outputs/base/checkpoint/step-2", "again") == 0
+    assert same(tensors(Path("theirs")), tensors(Path("again")))
+    for name, text in files.items():
+        assert Path("theirs", name).read_text() == text
+    theirs = their_logits(transformers, Path("theirs"))
+    assert (our_logits(Path("outputs/base"), Path("outputs/base/checkpoint/step-2")) - theirs).abs().max() <= 1e-5
+    said = json.loads(Path("theirs/config.json").read_text())
+    assert (said["max_position_embeddings"], said["bos_token_id"], said["eos_token_id"]) == (16, 1, 2)
+
+
+def test_the_built_in_bytes_go_out_as_a_tokenizer_that_gives_the_same_ids(transformers: Any):
+    assert make_seed_checkpoint.main(["tiny.toml"]) == 0
+    assert run("export", "outputs/tiny", "theirs") == 0
+    text, bytewise = "héllo  wörld\n\t\x00\x7f\xad €", ByteTokenizer()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("theirs")
+    ids = tokenizer(text).input_ids
+    assert ids == bytewise.encode(text, bos=True).tolist()
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
+    ours = FileTokenizer("theirs")
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (256, 257, bytewise.vocab_size)
+    assert (ours.token_bytes() == bytewise.token_bytes()).all()
+    generated = transformers.AutoModelForCausalLM.from_pretrained("theirs").generate(
+        torch.tensor([ids]), max_new_tokens=2
+    )
+    assert generated.shape[1] > len(ids)

@@ -1,0 +1,85 @@
+"""scripts/hf.py takes the memory of a tensor, whatever the model takes: at most that of the largest file and 300 MB."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import llama, llama_hf
+from scripts.interchange.weights import INDEX, Planned, index_json, shards, write_file
+
+pytestmark = [
+    pytest.mark.timeout(900),  # the large one, on a slow disk
+    pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+MB = 10**6
+MEASURE = """
+import sys
+from scripts.hf import main
+assert main(sys.argv[1:]) == 0
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print("peak", peak)
+"""
+
+
+def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> int:
+    """A model of random bits in fp32; the bytes of its largest file."""
+    folder.mkdir(parents=True)
+    planned = [
+        Planned(entry.theirs, entry.shape, torch.float32)
+        for entry in llama_hf.entries(config, vocab_size=vocab_size, tied=False)
+    ]
+    parts = list(shards(planned, file_bytes))
+    sizes = {tensor.name: tensor.shape for tensor in planned}
+    for file, tensors in parts:
+        write_file(folder / file, tensors, lambda name: torch.rand(sizes[name]), lambda count: None)
+    (folder / INDEX).write_text(index_json(parts))
+    body = llama_hf.write_config(
+        config, vocab_size=vocab_size, tied=False, dtype="float32", max_positions=64, special={}
+    )
+    (folder / "config.json").write_text(json.dumps(body))
+    return max((folder / file).stat().st_size for file, _ in parts)
+
+
+def peak_bytes(*arguments: object) -> int:
+    """Of a process that runs the script: all that it maps counts, also the files of tensors."""
+    command = [sys.executable, "-c", MEASURE, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(done.stdout.split("peak ")[-1]) << 10
+
+
+def both_ways(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> tuple[int, list[int]]:
+    """(bytes of the largest file, the peaks of import and export). The weights that come back are those that went in."""
+    largest = publish(folder / "source", config, vocab_size=vocab_size, file_bytes=file_bytes)
+    peaks = [
+        peak_bytes("import", folder / "source", folder / "ours"),
+        peak_bytes("export", folder / "ours", folder / "back", "--shard-gb", file_bytes / 1e9),
+    ]
+    for file in (folder / "source").glob("*.safetensors"):
+        assert (folder / "back" / file.name).read_bytes() == file.read_bytes()
+    shutil.rmtree(folder)
+    return largest, peaks
+
+
+def test_a_small_model_in_smaller_files(tmp_path: Path):
+    config = llama.Config(dim=512, n_layers=12, n_heads=8, n_kv_heads=2, hidden_dim=2048)  # 12 layers of 15 MB
+    largest, peaks = both_ways(tmp_path / "small", config, vocab_size=4096, file_bytes=60 * MB)
+    assert max(peaks) <= largest + 300 * MB  # loading all of it would take 200 MB more
+
+
+@pytest.mark.skipif(os.environ.get("PHAROS_LARGE") != "1", reason="writes 6 GB: PHAROS_LARGE=1 runs it")
+def test_a_model_of_2_gb(tmp_path: Path):
+    config = llama.Config(dim=2048, n_layers=8, n_heads=16, n_kv_heads=4, hidden_dim=5632)
+    largest, peaks = both_ways(tmp_path / "large", config, vocab_size=32000, file_bytes=500 * MB)
+    print(f"largest file {largest / 1e6:.0f} MB; peaks {[round(peak / 1e6) for peak in peaks]} MB")
+    assert max(peaks) <= largest + 300 * MB

@@ -1,0 +1,411 @@
+"""scripts/hf.py: what does not fit is named, with what is there and what should be, before anything is written; what is cut short leaves
+nothing that looks complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.load import load
+from scripts import make_seed_checkpoint
+from scripts.interchange import hf_export
+from scripts.interchange.landing import landing
+from scripts.interchange.weights import Weights
+from tests.scripts.hf_world import (
+    ROOT,
+    refusal,
+    run,
+    tokenizers_of,
+)
+from training.checkpoint_dcp import TensorByTensor
+from training.checkpoint_files import list_steps
+
+# transformers is imported, and some tests start processes, each with an import of torch
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("in_the_folder")]
+
+
+def edit(file: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    content = load_file(file)
+    change(content)
+    save_file(content, file, metadata={"format": "pt"})
+
+
+def replaced(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda content: content.update({name: make(content[name])})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def tampered_header(file: Path) -> None:
+    """It is JSON of the right length all the same, but a shape does not cover its bytes."""
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header, values = file.read_bytes()[8 : 8 + length], file.read_bytes()[8 + length :]
+    changed = json.loads(header)
+    changed[OUT]["shape"] = [64, 63]
+    file.write_bytes(
+        length.to_bytes(8, "little") + json.dumps(changed, separators=(",", ":")).encode().ljust(length) + values
+    )
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def small_vocabulary(file: Path) -> None:
+    """Twelve rows, and a tokenizer of more."""
+    tokenizers_of(file.parent)
+    edit_config(file.parent, vocab_size=12)
+    ends = ("lm_head.weight", "model.embed_tokens.weight")
+    edit(file, lambda content: content.update({name: content[name][:12].clone() for name in ends}))
+
+
+OUT = "model.layers.0.self_attn.o_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+GAIN = "model.layers.0.input_layernorm.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "tampered header": (
+        tampered_header,
+        rf"F: not a whole safetensors file: .*; {OUT}: F32 \[64, 63\] takes 16,128 bytes, and its header gives it 16,384",
+    ),
+    "no header": (
+        lambda file: file.write_bytes(b"\xff" * 16),
+        "F: not a whole safetensors file: .*header too large; it has 16 bytes",
+    ),
+    "empty": (lambda file: file.write_bytes(b""), "F: not a whole safetensors file: .*; it has 0 bytes"),
+    "truncated": (
+        truncated,
+        r"F: not a whole safetensors file: .*; it has [\d,]+ bytes, expected [\d,]+ by its header",
+    ),
+    "missing tensor": (lambda file: edit(file, lambda c: c.pop(UP)), rf"F: {UP}: missing; expected F32 \[96, 64\]"),
+    "wrong shape": (
+        lambda file: edit(file, replaced(UP, lambda t: t[:95].clone())),
+        rf"F: {UP}: shape \[95, 64\], expected \[96, 64\] by config.json",
+    ),
+    "wrong rank": (
+        lambda file: edit(file, replaced(GAIN, lambda t: t[None].clone())),
+        rf"F: {GAIN}: shape \[1, 64\], expected \[64\] by config.json",
+    ),
+    "extra tensor": (
+        lambda file: edit(file, lambda c: c.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
+        r"F: model.layers.0.self_attn.q_proj.bias: F32 \[64\], which LlamaForCausalLM of 2 layers does not have",
+    ),
+    "a layer too many": (
+        lambda file: edit_config(file.parent, num_hidden_layers=1),
+        r"F: model.layers.1\..*, which LlamaForCausalLM of 1 layer does not have; .*; .*; and 6 more",
+    ),
+    "wrong dtype": (lambda file: edit(file, replaced(UP, Tensor.half)), f"F: {UP}: dtype F16, expected F32"),
+    "integers": (lambda file: edit(file, replaced(UP, Tensor.int)), f"F: {UP}: dtype I32, expected F32"),
+    "pickles": (
+        lambda file: file.rename(file.with_name("pytorch_model.bin")),
+        "D: holds neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin is a pickle, .*",
+    ),
+    "nothing": (lambda file: file.unlink(), "D: holds neither model.safetensors nor model.safetensors.index.json"),
+    "no config": (lambda file: (file.parent / "config.json").unlink(), "D/config.json: no such file"),
+    "a broken config": (lambda file: (file.parent / "config.json").write_text("{"), "D/config.json: not JSON: .*"),
+    "another activation": (
+        lambda file: edit_config(file.parent, hidden_act="gelu"),
+        'D/config.json: hidden_act = "gelu": the feed-forward here is SwiGLU; what can be read: "silu"',
+    ),
+    "heads of odd width": (
+        lambda file: edit_config(file.parent, hidden_size=36, head_dim=9),
+        "D/config.json: model.n_heads = 4: must cut model.dim = 36 into heads of one even width.*",
+    ),
+    "another head than the embedding": (
+        lambda file: edit_config(file.parent, tie_word_embeddings=True),
+        "F: lm_head.weight: other values than model.embed_tokens.weight, expected the same, .* tie_word_embeddings = true",
+    ),
+    "more ids than rows": (
+        small_vocabulary,
+        "D/tokenizer.json: 15 ids, and config.json says vocab_size = 12; it must be at least as large",
+    ),
+    "a broken tokenizer": (
+        lambda file: (file.parent / "tokenizer.json").write_text("{}"),
+        "D/tokenizer.json is not a tokenizer.json: .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    damage: str, published: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(published / "grouped", "source")
+    change, message = DAMAGES[damage]
+    change(Path("source/model.safetensors"))
+    said = refusal(capsys, "import", "source", "out")
+    pattern = (
+        message.replace("F:", "source/model.safetensors:", 1)
+        if message[0] == "F"
+        else message.replace("D", "source", 1)
+    )
+    assert re.fullmatch(f"hf: {pattern}", said), said
+
+
+def of_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    def apply(source: Path) -> None:
+        path = source / "model.safetensors.index.json"
+        body = json.loads(path.read_text())
+        change(body["weight_map"])
+        path.write_text(json.dumps(body))
+
+    return apply
+
+
+def nowhere(source: Path) -> None:
+    of_index(lambda where: where.pop("model.norm.weight"))(source)
+    for file in source.glob("*.safetensors"):
+        edit(file, lambda content: content.pop("model.norm.weight", None))
+
+
+FIRST, LAST = "model-00001-of-00007.safetensors", "model-00007-of-00007.safetensors"
+INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a file is missing": (
+        lambda source: (source / LAST).unlink(),
+        rf"source/{LAST}: missing; source/model.safetensors.index.json names it",
+    ),
+    "a file is cut": (lambda source: truncated(source / LAST), rf"source/{LAST}: not a whole safetensors file: .*"),
+    "a tensor is elsewhere": (
+        of_index(lambda where: where.update({"model.norm.weight": FIRST})),
+        rf"source/{FIRST}: model.norm.weight: missing; model.safetensors.index.json says that it is in there",
+    ),
+    "a tensor is not listed": (
+        of_index(lambda where: where.pop("model.norm.weight")),
+        r"source/model-\d+-of-00007.safetensors: model.norm.weight: F32 \[64\], of which model.safetensors.index.json does not say .*",
+    ),
+    "a tensor is nowhere": (
+        nowhere,
+        r"source/model.safetensors.index.json: model.norm.weight: missing; expected F32 \[64\]",
+    ),
+    "a file of another folder": (
+        of_index(lambda where: where.update({"model.norm.weight": "../x.safetensors"})),
+        "source/model.safetensors.index.json: model.norm.weight: '../x.safetensors': must be the name of a file in source",
+    ),
+    "no list": (
+        lambda source: (source / "model.safetensors.index.json").write_text("{}"),
+        "source/model.safetensors.index.json: has no weight_map, the file of each tensor",
+    ),
+    "two sets": (
+        lambda source: shutil.copy2(source / FIRST, source / "model.safetensors"),
+        "source: holds model.safetensors and model.safetensors.index.json: two sets of weights; remove one",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGES)
+def test_an_index_that_does_not_fit_its_files_is_named_and_nothing_is_written(
+    damage: str, published: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(published / "sharded", "source")
+    change, message = INDEX_DAMAGES[damage]
+    change(Path("source"))
+    said = refusal(capsys, "import", "source", "out")
+    assert re.fullmatch(f"hf: {message}", said), said
+
+
+def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
+    published: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(published / "grouped", "source")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(Path("source/model.safetensors"), lambda content: content.update({name: torch.ones(8)}))
+    edit_config(Path("source"), unsloth_fixed=True)
+    assert run("import", "source", "out") == 0
+    said = capsys.readouterr().out
+    assert "rotary_emb.inv_freq is not read: it follows from rope_theta" in said
+    assert "source/config.json: not known to a Llama, here or in transformers, and not used: unsloth_fixed" in said
+    assert "source: no tokenizer.json: set model.tokenizer_path in out/config.toml before it is used" in said
+
+
+def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str]):
+    assert make_seed_checkpoint.main(["tiny.toml"]) == 0
+    ours, step = Path("outputs/tiny"), Path("outputs/tiny/checkpoint/step-0")
+    settings = (ours / "config.toml").read_text()
+
+    def refused(message: str, *arguments: object) -> None:
+        said = refusal(capsys, "export", *arguments)
+        assert re.fullmatch(f"hf: {message}", said), said
+
+    refused("nowhere: neither a run's folder .* nor a checkpoint .*", "nowhere", "out")
+    refused("outputs/tiny: is there already; remove it, or name another folder", ours, ours)
+    refused("tiny.toml/out: .*/tiny.toml is a file, not a folder", ours, "tiny.toml/out")
+    refused("--step 7: outputs/tiny/checkpoint has 0", ours, "out", "--step", "7")
+    refused(
+        "--step 0: outputs/tiny/checkpoint/step-0 is one checkpoint; name the run's folder", step, "out", "--step", "0"
+    )
+    for change, message in {
+        "hidden_dim = 24|hidden_dim = 25": rf"{step}: layers.0.feed_forward.w1.weight: shape \[24, 16\], expected \[25, 16\] by .*",
+        "n_layers = 1|n_layers = 2": rf"{step}: layers.1.attention_norm.weight: missing; expected \[16\]; .*; and 6 more",
+        "rope_theta = 500000.0|rope_theta = 10000.0": f"{step}: freqs_cis: other rotations than .* gives by model.rope_.*",
+        "tokenizer_path = ''|tokenizer_path = 'tiny.toml'": 'model.tokenizer_path = "tiny.toml": .* is not a tokenizer.json: .*',
+    }.items():
+        before, _, after = change.replace("'", '"').partition("|")
+        assert before in settings
+        (ours / "config.toml").write_text(settings.replace(before, after))
+        refused(message, ours, "out")
+    (ours / "config.toml").write_text(settings)
+    shutil.copytree(step, "alone")
+    refused("alone: in no folder just above is a config.toml, which would say what model this is", "alone", "out")
+    damaged = bytearray((step / "__0_0.distcp").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (step / "__0_0.distcp").write_bytes(damaged)
+    refused("__0_0.distcp: bytes 0 to .* are not what was written .*", step, "out")
+    refused("__0_0.distcp: bytes 0 to .* are not what was written .*", ours, "out", "--step", "0")
+
+
+def test_a_lost_tokenizer_is_told_and_the_weights_go_out(published: Path, capsys: pytest.CaptureFixture[str]):
+    assert run("import", published / "grouped", "ours") == 0
+    assert run("export", "ours", "theirs") == 0
+    said = capsys.readouterr().out
+    assert 'model.tokenizer_path = "ours/tokenizer": there is no such file, so theirs has no tokenizer.json' in said
+    assert not Path("theirs/tokenizer.json").exists()
+    assert (
+        json.loads(Path("theirs/config.json").read_text())["eos_token_id"] == 2
+    )  # by the model's own generation_config.json
+
+
+def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    assert make_seed_checkpoint.main(["tiny.toml"]) == 0
+    found = load(["outputs/tiny/config.toml"])
+    object.__setattr__(found.model, "name", "relu2")
+    monkeypatch.setattr(hf_export, "load", lambda argv: found)
+    said = refusal(capsys, "export", "outputs/tiny", "out")
+    assert said == 'hf: outputs/tiny/config.toml: model.name = "relu2": what can be published: "llama"'
+
+
+# -- nothing half done
+
+
+def interrupt(owner: type, at: int, number: signal.Signals) -> Callable[..., Tensor]:
+    """The class's `read`; this process gets the signal when it is called the `at`-th time."""
+    original, calls = owner.read, []
+
+    def read(self: Any, name: str) -> Tensor:
+        calls.append(name)
+        if len(calls) == at:
+            os.kill(os.getpid(), number)
+        return original(self, name)
+
+    return read
+
+
+KILL = """
+import signal, sys
+from scripts import hf
+from scripts.interchange import weights
+from tests.scripts.test_hf_refusals import READERS, interrupt
+
+READERS[sys.argv[1]].read = interrupt(READERS[sys.argv[1]], 9, signal.SIGKILL)
+hf.main(sys.argv[1:])
+"""
+READERS = {"import": Weights, "export": TensorByTensor}
+
+
+def ready(command: str, published: Path) -> list[str]:
+    """The arguments of one that takes a while."""
+    if command == "import":
+        return ["import", str(published / "sharded"), "out"]
+    assert run("import", published / "sharded", "ours") == 0
+    return ["export", "ours", "out", "--shard-gb", "0.00001"]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_kill_leaves_nothing_that_looks_complete(command: str, published: Path):
+    arguments = ready(command, published)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", KILL, *arguments], env=environment, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not Path("out").exists()
+    left = [str(path.relative_to("out.partial")) for path in Path("out.partial").rglob("*")]
+    assert left and "config.json" not in left and "config.toml" not in left
+    assert list_steps(Path("out.partial/checkpoint")) == []
+    assert run(*arguments) == 0
+    assert Path("out").exists() and not Path("out.partial").exists()
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_stop_frees_what_was_written(
+    command: str,
+    number: signal.Signals,
+    published: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    arguments = ready(command, published)
+    with monkeypatch.context() as patch:
+        patch.setattr(READERS[command], "read", interrupt(READERS[command], 9, number))
+        assert run(*arguments) == 1
+    assert capsys.readouterr().err.startswith("hf: ")
+    assert not Path("out").exists() and not Path("out.partial").exists()
+    assert run(*arguments) == 0
+
+
+def test_two_at_once_do_not_meet(capsys: pytest.CaptureFixture[str], published: Path):
+    with landing(Path("out")) as partial:
+        (partial / "file").write_text("")
+        assert "another process is writing it" in refusal(capsys, "import", published / "grouped", "out")
+        assert (partial / "file").exists()
+    assert Path("out/file").exists()
+    assert "is there already" in refusal(capsys, "import", published / "grouped", "out")
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    published: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert run("import", published / "grouped", "ours") == 0
+    monkeypatch.setattr(make_seed_checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
+    for command, source in (("import", published / "grouped"), ("export", Path("ours"))):
+        assert run(command, source, "out") == 1
+        assert "GB are free" in capsys.readouterr().err
+        assert not Path("out").exists() and not Path("out.partial").exists()
+
+
+def test_without_safetensors_one_line_says_how_to_install_it(tmp_path: Path):
+    """In a process of its own, where it cannot be found."""
+    blocked = "import sys; sys.modules['safetensors'] = None; sys.argv = ['hf.py', 'import', 'a', 'b']; "
+    script = blocked + f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'hf.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("hf: hf.py import: needs the package safetensors, which is not installed;")
+    assert line.endswith('-m pip install ".[hf]"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required: command"),
+        (("import", "a"), "required: OUT"),
+        (("export", "a", "b", "--shard-gb", "0"), "--shard-gb: 0: must be above 0"),
+        (("export", "a", "b", "--shard-gb", "x"), "--shard-gb: invalid"),
+        (("export", "a", "b", "--max-positions", "0"), "--max-positions: 0: must be at least 1"),
+        (("export", "a", "b", "--dtype", "int8"), "--dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_settings_that_do_not_load_are_told_with_their_place(published: Path, capsys: pytest.CaptureFixture[str]):
+    Path("bad.toml").write_text("[training]\nseq_len = -1\n")
+    said = refusal(capsys, "import", published / "grouped", "out", "--config", "bad.toml")
+    assert said.startswith("hf: bad.toml:2: training.seq_len = -1: must be")
+    assert refusal(capsys, "import", "nowhere", "out").startswith("hf: nowhere: no such folder")

@@ -1,0 +1,179 @@
+"""scripts/slurm/train.sbatch under a real Slurm: a step and a node die, a job is preempted, its time runs out; the ledger is exact."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from scripts.samples import Proof, prove, read
+from tests.scripts.slurm_cluster import ROOT, Cluster, Unavailable, free_ports, until
+from tests.scripts.test_run_replicas import CONFIG
+
+SBATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
+ENDLESS = 100_000
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("slurm")
+    try:
+        made = Cluster(folder, ["n0", "n1", "n2"])
+    except Unavailable as error:
+        pytest.skip(f"no Slurm: {error}")
+    yield made
+    made.close()
+
+
+class Job:
+    """A submitted one, in a folder of its own."""
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, *sbatch: str, more: str = "", words: Sequence[str] = (), **env: str
+    ) -> None:
+        (folder / "text").mkdir()
+        (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
+        self.cluster, self.folder, self.run, self._more = cluster, folder, folder / "outputs" / "tiny", more
+        self.ends_at(ENDLESS)
+        given = {"PHAROS_ROOT": str(ROOT), "PHAROS_NO_INSTALL": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        command = ("sbatch", "--parsable", "--output=out", *sbatch, str(SBATCH), "tiny.toml", *words)
+        self.id = cluster.ask(*command, cwd=folder, **{**given, **env}).strip()
+        assert self.id, "sbatch has not taken it"
+
+    def ends_at(self, step: int) -> None:
+        (self.folder / "tiny.toml").write_text(
+            CONFIG.replace("[training]", f"[training]\nsteps = {step}").replace("interval = 10", "interval = 1000")
+            + self._more
+        )
+
+    @property
+    def text(self) -> str:
+        with suppress(FileNotFoundError):
+            return (self.folder / "out").read_text(errors="replace")
+        return ""
+
+    def until(self, pattern: str) -> None:
+        until(pattern, lambda: re.search(pattern, self.text), self.words)
+
+    def words(self) -> str:
+        """For whoever asks why: without the lines of steps."""
+        return "\n".join(
+            [self.state, *(line for line in self.text.splitlines() if not re.search(r" loss | saved: ", line))]
+        )
+
+    @property
+    def state(self) -> str:
+        return self.cluster.state(self.id)
+
+    def both_train(self) -> None:
+        """From now on: each has a line of a step."""
+        seen = len(self.text)
+        until(
+            "both",
+            lambda: set(re.findall(r"\[(\d)/0 \d+\] step \d+/", self.text[seen:])) == {"0", "1"},
+            lambda: self.text,
+        )
+
+    def finish(self, restarts: int) -> None:
+        """It is queued again, with a last step that is near: the same run goes on to it, from what was saved."""
+        saved = max(int(path.name.removeprefix("step-")) for path in (self.run / "checkpoint").iterdir())
+        self.ends_at(last := saved + 20)
+        until(
+            "its end",
+            lambda: self.state.startswith(("COMPLETED", "FAILED", "CANCELLED")),
+            lambda: self.state + self.text,
+        )
+        assert self.state == f"COMPLETED restarts {restarts} exit 0:0", self.words()[-4000:]
+        assert f"loaded from outputs/tiny/checkpoint/step-{saved}" in self.text
+        rows = read(self.run / "samples.jsonl")
+        assert [row.step for row in rows] == list(range(1, last + 1))
+        assert prove(rows) == Proof(steps=last, sequences=rows[-1].positions[-1].end)
+
+
+def test_a_job_loses_a_step_and_a_node_and_is_preempted_and_its_time_runs_out_and_it_finishes(
+    cluster: Cluster, tmp_path: Path
+):
+    """One job, three lives. Every process of a step gets each signal here: data workers, and children of the process groups, too."""
+    more = '[training.dataloader]\nnum_workers = 1\n[fault_tolerance]\nprocess_group = "baby_gloo"\n'
+    job = Job(cluster, tmp_path, "--nodes=3", more=more, NUM_REPLICA_GROUPS="2")
+    job.both_train()
+    assert "group 0 on n0; group 1 on n1" in job.text
+    for pid in cluster.processes("n1"):  # as whoever looks for memory does
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.until(r"group 1 died \(exit code 137\)")
+    job.until(r"group 1 starts again[\s\S]*\[1/0\] step \d+ is healed")
+    assert "loaded from" not in job.text, "who finds others alive has it from them"
+    job.both_train()
+
+    cluster.crash("n1")
+    job.until(r"group 1: n2 takes the place of n1[\s\S]*\[1/0\] step \d+ is healed")
+    job.both_train()
+    assert "loaded from" not in job.text and "group 0 died" not in job.text
+    token = job.run / "groups" / "token"
+    assert token.stat().st_mode & 0o777 == 0o600 and not readable_anywhere(token.read_text().strip())
+    cluster.boot("n1")
+    until("n1", lambda: cluster.states()["n1"] == "idle")
+
+    other = cluster.ask("sbatch", "--parsable", "-p", "high", "--nodes=3", "--output=/dev/null", "--wrap=true").strip()
+    job.until(rf"job {job.id} is queued again")
+    assert job.text.count("SIGTERM: saving after this step") == 2
+    assert "exited unexpectedly" not in job.text and job.text.count("died") == 2
+    before = len(job.text)
+    job.both_train()
+    assert cluster.state(other) == "COMPLETED restarts 0 exit 0:0" and "loaded from" in job.text[before:]
+
+    cluster.ask("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@300 does, 300 s before the end
+    until("the third life", lambda: job.text.count(f"job {job.id} is queued again") == 2, job.words)
+    job.finish(restarts=2)
+
+
+def readable_anywhere(secret: str) -> bool:
+    """On a command line."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            lines.append(path.read_bytes())
+    return any(secret.encode() in line for line in lines)
+
+
+def test_a_cluster_is_checked_by_ranks_of_srun(cluster: Cluster, tmp_path: Path):
+    [port] = free_ports(1)
+    flags = ("--sizes", "1KiB", "--disk_mib", "0.1", "--slow", "0.02", "--folder", str(tmp_path))
+    command = (
+        sys.executable,
+        str(ROOT / "scripts" / "check_cluster.py"),
+        "--init_method",
+        f"tcp://127.0.0.1:{port}",
+        *flags,
+    )
+    said = cluster.ask(
+        "srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", *command, cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
+    assert "2 ranks" in said and "all is well" in said, said
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "said"),
+    [
+        ((), {"NODES_PER_GROUP": "4"}, "NODES_PER_GROUP=4: the job has 3 nodes; nearest: 3"),
+        ((), {"NODES_PER_GROUP": "2"}, "NODES_PER_GROUP=2: does not divide the job's 3 nodes; NUM_REPLICA_GROUPS=1 leaves"),
+        ((), {"NUM_REPLICA_GROUPS": "4"}, "NUM_REPLICA_GROUPS=4: the job's 3 nodes are enough for 3 groups of NODES_PER_GROUP=1;"),
+        (("--model.dmi=3",), {}, "model.dmi: no such key"),
+        ((), {"PHAROS_ROOT": "/nowhere"}, "PHAROS_ROOT=/nowhere: must be the repository, or submit from there"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_the_job(
+    cluster: Cluster, tmp_path: Path, words: tuple[str, ...], env: dict[str, str], said: str
+):
+    job = Job(cluster, tmp_path, "--nodes=3", words=words, **env)
+    until("its end", lambda: job.state.startswith("FAILED"), job.words)
+    assert job.state == "FAILED restarts 0 exit 2:0" and said in job.text and job.text.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()

@@ -1,0 +1,86 @@
+"""scripts/torchx_component.py, started by TorchX itself, by its scheduler of local processes: no other of its schedulers is tried here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.samples import Proof, prove, read
+from tests.rpc.peer import Unavailable, install
+from tests.scripts.slurm_cluster import free_ports
+from tests.scripts.test_run_replicas import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPONENT = ROOT / "scripts" / "torchx_component.py"
+# What of it is not in requirements-dev.lock; its Docker scheduler is imported, used or not.
+PINS = (
+    "torchx==0.7.0",
+    "docker==7.1.0",
+    "docstring-parser==0.16",
+    "importlib-metadata==8.7.0",
+    "mypy-extensions==1.0.0",
+    "pyre-extensions==0.0.32",
+    "tabulate==0.9.0",
+    "typing-inspect==0.9.0",
+    "urllib3==1.26.20",
+    "zipp==3.21.0",
+)
+WAIT_S = 240.0
+
+
+@pytest.fixture
+def torchx(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    made: list[subprocess.Popen[str]] = []
+    yield made
+    for process in made:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # upon which it ends its replicas
+        process.wait(60)
+
+
+def start(folder: Path, component: str, *arguments: str) -> subprocess.Popen[str]:
+    try:
+        packages = install(ROOT / ".venv-torchx", PINS)
+    except Unavailable as error:
+        pytest.skip(f"no TorchX: {error}")
+    with (folder / f"{component}.txt").open("w") as out:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torchx.cli.main",
+                "run",
+                "--wait",
+                "--scheduler=local_cwd",
+                f"{COMPONENT}:{component}",
+                *arguments,
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(packages), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=out,
+            text=True,
+        )
+
+
+@pytest.mark.timeout(600)
+def test_a_lighthouse_and_two_groups(torchx: list[subprocess.Popen[str]], tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("all work and no play\n" * 3000)
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    (tmp_path / "token").write_text("t" * 32)
+    [port] = free_ports(1)
+    common = ("--token_file", "token", "--root", str(ROOT))
+    torchx.append(start(tmp_path, "lighthouse", *common, "--min_replicas", "2", "--bind", f"127.0.0.1:{port}"))
+    words = ("--config", "tiny.toml", "--lighthouse", f"http://127.0.0.1:{port}", "--groups", "2")
+    torchx.append(groups := start(tmp_path, "groups", *common, *words, "--", "--training.steps=20"))
+    assert groups.wait(WAIT_S) == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
+    rows = read(tmp_path / "outputs" / "tiny" / "samples.jsonl")
+    assert prove(rows) == Proof(steps=20, sequences=rows[-1].positions[-1].end)
+    assert {owner.partition(":")[0] for row in rows for owner in row.slots.values()} == {"0", "1"}

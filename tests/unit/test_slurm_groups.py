@@ -1,0 +1,99 @@
+"""What groups of a Slurm job do that a real Slurm would need many nodes for: who gets which node, and when a job comes again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scripts.slurm import groups
+from scripts.slurm.groups import Nodes, Step
+
+
+class Slurm:
+    """Answers as its programs do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+        self.of_the_job, self.silent, self.away = names.split(), set[str](), False
+        self.env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": names.replace(" ", ",")}
+        monkeypatch.setattr(groups, "ask", self.ask)
+
+    def ask(self, *command: str) -> str:
+        if self.away:
+            raise RuntimeError(f"{command[0]}: Unable to contact slurm controller")
+        if command[0] == "squeue":
+            return ",".join(self.of_the_job) + "\n"
+        if command[0] == "sinfo":
+            return "down*\n" if command[3] in self.silent else "allocated\n"
+        if "hostnames" in command:
+            return "\n".join(command[-1].split(",")) + "\n"
+        return "".join(
+            f"NodeName={node} Arch=x86_64 NodeAddr=10.0.0.{node[1:]} State=x\n" for node in command[-1].split(",")
+        )
+
+
+def test_nodes_are_dealt_in_their_order_and_the_rest_are_spares(monkeypatch: pytest.MonkeyPatch):
+    slurm = Slurm(monkeypatch, "n1 n2 n3 n4 n5")
+    nodes = Nodes.read({**slurm.env, "NODES_PER_GROUP": "2", "NUM_REPLICA_GROUPS": "2"})
+    assert (nodes.of, nodes.spares) == ({"0": ["n1", "n2"], "1": ["n3", "n4"]}, ["n5"])
+    assert nodes.addresses["n3"] == "10.0.0.3"
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    slurm = Slurm(monkeypatch, "n1 n2 n3 n4 n5")
+    nodes = Nodes.read({**slurm.env, "NODES_PER_GROUP": "2", "NUM_REPLICA_GROUPS": "2"})
+    assert nodes.renew("1") == "" and not nodes.lost("1")
+    slurm.of_the_job.remove("n3")
+    assert nodes.lost("1") and not nodes.lost("0")
+    assert nodes.renew("1") == "n5 takes the place of n3" and nodes.renew("1") == ""
+    assert (nodes.of["1"], nodes.spares) == (["n4", "n5"], [])
+    step = Step("1", ["a.toml"], {}, tmp_path / "log", 1, nodes)
+    monkeypatch.setattr(groups.Group, "start", lambda self: 0)
+    step.start()
+    assert "--nodelist=n4,n5" in step.command and "--nodes=2" in step.command
+    assert step.env["RDZV_ENDPOINT"].startswith("10.0.0.4:") and step.env["NNODES"] == "2"
+    slurm.of_the_job.remove("n5")
+    with pytest.raises(LookupError, match=r"the job has lost n5, and has no spare node"):
+        nodes.renew("1")
+
+
+def test_a_node_that_does_not_answer_is_left_for_a_spare_and_else_tried_again(monkeypatch: pytest.MonkeyPatch):
+    slurm = Slurm(monkeypatch, "n1 n2 n3")
+    nodes = Nodes.read({**slurm.env, "NUM_REPLICA_GROUPS": "2"})
+    slurm.silent = {"n1", "n2"}
+    assert nodes.renew("0") == "n3 takes the place of n1"
+    assert nodes.renew("1") == "" and nodes.of["1"] == ["n2"]
+
+
+def test_a_controller_that_is_away_ends_no_group(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    slurm = Slurm(monkeypatch, "n1 n2")
+    nodes = Nodes.read(slurm.env)
+    slurm.away = True
+    assert not nodes.lost("0") and nodes.renew("0") == ""
+    assert "Unable to contact slurm controller" in capsys.readouterr().err
+
+
+def test_a_job_is_queued_again_only_if_it_came_further(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked = list[Any]()
+    monkeypatch.setattr(
+        groups.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=0)
+    )
+    assert groups.again("7", before=20, now=20) == 1 and not asked
+    assert "since it began at step 20, no step was saved" in capsys.readouterr().err
+    assert groups.again("7", before=20, now=21) == 0 and asked == [["scontrol", "requeue", "7"]]
+
+
+@pytest.mark.parametrize(("rows", "done"), [("", False), ("9\n", False), ("9\n10\n", True), ("9\n10", False)])
+def test_a_run_is_finished_when_its_last_step_is_written(tmp_path: Path, rows: str, done: bool):
+    config: Any = SimpleNamespace(run_folder=tmp_path, training=SimpleNamespace(steps=10))
+    assert not groups.finished(config)
+    text = "".join(json.dumps({"step": int(row)}) + row[len(row.rstrip()) :] for row in rows.splitlines(keepends=True))
+    (tmp_path / "samples.jsonl").write_text(text)
+    assert groups.finished(config) == done
