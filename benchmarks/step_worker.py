@@ -1,4 +1,8 @@
-"""One side of benchmarks/step.py: a Llama's training step (forward, loss, backward, clipping, AdamW), here or in a peer.
+"""One side of benchmarks/step.py and gpu.py: a Llama's training step (forward, loss, backward, clipping, AdamW), here or in a peer.
+
+A setting is words: bf16 (autocast in a peer) or bf16 weights or fp32; compile; checkpoint (half of the products and all of attention are
+kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone: chunked (the
+logits of CHUNK tokens exist at once), float8.
 
 It runs under the interpreter of its side, so a peer's side imports torch and that peer alone.
 """
@@ -18,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHUNK = 2048
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
@@ -30,8 +35,10 @@ def pharos(
 ) -> Step:
     """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
     from models.llama import Config, build
+    from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
+    from parallelisms.float8 import Float8Config
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import CompileConfig, Layout, parallelize
     from parallelisms.precision import Precision
@@ -39,7 +46,7 @@ def pharos(
     from training.optimizer import OptimizerConfig, build_optimizer
 
     cleanup.enter_context(process_group(CommConfig()))
-    config = Config(
+    sized = Config(
         dim=sizes["dim"],
         n_layers=sizes["layers"],
         n_heads=sizes["heads"],
@@ -47,14 +54,26 @@ def pharos(
         hidden_dim=sizes["hidden"],
     )
     with torch.device("meta"):
-        model = build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
-    compute = torch.bfloat16 if "bf16" in setting else torch.float32
-    config = ParallelismConfig()
+        model = build(sized, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
+    words = setting.split()
+    float8 = Float8Config(enable="float8" in words)
+    float8.check()
+    layout = Layout(
+        ParallelismConfig(),
+        ActivationCheckpointConfig("selective" if "checkpoint" in words else "none", "op"),
+        CompileConfig(enable="compile" in words),
+        float8,
+        Precision(
+            torch.bfloat16 if "weights" in words else torch.float32,
+            torch.bfloat16 if "bf16" in words else torch.float32,
+        ),
+        loss_chunk_tokens=CHUNK if "chunked" in words else 0,
+    )
     parallel = parallelize(
         model,
-        build_mesh(degrees(config, 1), device.type),
+        build_mesh(degrees(layout.parallelism, 1), device.type),
         cross_entropy_sum,
-        Layout(config, compile=CompileConfig(enable="compile" in setting), precision=Precision(compute=compute)),
+        layout,
         local_batch_size=sizes["batch"],
         seq_len=sizes["seq"],
         device=device,
@@ -78,23 +97,26 @@ def pharos(
 def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
     """torchtitan 0.2's llama3, compiled block by block as its own trainer does."""
     llama3 = "torchtitan.models.llama3.model"
-    model = import_module(f"{llama3}.model").Transformer(
-        import_module(f"{llama3}.args").TransformerModelArgs(
-            dim=sizes["dim"],
-            n_layers=sizes["layers"],
-            n_heads=sizes["heads"],
-            n_kv_heads=sizes["kv_heads"],
-            vocab_size=sizes["vocab"],
-            max_seq_len=sizes["seq"],
-            multiple_of=sizes["hidden"],  # rounds two thirds of 4 * dim up to the width asked for
-            ffn_dim_multiplier=None,
-        )
+    arguments = import_module(f"{llama3}.args").TransformerModelArgs(
+        dim=sizes["dim"],
+        n_layers=sizes["layers"],
+        n_heads=sizes["heads"],
+        n_kv_heads=sizes["kv_heads"],
+        vocab_size=sizes["vocab"],
+        max_seq_len=sizes["seq"],
+        multiple_of=sizes["hidden"],  # rounds two thirds of 4 * dim up to the width asked for
+        ffn_dim_multiplier=None,
     )
-    with torch.no_grad():
+    with torch.device(device), torch.no_grad():
+        model = import_module(f"{llama3}.model").Transformer(arguments)
         model.init_weights()
     assert model.layers["0"].feed_forward.w1.out_features == sizes["hidden"], (
         "these sizes cannot be had from torchtitan"
     )
+    if "checkpoint" in setting:
+        from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
+
+        apply_activation_checkpoint(model, ActivationCheckpointConfig("selective", "op"))
     if "compile" in setting:
         for name, block in model.layers.named_children():
             model.layers.register_module(name, torch.compile(block, fullgraph=True))
@@ -115,7 +137,11 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
-    model = peer.LlamaForCausalLM(config)
+    with torch.device(device):
+        model = peer.LlamaForCausalLM(config)
+    if "checkpoint" in setting:
+        model.gradient_checkpointing_enable()
+        model.train()
     forward = torch.compile(model) if "compile" in setting else model
     return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
 
@@ -145,6 +171,8 @@ def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
     sizes, device = arguments["sizes"], torch.device(arguments["device"])
     side = {"pharos": pharos, "torchtitan": torchtitan, "transformers": transformers}[arguments["side"]]
     step = side(sizes, arguments["setting"], device, cleanup)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # weights were made in fp32
 
     def run(steps: int) -> dict[str, float]:
         began, began_cpu = time.perf_counter(), time.process_time()

@@ -22,6 +22,7 @@ from ft.process_groups.base import ProcessGroup
 from ft.process_groups.commands import ENDED, FAILED, READY, Form, Map, Start, Unmap
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Formation
+from ft.process_groups.inline import current_device
 from ft.process_groups.meeting import address_of
 from ft.process_groups.nursery import Child, Nursery, nursery_of_this_process
 from ft.process_groups.operations import Operation
@@ -39,6 +40,9 @@ class ProcessGroupBaby(ProcessGroup):
         self._interface = interface
         self._nursery: Nursery = nursery_of_this_process()
         self._nursery.warm()  # imports torch while this process goes on
+        self.device = (
+            current_device() if self.NATIVE == "nccl" else None
+        )  # now: a generation is formed in another thread
         self.child: Child | None = None  # of the newest generation
 
     @staticmethod
@@ -55,9 +59,8 @@ class ProcessGroupBaby(ProcessGroup):
         formation.at_giving_up(child.kill)
         self.child = child
         engine = ChildEngine(child)
-        device = torch.cuda.current_device() if self.NATIVE == "nccl" else None
         try:
-            engine.form(Form(self.NATIVE, address, rank, size, self.rendezvous_s, self._interface, device))
+            engine.form(Form(self.NATIVE, address, rank, size, self.rendezvous_s, self._interface, self.device))
         except GroupError as error:
             formation.absent = error.absent if isinstance(error, RendezvousFailed) else ()
             engine.wake()
@@ -73,7 +76,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
-    """NCCL in a child process, on the current device of this one."""
+    """NCCL in a child process, on what is the current device of the thread that makes the group."""
 
     KIND, NATIVE, IN_CHILD = "ft_baby_nccl", "nccl", True
 

@@ -37,7 +37,6 @@ def main() -> None:
     import ft.process_groups.inline
     import ft.process_groups.shared  # noqa: F401
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     gc.freeze()  # the pages stay shared: a collection in a child does not write on them
     Nursery(control).serve()
 
@@ -117,6 +116,7 @@ class Child:
         self._channel = channel
         self._memory = Borrower()
         self._engine: Any = None
+        self._device: int | None = None
         self._handlers: dict[type[Any], Callable[[Any, list[int]], None]] = {
             Form: self._form,
             Map: self._map,
@@ -131,6 +131,7 @@ class Child:
 
     def _form(self, command: Any, descriptors: list[int]) -> None:
         """In a thread: this one sees the end of the socket meanwhile."""
+        self._device = command.device
         threading.Thread(target=self._build, args=(command,), name="ft-form", daemon=True).start()
 
     def _build(self, command: Any) -> None:
@@ -141,15 +142,11 @@ class Child:
 
         formation = Formation("child", lambda it: self._engine)
         try:
-            if command.device is not None:
-                import torch
-
-                torch.cuda.set_device(command.device)
             meeting = Meeting(formation, command.store, command.rank, command.size, command.limit_s)
             if command.kind == "gloo":
                 self._engine = form_gloo(formation, meeting, command.interface)
             else:
-                self._engine = form_nccl(formation, meeting)
+                self._engine = form_nccl(formation, meeting, command.device)
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
             self._reply(FAILED, 0, str(error), list(formation.absent))
         else:
@@ -168,6 +165,10 @@ class Child:
             self._reply(ENDED, command.number, None if error is None else str(error), source)
 
         try:
+            if self._device is not None:
+                import torch
+
+                torch.cuda.set_device(self._device)  # of this thread: the one that formed the group was another
             if command.after is not None:
                 _wait_for(command.after)
             operation = command.operation.each(lambda place, read, written: self._memory.tensor(place))

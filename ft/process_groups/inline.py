@@ -52,12 +52,19 @@ class ProcessGroupGloo(ProcessGroup):
 
 
 class ProcessGroupNCCL(ProcessGroup):
-    """NCCL in this process, on the current device. `timeout` is kept by this process; NCCL's own watchdog is off."""
+    """NCCL in this process. `timeout` is kept by this process; NCCL's own watchdog is off. `device`: by default the current one of the
+    thread that makes the group. A generation is formed in another thread, and in CUDA each thread begins with device 0."""
 
     KIND = "ft_nccl"
 
+    def __init__(
+        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, device: int | None = None
+    ) -> None:
+        super().__init__(timeout, rendezvous_s=rendezvous_s)
+        self.device = current_device() if device is None else device
+
     def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
-        return form_nccl(formation, Meeting(formation, store, rank, size, self.rendezvous_s))
+        return form_nccl(formation, Meeting(formation, store, rank, size, self.rendezvous_s), self.device)
 
 
 def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, backstop: timedelta = NEVER) -> Engine:
@@ -86,11 +93,17 @@ def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, bac
     return GlooEngine(native, near, far)
 
 
-def form_nccl(formation: Formation, meeting: Meeting) -> Engine:
-    """The engine of an NCCL group on the current device, once all are there."""
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
+def current_device() -> int | None:
+    """This thread's CUDA device, where there is any."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def form_nccl(formation: Formation, meeting: Meeting, number: int | None) -> Engine:
+    """The engine of an NCCL group on the CUDA device of that number, once all are there."""
+    if number is None or not dist.is_nccl_available():
         raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
     meeting.gather(device.index)
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = NEVER

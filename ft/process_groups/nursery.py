@@ -17,6 +17,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from ft.children import unsignalled
 from ft.process_groups.baby_worker import BURY, FORK, READY
 from ft.process_groups.channel import Channel
 from ft.process_groups.errors import GroupError
@@ -152,18 +153,19 @@ class Nursery:
     @staticmethod
     def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.Popen(
-            [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            cwd=_ROOT,  # `-m` looks there first
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-                "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
-            },
-        )
+        with unsignalled():  # it is killed with its generation, or when this process ends, and by nobody else
+            return subprocess.Popen(
+                [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                cwd=_ROOT,  # `-m` looks there first
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
+                },
+            )
 
     def _stop(self) -> None:
         self._ready = False

@@ -41,6 +41,17 @@ class Member:
         self.groups["baby_gloo"].prepare()
         return {}
 
+    def prepare_nccl(self, rank: int) -> dict[str, Any]:
+        """The same with NCCL, on the device of that number."""
+        import torch
+
+        from ft.process_groups.baby import ProcessGroupBabyNCCL
+
+        torch.cuda.set_device(rank)  # of this thread alone, in which the group is made
+        self.groups["baby_nccl"] = ProcessGroupBabyNCCL(timeout=60.0, rendezvous_s=120.0)
+        self.groups["baby_nccl"].prepare()
+        return {}
+
     def form(self, kind: str, store: str, rank: int, size: int) -> dict[str, Any]:
         self.kind = kind
         group = self.groups[kind]
@@ -48,12 +59,12 @@ class Member:
         child = getattr(group, "child", None)
         return {"child": child.pid if child else 0, "nursery": child.nursery.pid if child else 0}
 
-    def sums(self, count: int, elements: int) -> dict[str, Any]:
+    def sums(self, count: int, elements: int, device: str = "cpu") -> dict[str, Any]:
         """Sums of this member's rank + 1, `count` of them or until one fails."""
         import torch
 
         group = self.groups[self.kind]
-        done, value = 0, torch.empty(elements)
+        done, value = 0, torch.empty(elements, device=device)
         while done < count:
             value.fill_(group.rank() + 1.0)
             try:

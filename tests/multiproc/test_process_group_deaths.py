@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ft.children import WISHES
 from ft.process_groups.nursery import Nursery
 from ft.process_groups.store import serve
 
@@ -188,6 +189,26 @@ def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
     result = sums[0].result(LIMIT_S)
     assert "the child process is gone" in result["error"], result
     survive(crew, "baby_gloo", members, sums[1:], "member a failed")
+
+
+def test_what_a_scheduler_sends_to_every_process_ends_no_child():
+    """From its first moment: the nursery still imports torch when the signals come."""
+    nursery = Nursery()
+    try:
+        nursery.warm()
+        for number in WISHES:
+            os.kill(nursery.pid, number)
+        child, at = nursery.child(), nursery.pid
+        for number in WISHES:
+            for pid in (at, child.pid):
+                os.kill(pid, number)
+        other = nursery.child()
+        assert nursery.pid == at and not select.select([child._handle], [], [], 0)[0], "one of them has ended"
+        for each in (child, other):
+            each.kill()
+            each.end()
+    finally:
+        nursery.close()
 
 
 def test_a_spare_child_that_is_gone_is_not_given():

@@ -79,6 +79,10 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
                 before = between.count
                 forward_backward(manager, parallel, slot)
                 seen.sent.append(between.count - before)
+            if (
+                failures
+            ):  # a rank that hears of a failure before it has computed gives its slots back: not the case meant here
+                all_here(store.underlying_store, f"{lighthouse}/{deal.step}")
             fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))
             assert commit is not None and commit.contributors == (0, 1), commit
@@ -98,6 +102,13 @@ def join_group() -> tuple[str, int, PrefixStore]:
     store = PrefixStore(name, TCPStore(host, int(port), None, False, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=group_rank, world_size=2)
     return name, group_rank, store
+
+
+def all_here(store: Any, key: str) -> None:
+    """Returns when all four ranks have come to this place."""
+    if store.add(key, 1) == 4:
+        store.set(f"{key}/all", "")
+    store.wait([f"{key}/all"])
 
 
 def pipeline(schedule: str) -> Parallelized:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from ft.process_groups import inline, shared, sockets
 from ft.process_groups import operations as ops
-from ft.process_groups import shared, sockets
-from ft.process_groups.baby import ProcessGroupBabyNCCL
+from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.channel import Channel
+from ft.process_groups.commands import Form
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Formation
 from ft.process_groups.generation import Generation
@@ -24,7 +25,7 @@ from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 from ft.process_groups.meeting import Meeting, address_of
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
-from ft.process_groups.store import parse
+from ft.process_groups.store import parse, serve
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -391,3 +392,30 @@ def test_a_group_of_one_and_a_store_of_torch():
     group.allreduce([value := torch.full((3,), 2.0)]).wait()
     assert value.tolist() == [2, 2, 2] and json.dumps(group.rank()) == "0"
     group.shutdown()
+
+
+def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch):
+    """A generation is formed in another thread, and each thread of CUDA begins with device 0."""
+    devices, formed = threading.local(), list[tuple[str, int | None]]()
+    devices.number = 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "number", 0))
+
+    def form(self: ChildEngine, command: Form) -> None:
+        formed.append(("child", command.device))
+        raise RendezvousFailed("a fake")
+
+    def form_nccl(formation: Formation, meeting: Meeting, number: int | None) -> None:
+        formed.append(("inline", number))
+        raise RendezvousFailed("a fake")
+
+    monkeypatch.setattr(ChildEngine, "form", form)
+    monkeypatch.setattr(inline, "form_nccl", form_nccl)
+    server = serve()
+    for number, kind in enumerate((ProcessGroupNCCL, ProcessGroupBabyNCCL)):
+        group = kind(rendezvous_s=60.0)
+        with pytest.raises(RendezvousFailed):
+            group.configure(f"127.0.0.1:{server.port}/{number}", 0, 1)
+        group.shutdown(60.0)
+    assert formed == [("inline", 3), ("child", 3)]
+    assert ProcessGroupNCCL(device=1).device == 1

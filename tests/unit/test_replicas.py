@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, main, read_groups, token_file
+from ft.config import FaultTolerance
+from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, Lighthouse, main, read_groups, token_file
 from training.runlock import RunLock
 
 
@@ -53,6 +57,30 @@ def test_who_has_finished_or_was_told_wrong_does_not_come_again(tmp_path: Path, 
     one = group(tmp_path, program)
     ended(one, time.monotonic())
     assert one.code == code
+
+
+class Config:
+    """As much of one as a lighthouse needs."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "groups").mkdir(parents=True)
+        self.run_folder, self.fault_tolerance = folder, FaultTolerance()
+
+
+def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
+    config: Any = Config(tmp_path)
+    env = {**os.environ, "PHAROS_TOKEN_FILE": str(token_file(tmp_path))}
+    with closing(Lighthouse(config, env)) as one:
+        assert one.look(0.0) == ""
+        first = one._process
+        first.kill()
+        first.wait()
+        assert re.fullmatch(r"the lighthouse died, and is there again \(process \d+\)", one.look(10.0))
+        assert one._process.pid != first.pid
+        socket.create_connection(("127.0.0.1", one.port)).close()
+        one._process.kill()
+        one._process.wait()
+        assert one.look(10.5) == "", "not at once"
 
 
 def test_its_words_are_in_its_log_without_colours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,39 @@
+"""What the tests on GPUs share: when they are skipped, and a kernel that takes its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+one_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+two_devices = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL refuses two ranks on one"
+)
+
+CYCLES_PER_S = 2_000_000_000  # about what the clock of a GPU makes; nothing here depends on how long a spin takes
+
+
+def spin(seconds: float) -> torch.cuda.Event:
+    """A kernel on the current stream that computes nothing for about so long. The event is its end."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def in_time(true: Callable[[], bool], limit_s: float = 60.0) -> bool:
+    """Whether it becomes true; who is slow because the machine is busy does not fail."""
+    until_s = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def free_bytes() -> int:
+    """Of the device's memory, whoever has the rest."""
+    return int(torch.cuda.mem_get_info()[0])

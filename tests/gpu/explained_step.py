@@ -1,0 +1,74 @@
+"""In a process of its own: the memory that a step is said to take, and what it then takes.
+
+python -m tests.gpu.explained_step none|selective|full
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from models import llama
+from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.distributed import CommConfig, process_group
+from parallelisms.explain_rank import Job, ranks
+from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.parallelize import Layout, parallelize
+from parallelisms.precision import Precision
+from training.loss import cross_entropy_sum
+from training.optimizer import OptimizerConfig, build_optimizer
+
+SIZES = {  # GPU: 0.2 B parameters, so that weights, gradients, states and activations all count
+    "cuda": (llama.Config(dim=1024, n_layers=12, n_heads=16, n_kv_heads=8, hidden_dim=2816), 32000, 4, 2048),
+    "cpu": (llama.Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=160), 96, 4, 64),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    checkpoint = ActivationCheckpointConfig(cast(Any, argv[0]))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes, vocab_size, batch, seq_len = SIZES[kind]
+    config = ParallelismConfig()
+    layout = Layout(config, checkpoint, precision=Precision(compute=torch.bfloat16))
+    job = Job(
+        title="a GPU",
+        build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
+        loss=cross_entropy_sum,
+        optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
+        layout=layout,
+        degrees=degrees(config, 1),
+        device_type=cast(Any, kind),
+        local_batch_size=batch,
+        passes=1,
+        seq_len=seq_len,
+    )
+    [said] = ranks(job)
+    with process_group(CommConfig()) as world:
+        device = world.device.torch_device
+        parallel = parallelize(
+            job.model(),
+            build_mesh(job.degrees, kind),
+            job.loss,
+            layout,
+            local_batch_size=batch,
+            seq_len=seq_len,
+            device=device,
+            seed=0,
+        )
+        optimizer = job.optimizer(parallel.parts)
+        tokens = torch.randint(0, vocab_size, (batch, seq_len), device=device)
+        for _ in range(3):  # the optimizer's state comes with the first
+            parallel.forward_backward(tokens, tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+        took = torch.cuda.max_memory_allocated() if kind == "cuda" else 0
+    print(json.dumps({"said": said.peak, "took": took}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
