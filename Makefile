@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e
+.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -13,6 +13,8 @@ help:
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
+	@echo "make gpu     what only a GPU can prove, and its speed (8 minutes; PYTHON=python3 where torch is there already); writes docs/gpu.md"
+	@echo "make starts  fifty starts with loader workers beside a live channel (10 minutes)"
 	@echo "make sim     10,000 runs of the protocol"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
@@ -72,3 +74,10 @@ goodput:
 	@.venv/bin/python benchmarks/goodput.py --no-kills --write docs/goodput.md
 	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --write docs/goodput.md
 	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --mb 4 --minutes 4 --startup-s 30 --write docs/goodput.md
+
+gpu:
+	@$(or $(PYTHON),.venv/bin/python) -m pytest -q tests/gpu
+	@$(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py $(if $(PEER),--peer-python $(PEER)) --write docs/gpu.md
+
+starts:
+	@.venv/bin/python proofs/starts.py
