@@ -131,7 +131,7 @@ class Group:
             lighthouse=self.lighthouse,
             host="127.0.0.1",
             access=Access(),
-            times=m.Times(),
+            times=m.Times(stall_s=31.0),  # as short as the ladder allows
         )
         window = BATCH * self.schedule.inner_steps
         self.manager = Manager(

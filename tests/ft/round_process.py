@@ -1,19 +1,20 @@
-"""One replica group of test_rounds_killed.py as a process of its own, which does harm to itself at a place in a round that is told.
+"""One replica group of test_rounds_killed.py as a process of its own, which does harm to itself at a place in a round when it is told to.
 
-    python -m tests.ft.round_process NAME LIGHTHOUSE GROUPS HARM
+    python -m tests.ft.round_process NAME LIGHTHOUSE HARM FILE
 
-Once six have been together, and the last round was of so many GROUPS, HARM is kill-in-inner-steps, kill-in-prepare, kill-in-outer-step or
-stop-in-inner-steps; or none; or back, of the one that was stopped, in its next life. A line of JSON for each round that holds. The job
-ends two rounds after that one is among three.
+HARM, once there is a FILE: kill-in-inner-steps, kill-in-prepare, kill-in-outer-step or stop-in-inner-steps; or none. A line of JSON for
+each round that holds. The job ends two rounds after the one that was stopped is with the two that nothing happens to again.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from ft.sync_schedule import Schedule
@@ -22,33 +23,26 @@ from tests.ft.round_groups import Commit, Group
 SCHEDULE = Schedule(8, fragments=2, delay=1, alpha=0.5)
 PREPARED = SCHEDULE.inner_steps - SCHEDULE.delay - 1  # after this optimizer step of a round its sums are on their way
 PLACES = {"inner-steps": 0, "prepare": PREPARED, "outer-step": None}
-ALL = 6  # groups
-BACK = 3  # groups, when the one that stopped is among them again
+UNHARMED, BACK = {"a", "b"}, {"a", "b", "f"}
 
 
 class Harmed(Group):
-    together: int
     harm: str
-    met = False  # a round of all groups was there
-    done = False  # the harm to this group, or to the one that stopped
+    told: Path
+    alone = False  # a round of the two that nothing happens to was there
 
     def harm_at(self, place: int | None) -> None:
         what, _, where = self.harm.partition("-in-")
-        if where and self.met and not self.done and self.contributors == self.together and place == PLACES[where]:
-            self.done = True
+        if where and place == PLACES[where] and self.told.exists():
+            self.harm = "none"
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-
-    @property
-    def contributors(self) -> int:
-        """To the last round."""
-        return len(self.history[max(self.history)].slots) if self.history else 0
 
     def round(self) -> Commit | None:
         commit = super().round()
         if commit is not None:
-            self.met |= self.contributors == ALL
-            self.done |= self.met and self.contributors == BACK - 1
-            if self.done and self.contributors == BACK:
+            groups = {owner.partition(":")[0] for _, owner in commit.slots}
+            self.alone |= groups == UNHARMED
+            if self.alone and groups == BACK:
                 self.rounds_to_do = min(self.rounds_to_do, self.manager.step + 2)
             self.say(commit)
         return commit
@@ -61,9 +55,10 @@ class Harmed(Group):
         print(json.dumps({**line, "digest": digest.hexdigest(), "computed": self.computed}), flush=True)
 
 
-def main(name: str, lighthouse: str, groups: str, harm: str) -> None:
+def main(name: str, lighthouse: str, harm: str, told: str) -> None:
+    faulthandler.register(signal.SIGUSR1)
     group = Harmed(name, lighthouse, SCHEDULE, 1 << 20)
-    group.together, group.harm, group.done = int(groups), harm, harm == "back"
+    group.harm, group.told, group.alone = harm, Path(told), harm == "none" and name not in UNHARMED
     group.inside = lambda group, place: group.harm_at(place)  # type: ignore[attr-defined]
     group.before_commit = lambda group: group.harm_at(None)  # type: ignore[attr-defined]
     group._run()

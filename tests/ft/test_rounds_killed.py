@@ -20,12 +20,12 @@ from ft import LighthouseServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
-HARMS = {  # how many are there when it happens, to whom
-    "c": (6, "kill-in-inner-steps"),
-    "d": (5, "kill-in-prepare"),
-    "e": (4, "kill-in-outer-step"),
-    "f": (3, "stop-in-inner-steps"),
-}
+HARMS = {
+    "c": "kill-in-inner-steps",
+    "d": "kill-in-prepare",
+    "e": "kill-in-outer-step",
+    "f": "stop-in-inner-steps",
+}  # in this order
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -38,33 +38,51 @@ def test_deaths_at_every_place_of_a_round(tmp_path: Path):
         lighthouse = LighthouseServer("127.0.0.1:0", 2, join_timeout_ms=30_000)  # a survivor is waited for
         stack.callback(lighthouse.shutdown)
         out = {name: tmp_path / name for name in "abcdef"}
+        logs = {name: tmp_path / f"{name}.log" for name in out}
         processes: dict[str, subprocess.Popen[bytes]] = {}
 
-        def start(name: str, groups: int, harm: str) -> None:
-            command = [sys.executable, "-m", "tests.ft.round_process", name, lighthouse.address(), str(groups), harm]
-            file = stack.enter_context(out[name].open("ab"))
+        def start(name: str, harm: str = "none") -> None:
+            told = str(tmp_path / f"{name}.told")
+            command = [sys.executable, "-m", "tests.ft.round_process", name, lighthouse.address(), harm, told]
+            file, log = (stack.enter_context(path.open("ab")) for path in (out[name], logs[name]))
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            processes[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL, cwd=ROOT, env=env)
+            processes[name] = subprocess.Popen(command, stdout=file, stderr=log, cwd=ROOT, env=env)
             stack.callback(processes[name].kill)
 
         for name in out:
-            start(name, *HARMS.get(name, (len(out), "none")))
+            start(name, HARMS.get(name, "none"))
         end_s = time.monotonic() + LIMIT_S
 
         def until(what: str, holds: Any) -> None:
             while not holds():
-                assert time.monotonic() < end_s, what
-                assert processes["a"].poll() in (None, 0) and processes["b"].poll() in (None, 0), what
+                if time.monotonic() > end_s or any(processes[name].poll() not in (None, 0) for name in "ab"):
+                    pytest.fail(f"{what}\n{where_they_are()}")
                 time.sleep(0.02)
 
-        for name in "cde":
-            until(f"the death of {name}", lambda name=name: processes[name].poll() == -signal.SIGKILL)
-        until(
-            "a round without the one that stopped", lambda: any(len(row["slots"]) == 2 for row in lines(out["a"])[-3:])
-        )
+        def where_they_are() -> str:
+            for process in processes.values():
+                if process.poll() is None:
+                    process.send_signal(signal.SIGUSR1)  # its threads' stacks
+            time.sleep(1)
+            return "\n".join(
+                f"---- {name}: {processes[name].poll()}, {lines(out[name])[-2:]}\n{logs[name].read_text()[-6000:]}"
+                for name in out
+            )
+
+        def until_round_of(names: str) -> None:
+            def there() -> bool:
+                return any({owner[0] for _, owner in row["slots"]} == set(names) for row in lines(out["a"])[-3:])
+
+            until(f"a round of {names}", there)
+
+        for place, name in enumerate(HARMS):
+            until_round_of("ab" + "".join(HARMS)[place:])
+            (tmp_path / f"{name}.told").touch()
+        until_round_of("ab")
+        assert all(processes[name].poll() == -signal.SIGKILL for name in "cde")
         processes["f"].send_signal(signal.SIGCONT)
         until("the end of the one that was lost", lambda: processes["f"].poll() is not None)
-        start("f", 0, "back")
+        start("f")
         until("the end", lambda: all(processes[name].poll() == 0 for name in "abf"))
 
         told = {name: lines(path) for name, path in out.items()}
