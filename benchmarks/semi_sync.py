@@ -93,9 +93,11 @@ def main(argv: Sequence[str]) -> int:
 def ways(sync_steps: int) -> dict[str, tuple[str, ...]]:
     diloco = ("--fault_tolerance.semi_sync_method=diloco", f"--fault_tolerance.sync_steps={sync_steps}")
     streaming = ("--fault_tolerance.num_fragments=4", "--fault_tolerance.fragment_sync_delay=2")
+    eight_bits = "--fault_tolerance.should_quantize=true"
     return {
         "every step": (),
         f"DiLoCo, every {sync_steps}": diloco,
+        f"in eight bits, every {sync_steps}": (*diloco, eight_bits),
         f"4 fragments, every {sync_steps}": (*diloco, *streaming, "--fault_tolerance.fragment_update_alpha=0.5"),
     }
 

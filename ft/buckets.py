@@ -22,6 +22,7 @@ TAIL_ELEMENTS = 1 << 14  # room for the tail: a slot per group, and then some
 BUCKET_BYTES = 25 << 20  # what travels together at most, unless a gradient is larger
 RIDER_BYTES = 64 << 10  # a gradient may ride with the tail up to this size
 RIDERS_BYTES = 1 << 20  # and all of them up to that
+FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all but riders are quantised: what costs a thin link nothing either
 ALONE_BYTES = 1 << 20  # in place, from this size on: below, a message of its own costs more than the copy
 
 Kind = tuple[torch.dtype, torch.device]
@@ -67,12 +68,14 @@ class Layout:
         self.buckets.append(Bucket(kind, tuple(members), start, place, in_place))
 
 
-def lay_out(tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device) -> Layout:
+def lay_out(
+    tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool = False
+) -> Layout:
     """`tensors`: what this rank holds of each parameter, in the order of registration. `in_place`: large gradients need no memory of
-    ours. `device`: of the tail if there are no parameters."""
+    ours. `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
     layout = Layout()
     device = tensors[0].device if tensors else device
-    riders = _riders(tensors, device)
+    riders = _riders(tensors, device, FEW_BYTES if quantized else RIDER_BYTES)
     filling: dict[Kind, list[int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
@@ -93,29 +96,29 @@ def lay_out(tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, dev
     tail: Kind = (torch.float32, device)
     layout.close(riders, tensors, tail)
     layout.sizes[tail] += TAIL_ELEMENTS
-    layout.shape = _shape(tensors, layout)
+    layout.shape = _shape(tensors, layout, quantized=quantized)
     return layout
 
 
-def _riders(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+def _riders(tensors: Sequence[Tensor], device: torch.device, most_bytes: int) -> list[int]:
     """Of the small ones those that are complete last."""
     riders: list[int] = []
     left_bytes = RIDERS_BYTES
     for index, tensor in enumerate(tensors):
-        small = tensor.nbytes <= min(RIDER_BYTES, left_bytes)
+        small = tensor.nbytes <= min(most_bytes, left_bytes)
         if small and tensor.dtype == torch.float32 and tensor.device == device:
             riders.insert(0, index)
             left_bytes -= tensor.nbytes
     return riders
 
 
-def _shape(tensors: Sequence[Tensor], layout: Layout) -> tuple[tuple[str, str], ...]:
+def _shape(tensors: Sequence[Tensor], layout: Layout, *, quantized: bool) -> tuple[tuple[str, str], ...]:
     kinds = list(layout.sizes)
     plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in layout.buckets]
     return (
         ("gradient shapes", _digest([tuple(tensor.shape) for tensor in tensors])),
         ("gradient dtypes", _digest([str(tensor.dtype) for tensor in tensors])),
-        ("gradient buckets", _digest(plan)),
+        ("gradient buckets", _digest((plan, "8 bits") if quantized else plan)),
     )
 
 

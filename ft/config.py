@@ -125,7 +125,7 @@ class FaultTolerance:
     ] = 0.0
     should_quantize: Annotated[
         bool,
-        "torchtitan's, for sums of eight bits; not to be had: sums travel as they are, and num_fragments makes them small",
+        "with diloco: sums in eight bits, a quarter of the bytes; what rounding leaves out goes into the next sum",
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9
@@ -149,8 +149,6 @@ class FaultTolerance:
             )
 
     def _check_semi_sync(self) -> None:
-        if self.should_quantize:
-            raise ValueError("fault_tolerance.should_quantize = true: sums travel as they are; nearest: false")
         changed = [key for key in _SEMI_SYNC if getattr(self, key) != getattr(type(self), key)]
         method, alone = self.semi_sync_method, ("sync_steps",)
         for key in (
@@ -203,6 +201,7 @@ _SEMI_SYNC = (
     "num_fragments",
     "fragment_sync_delay",
     "fragment_update_alpha",
+    "should_quantize",
     "outer_lr",
     "outer_momentum",
     "outer_nesterov",

@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from ft.buckets import BUCKET_BYTES
 from ft.gradients import Gradients
 from ft.process_groups.work import GroupWork
+from ft.quantized import Feedback
 
 
 class FragmentGradients(Gradients):
     """`attach` is called once for each fragment, in their order. `dropped`: gradients were thrown away since it was last set to False."""
 
-    def __init__(self, *, shared: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__(shared=shared, bucket_bytes=bucket_bytes)
+    def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
         self._fragments: list[Gradients] = []
         self._turn: Gradients
         self._holders: dict[int, Gradients] = {}  # by the step that they hold sums of
         self.dropped = False
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        fragment = Gradients(shared=self._shared, bucket_bytes=self._bucket_bytes)
+        fragment = Gradients(shared=self._shared, quantized=self._quantized, bucket_bytes=self._bucket_bytes)
         fragment.attach(parameters)
         self._fragments.append(fragment)
 
@@ -82,8 +83,10 @@ class FragmentGradients(Gradients):
     def can_repeat(self) -> bool:
         return self._turn.can_repeat
 
-    def all_reduce(self, tensor: Tensor, *, mean: bool = True) -> GroupWork:
-        return self._turn.all_reduce(tensor, mean=mean)
+    def all_reduce(
+        self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
+    ) -> GroupWork:
+        return self._turn.all_reduce(tensor, mean=mean, quantized=quantized, feedback=feedback)
 
     # ------------------------------------------------------------------------------------------------ all of them
 

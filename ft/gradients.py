@@ -27,6 +27,9 @@ Slots apart (`slots` = S > 0), for sums whose bits do not depend on who computed
 slot's gradients have places of their own in the buckets, as if there were S times as many parameters. Whoever owns a slot gives its
 gradients there, all others zeros; to add zeros is exact in any order. Then each rank adds the S sums in the order of the slots. This
 costs S times the traffic, S times the scratch above (2 S G), and, kept for a retry, G for each slot that this group owns.
+
+Quantised (`quantized`): buckets are summed in eight bits with error feedback (quantized.py), but for the last one: the tail counts, and
+what rides with it is small. On top of the above 2 G in fp32 for what sums leave out, and 3 buckets while one is summed.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Layout, lay_out
+from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Bucket, Layout, lay_out
 from ft.process_groups.work import GroupWork
+from ft.quantized import Feedback, Lane
 from ft.scratch import Buffers, Scratch, Sets, like, local_of
 from ft.user_sums import UserSum
 
@@ -67,12 +71,18 @@ class _Attempt:
     tail: Tensor | None = None  # since it was launched
     complete: bool = False
     users: list[UserSum] = field(default_factory=list)  # only of an attempt that is held
+    lane: Lane | None = None  # all goes by it, from the first quantised sum on
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        if self.lane is not None:
+            self.lane.close()
 
 
 class Gradients:
     """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `slots`: of each step, summed
-    apart and added in their order; 0: each group's are one sum from the start. `bucket_bytes`: what travels together at most, unless a
-    gradient is larger. `device`: of the tail where there are no parameters.
+    apart and added in their order; 0: each group's are one sum from the start. `quantized`: sums in eight bits; kept, slots not apart.
+    `bucket_bytes`: what travels together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
 
     Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns.
     """
@@ -83,10 +93,14 @@ class Gradients:
         keep: bool = True,
         shared: bool = False,
         slots: int = 0,
+        quantized: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | str = "cpu",
     ) -> None:
+        assert not quantized or (keep and not slots)
         self._keep, self._shared, self._bucket_bytes = keep, shared, bucket_bytes
+        self._quantized = quantized
+        self._feedback: dict[int, Feedback] = {}  # by bucket
         self._apart, self._places = slots > 0, max(1, slots)  # gradients of one parameter in the layout
         self._place = 0  # of the slot that is computed
         self._device = torch.device(device)
@@ -130,6 +144,7 @@ class Gradients:
             bucket_bytes=self._bucket_bytes,
             in_place=not self._keep and not self._shared and not self._apart,
             device=self._device,
+            quantized=self._quantized,
         )
 
     @cached_property
@@ -231,6 +246,7 @@ class Gradients:
             attempt, self._attempt = self._attempt, None
             if attempt is None:
                 return lambda: None
+            attempt.end()
             if (
                 self._keep and self._after_last_pass and not self._is_kept
             ):  # the trainer may zero .grad before more is added
@@ -241,7 +257,7 @@ class Gradients:
             if not self._keep and attempt.copied:
                 self._is_lost = True
                 self._drop_gradients()
-        return partial(self._give_back, attempt.scratch, buffers)
+        return partial(self._give_back, attempt, buffers)
 
     # ------------------------------------------------------------------------------------------------ what becomes of it
 
@@ -249,6 +265,8 @@ class Gradients:
         """.grad of every parameter is the sum, until it is zeroed; a tensor that a user handed over has its result. The originals go."""
         with self._lock:
             self._hand_out(self._take_complete(), self._users)
+            for feedback in self._feedback.values():
+                feedback.commit()
             self._forget_step()
 
     def hold(self, step: int) -> None:
@@ -279,6 +297,7 @@ class Gradients:
         with self._lock:
             self._drop_gradients()
             self._forget_step()
+            self._feedback.clear()
 
     @property
     def can_repeat(self) -> bool:
@@ -286,21 +305,34 @@ class Gradients:
         with self._lock:
             return self._keep and not any(user.changed for user in self._users)
 
-    def all_reduce(self, tensor: Tensor, *, mean: bool = True) -> GroupWork:
+    def all_reduce(
+        self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
+    ) -> GroupWork:
         """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values if that
         failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
 
-        Each group hands over the same ones in the same order, before the last backward or after it. Raises ValueError for the mean of
+        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in eight bits; then
+        `feedback`, which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of
         integers, RuntimeError where no attempt is open for it, or slots are apart."""
         if self._apart:
             raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
+        if quantized and not tensor.is_floating_point():
+            raise ValueError(f"a quantised sum of a tensor of {tensor.dtype}: only of real floating point numbers")
         with self._lock:
             attempt, after = self._attempt, self._after_last_pass
             if attempt is None or attempt.tail is not None or self._in_last_pass:
                 raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
-            user = UserSum(tensor, self._buffers, mean=mean, keep=self._keep, after_buckets=after)
+            user = UserSum(
+                tensor,
+                self._buffers,
+                mean=mean,
+                keep=self._keep,
+                after_buckets=after,
+                quantized=quantized,
+                feedback=feedback,
+            )
             self._users.append(user)
             if after:  # the same order in each group, whatever gradients it lacks
                 self._send_all_but_last(attempt, zeros=not attempt.contributes)
@@ -393,6 +425,9 @@ class Gradients:
     def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
         """The next bucket, which is not the last."""
         bucket = attempt.layout.buckets[attempt.sent]
+        if self._quantized and bucket.members:
+            self._send_quantized(attempt, bucket, zeros=zeros)
+            return
         if not zeros:
             self._copy(attempt, bucket.members)
         elif bucket.in_place:
@@ -401,6 +436,14 @@ class Gradients:
         else:
             attempt.scratch.of(bucket).zero_()
         self._reduce(attempt, attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket))
+
+    def _send_quantized(self, attempt: _Attempt, bucket: Bucket, *, zeros: bool) -> None:
+        if not zeros:
+            self._copy(attempt, bucket.members)
+        feedback = self._feedback.setdefault(attempt.sent, Feedback())
+        whole = attempt.scratch.of(bucket)
+        attempt.works.append(self._lane(attempt).sum_quantized(whole, feedback, gives=not zeros))
+        attempt.sent += 1
 
     def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
         while attempt.sent < len(attempt.layout.buckets) - 1:
@@ -422,13 +465,19 @@ class Gradients:
         self._reduce(attempt, whole)
 
     def _reduce(self, attempt: _Attempt, whole: Tensor) -> None:
-        attempt.works.append(attempt.group.allreduce([whole]))
+        attempt.works.append((attempt.lane or attempt.group).allreduce([whole]))
         attempt.sent += 1
 
     def _send_user(self, attempt: _Attempt, user: UserSum, *, after_buckets: bool) -> None:
         if user.after_buckets == after_buckets and not user.sent:
-            work = user.send(attempt.group, attempt.participants, contributes=attempt.contributes)
+            by = self._lane(attempt) if user.quantized else attempt.lane or attempt.group
+            work = user.send(by, attempt.participants, contributes=attempt.contributes)
             attempt.works.append(work)
+
+    def _lane(self, attempt: _Attempt) -> Lane:
+        if attempt.lane is None:
+            attempt.lane = Lane(attempt.group, shared=self._shared)
+        return attempt.lane
 
     # ------------------------------------------------------------------------------------------------ small things
 
@@ -443,6 +492,7 @@ class Gradients:
     def _take_complete(self) -> _Attempt:
         attempt, self._attempt = self._open_attempt(), None
         assert attempt.complete, "sums are taken when wait has returned"
+        attempt.end()
         return attempt
 
     def _hand_out(self, attempt: _Attempt, users: Sequence[UserSum]) -> None:
@@ -487,8 +537,10 @@ class Gradients:
             scratch.has(gradient) for gradient in self._kept.values()
         )
 
-    def _give_back(self, scratch: Scratch, buffers: Sequence[Tensor]) -> None:
-        self._sets.give(scratch)
+    def _give_back(self, attempt: _Attempt, buffers: Sequence[Tensor]) -> None:
+        if attempt.lane is not None:
+            attempt.lane.join()
+        self._sets.give(attempt.scratch)
         for buffer in buffers:
             self._buffers.give(buffer)
 

@@ -15,6 +15,7 @@ carries what this one would have. A group that heals begins from the outer weigh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ft.quantized import Feedback
 from ft.semi_sync import Fragment
 from ft.sync_schedule import Schedule
 
@@ -43,6 +45,7 @@ class _Syncs:
         inner_steps: int,
         delay: int,
         bucket_mb: float,
+        quantized: bool = False,
     ) -> None:
         self._manager, self._fragments, self._optimizer = manager, fragments, optimizer
         self._inner_steps, self._delay, self._bucket_bytes = inner_steps, delay, int(bucket_mb * (1 << 20))
@@ -50,10 +53,12 @@ class _Syncs:
         self._buckets: list[Tensor] = []  # on their way
         self._works: list[dist.Work] = []
         self._pieces: list[Tensor] = []  # of them, by parameter
+        self._quantized = quantized
+        self._feedback: list[list[Feedback]] = [[] for _ in fragments]  # of each, by bucket
         self._hooks: list[Any] = []
         manager.heal_from_one()
         for place, fragment in enumerate(fragments):
-            manager.register_state_dict_fn(f"outer {place}", _heal(fragment), fragment.state_dict)
+            manager.register_state_dict_fn(f"outer {place}", partial(self._heal, place), fragment.state_dict)
 
     def __enter__(self) -> _Syncs:
         before = self._optimizer.register_step_pre_hook(lambda *_: self._manager.disallow_state_dict_read())
@@ -70,7 +75,7 @@ class _Syncs:
         self._done += 1
         if self._done == self._inner_steps - self._delay:
             self._manager.start_quorum()
-            self._send(self._fragments[self._turn])
+            self._send(self._turn)
         if self._done == self._inner_steps:
             self._done = 0
             self._finish(self._fragments[self._turn])
@@ -79,10 +84,14 @@ class _Syncs:
     def _turn(self) -> int:
         return self._manager.current_step() % len(self._fragments)
 
-    def _send(self, fragment: Fragment) -> None:
+    def _send(self, turn: int) -> None:
         """Whole buckets, in one order, each of one dtype on one device; so do all groups, also one that gives nothing."""
-        self._pieces, self._buckets = _in_buckets(fragment.pseudo_gradients(), self._bucket_bytes)
-        self._works = [self._manager.allreduce(bucket) for bucket in self._buckets]
+        self._pieces, self._buckets = _in_buckets(self._fragments[turn].pseudo_gradients(), self._bucket_bytes)
+        feedback = self._feedback[turn] = self._feedback[turn] or [Feedback() for _ in self._buckets]
+        self._works = [
+            self._manager.allreduce(bucket, self._quantized, feedback=own)
+            for bucket, own in zip(self._buckets, feedback, strict=True)
+        ]
 
     def _finish(self, fragment: Fragment) -> None:
         for work in self._works:
@@ -90,6 +99,11 @@ class _Syncs:
         if self._manager.should_commit():
             fragment.step(self._pieces)
         self._works, self._buckets, self._pieces = [], [], []
+
+    def _heal(self, turn: int, state: dict[str, Any]) -> None:
+        self._fragments[turn].load_state_dict(state)
+        self._fragments[turn].reset()
+        self._feedback[turn] = []
 
 
 class LocalSGD(_Syncs):
@@ -108,7 +122,8 @@ class DiLoCo(_Syncs):
     (Douillard et al., arXiv 2311.08105); of several fragments one every sync_every / len(model_fragments) steps (arXiv 2501.18512).
 
     `outer_optimizer`: over the fragments' parameters, one for all or one for each. `fragment_sync_delay`: inner steps that a sum may
-    travel; `fragment_update_alpha`: the share of its own way that a group keeps. `bucket_cap_mb`: MiB that travel together at most.
+    travel; `fragment_update_alpha`: the share of its own way that a group keeps. `should_quantize`: sums in eight bits, with error feedback
+    (quantized.py). `bucket_cap_mb`: MiB that travel together at most.
     `backup_device`, `pin_memory`, `use_bucketization` change nothing: outer weights lie beside the local ones, and travel in buckets
     always. Raises ValueError for a schedule that does not fit."""
 
@@ -130,8 +145,6 @@ class DiLoCo(_Syncs):
         count = len(model_fragments)
         schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
         schedule.check(("sync_every", "len(model_fragments)", "fragment_sync_delay", "fragment_update_alpha"))
-        if should_quantize:
-            raise ValueError("should_quantize = True: sums travel as they are; nearest: False")
         outer = outer_optimizer if isinstance(outer_optimizer, Sequence) else [outer_optimizer] * count
         if len(outer) != count:
             raise ValueError(f"outer_optimizer: {len(outer)} of them for {count} fragments; nearest: one, or {count}")
@@ -146,15 +159,8 @@ class DiLoCo(_Syncs):
             inner_steps=schedule.inner_steps,
             delay=fragment_sync_delay,
             bucket_mb=BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb,
+            quantized=should_quantize,
         )
-
-
-def _heal(fragment: Fragment) -> Any:
-    def load(state: dict[str, Any]) -> None:
-        fragment.load_state_dict(state)
-        fragment.reset()
-
-    return load
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -24,22 +24,28 @@ def memory(
     heal_copy_bytes: int,
     fragments: int = 0,
     momentum: bool = False,
+    quantized: bool = False,
 ) -> dict[str, int]:
     """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
     `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce).
-    `fragments`: of a model whose groups step by themselves (semi_sync.py); 0: they sum every step. `momentum`: of the outer optimizer."""
+    `fragments`: of a model whose groups step by themselves (semi_sync.py); 0: they sum every step. `momentum`: of the outer optimizer.
+    `quantized`: sums in eight bits."""
     layout = lay_out(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
         in_place=not keep_gradients and not in_child and not slots,
         device=tensors[0].device,
+        quantized=quantized,
     )
     one_set = sum(size * dtype.itemsize for (dtype, _), size in layout.sizes.items())
     gradients = sum(tensor.nbytes for tensor in tensors)
+    left_out = 4 * sum(tensor.numel() for tensor in tensors) * quantized
     own = {  # of groups that step by themselves; a weight is as large as its gradient
         "always: the weights that groups agree on": gradients,
         "always: the outer optimizer's momentum": gradients * momentum,
         "while a fragment is summed: what this group gives to it": -(-gradients // max(1, fragments)),
+        "always: what sums in eight bits left out, in fp32": left_out,
+        "while a fragment is summed: the same, of this time": -(-left_out // max(1, fragments)),
     }
     return {
         "always: two sets of sums, in turns": READY * one_set,

@@ -79,7 +79,9 @@ def open_manager(
         options,
         store=store,
         shape=shape,
-        gradients=None if settings.semi_sync_method == "none" else FragmentGradients(shared=group.IN_CHILD),
+        gradients=None
+        if settings.semi_sync_method == "none"
+        else FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize),
         restore=restore,
         accounts=accounts,
         happened=happened,

@@ -49,6 +49,7 @@ from ft.process_groups.operations import AllReduce, reduction
 from ft.process_groups.work import GroupWork
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
+from ft.quantized import Feedback, Lane
 from ft.rpc.access import Access
 from ft.rpc.driver import Seen
 from ft.scratch import Buffers, local_of
@@ -223,12 +224,18 @@ class Manager(Driver):
         decided, self._decided, self._body = self._decided, None, False
         return decided is not None
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG) -> dist.Work:
+    def allreduce(
+        self,
+        tensor: Tensor,
+        should_quantize: bool = False,
+        reduce_op: Any = dist.ReduceOp.AVG,
+        *,
+        feedback: Feedback | None = None,
+    ) -> dist.Work:
         """The mean (or the sum) over the groups that contribute, written into the tensor when the work ends. The work never fails: where a
         sum does, the tensor keeps its values until the step is tried again, or should_commit is False. Each group's body calls it for the
-        same tensors in the same order. Raises ValueError for other reductions, and for means of whole numbers."""
-        if should_quantize:
-            _say_once("allreduce(should_quantize=True) changes nothing: sums travel as they are")
+        same tensors in the same order. `should_quantize`: in eight bits (quantized.py); what rounding leaves out is lost, unless `feedback`
+        gives it to the next sum. Raises ValueError for other reductions, and for means of whole numbers."""
         op = reduction(reduce_op)
         if op not in ("AVG", "SUM"):
             raise ValueError(f"allreduce: {op} is not to be had: who gives nothing gives zeros; nearest: AVG or SUM")
@@ -238,10 +245,10 @@ class Manager(Driver):
             work = GroupWork(AllReduce([tensor]))
             work.end(None)
         elif self._over:
-            work = self._sum_late(tensor, mean=op == "AVG")
+            work = self._sum_late(tensor, mean=op == "AVG", quantized=should_quantize)
         else:
             self._used = True
-            work = self.gradients.all_reduce(tensor, mean=op == "AVG")
+            work = self.gradients.all_reduce(tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback)
         return _Told(work, self.report_error)
 
     # ------------------------------------------------------------------------------------------------ where things stand
@@ -438,12 +445,15 @@ class Manager(Driver):
             self._pass.__exit__(None, None, None)
             self._pass = None
 
-    def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
+    def _sum_late(self, tensor: Tensor, *, mean: bool, quantized: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor."""
         assert self._part is not None
-        user = UserSum(tensor, self._late, mean=mean, keep=False, after_buckets=True)
-        user.send(self._group, len(self._part.participants), contributes=self.is_participating())
+        user = UserSum(tensor, self._late, mean=mean, keep=False, after_buckets=True, quantized=quantized)
+        lane = Lane(self._group) if quantized else None
+        user.send(lane or self._group, len(self._part.participants), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
+        if lane is not None:
+            user.work.get_future().add_done_callback(lambda _: lane.close())
         return user.work
 
     # ------------------------------------------------------------------------------------------------ what the driver does otherwise

@@ -16,15 +16,26 @@ from torch import Tensor
 
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
+from ft.quantized import Feedback, Lane
 from ft.scratch import Buffers, local_of
 
 
 class UserSum:
     """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: when it was
-    handed over, the backward was over."""
+    handed over, the backward was over. `quantized`, `feedback`: as in Lane.sum_quantized."""
 
-    def __init__(self, tensor: Tensor, buffers: Buffers, *, mean: bool, keep: bool, after_buckets: bool) -> None:
-        self.after_buckets = after_buckets
+    def __init__(
+        self,
+        tensor: Tensor,
+        buffers: Buffers,
+        *,
+        mean: bool,
+        keep: bool,
+        after_buckets: bool,
+        quantized: bool = False,
+        feedback: Feedback | None = None,
+    ) -> None:
+        self.after_buckets, self.quantized, self._feedback = after_buckets, quantized, feedback
         self._tensor = local_of(tensor.detach())
         self._buffers, self._mean, self._keep = buffers, mean, keep
         self._lock = threading.Lock()  # the result is written by whatever thread ends the operation
@@ -49,7 +60,7 @@ class UserSum:
         """In this attempt."""
         return self._sum is not None
 
-    def send(self, group: dist.ProcessGroup, participants: int, *, contributes: bool) -> dist.Work:
+    def send(self, by: dist.ProcessGroup | Lane, participants: int, *, contributes: bool) -> dist.Work:
         """Reduces the values that it had when it was handed over, or zeros. The first time the user is told; a retry's result is written
         by `finish`."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
@@ -57,7 +68,11 @@ class UserSum:
             self._sum.copy_(self._tensor if self._original is None else self._original)
         else:
             self._sum.zero_()
-        theirs = group.allreduce([self._sum])
+        if self.quantized:
+            assert isinstance(by, Lane)
+            theirs: dist.Work = by.sum_quantized(self._sum, self._feedback, gives=contributes)
+        else:
+            theirs = by.allreduce([self._sum])
         if not self.work.is_completed():
             theirs.get_future().add_done_callback(lambda _: self._ended(theirs.exception() is None))
         return theirs
@@ -66,6 +81,8 @@ class UserSum:
         """The attempt is complete: the tensor has its result."""
         with self._lock:
             self._write()
+        if self._feedback is not None:
+            self._feedback.commit()
 
     def give_up(self) -> Tensor | None:
         """The attempt is none: what it wrote into, which may still be written to. The user waits no longer."""

@@ -116,6 +116,7 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
             heal_copy_bytes=settings.heal_copy_bytes,
             fragments=0 if settings.semi_sync_method == "none" else settings.num_fragments,
             momentum=settings.semi_sync_method == "diloco" and settings.outer_momentum > 0,
+            quantized=settings.should_quantize,
         )
 
     return beside

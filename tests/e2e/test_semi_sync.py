@@ -26,7 +26,8 @@ def test_shards_that_are_killed_and_stopped(tmp_path: Path):
     kinds = (
         [*KINDS.keys() - {"corrupt"}] if ALL else ["kill", "stop"]
     )  # weights of a group alone are compared with nobody's
-    said = drill(tmp_path, 3 if ALL else 2, sorted(kinds), *SEMI, *([] if ALL else ["--brief"]), ranks=2)
+    eight_bits = "--fault_tolerance.should_quantize=true"
+    said = drill(tmp_path, 3 if ALL else 2, sorted(kinds), *SEMI, eight_bits, *([] if ALL else ["--brief"]), ranks=2)
     assert injected(said) >= {"kill", "stop"}
 
 

@@ -84,6 +84,7 @@ class Group:
     rounds_to_do: int
     outer: Callable[..., Any] = nesterov
     bucket_bytes: int = 1 << 20
+    quantized: bool = False
     at: Callable[[Group], None] = lambda group: None
     inside: Callable[[Group, int], None] = lambda group, place: None
     before_commit: Callable[[Group], None] = lambda group: None
@@ -138,7 +139,7 @@ class Group:
             ProcessGroupGloo(),
             wish,
             Options(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
-            gradients=FragmentGradients(bucket_bytes=self.bucket_bytes),
+            gradients=FragmentGradients(quantized=self.quantized, bucket_bytes=self.bucket_bytes),
             seen=lambda now_s, event, out: self.events.append(event),
         )
         self.rounds = Rounds(self.manager, self.schedule, self.outer)
@@ -244,8 +245,11 @@ class Worker:
 class Papers:
     """The algorithms in one process, as the papers have them: θ are the outer weights, v the outer momentum."""
 
-    def __init__(self, schedule: Schedule, workers: Sequence[str], *, averages: bool = False) -> None:
-        self.schedule, self.averages = schedule, averages
+    def __init__(
+        self, schedule: Schedule, workers: Sequence[str], *, averages: bool = False, quantized: bool = False
+    ) -> None:
+        self.schedule, self.averages, self.quantized = schedule, averages, quantized
+        self.left_out: dict[tuple[int, str], Tensor] = {}  # by place of the worker, and weight
         self.workers = {name: Worker() for name in workers}
         start = Worker().weights()
         self.theta = {name: value.detach().clone() for name, value in start.items()}
@@ -257,6 +261,19 @@ class Papers:
     def _differences(self, worker: Worker, names: Sequence[str]) -> dict[str, Tensor]:
         local = worker.weights()
         return {name: local[name].clone() if self.averages else self.theta[name] - local[name] for name in names}
+
+    def _sum(self, name: str, given: list[Tensor]) -> Tensor:
+        """Quantised: of weights below 256 values, whose sums the first worker makes (Tang et al., arXiv 1905.05957, algorithm 1)."""
+        if not self.quantized:
+            return torch.stack(given).sum(0)
+        total = torch.zeros_like(given[0])
+        for place, values in enumerate(given):
+            values = values + self.left_out.get((place, name), 0.0)
+            told = _eight_bits(values)
+            self.left_out[place, name] = values - told
+            total += told
+        self.left_out[0, name] += total - _eight_bits(total)
+        return _eight_bits(total)
 
     def round(self, windows: Sequence[tuple[int, str]]) -> None:
         """`windows`: first slot and worker."""
@@ -271,7 +288,7 @@ class Papers:
                     given.append(self._differences(worker, names))
         with torch.no_grad():
             for name in names:
-                mean = sum(one[name] for one in given) / len(given)
+                mean = self._sum(name, [one[name] for one in given]) / len(given)
                 if self.averages:
                     self.theta[name] = mean
                 else:
@@ -281,3 +298,8 @@ class Papers:
                     local = worker.weights()[name]
                     local.copy_((1 - self.schedule.alpha) * self.theta[name] + self.schedule.alpha * local)
         self.done += 1
+
+
+def _eight_bits(values: Tensor) -> Tensor:
+    scale = values.abs().max() / 127
+    return torch.round(values / scale) * scale if scale > 0 else values

@@ -48,6 +48,13 @@ def test_the_mean_of_the_weights_of_three():
     _hold_against_the_papers("abc", Schedule(3), outer=average)
 
 
+@pytest.mark.parametrize("schedule", [Schedule(4, delay=1), Schedule(6, fragments=2, delay=2, alpha=0.5)], ids=str)
+def test_the_numbers_of_sums_in_eight_bits(schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
+    """Each weight in its own bucket, and none so small that it is not quantised."""
+    monkeypatch.setattr("ft.buckets.FEW_BYTES", 0)
+    _hold_against_the_papers("ab", schedule, bucket_bytes=64, quantized=True)
+
+
 def _hold_against_the_papers(names: str, schedule: Schedule, **more: object) -> None:
     """Outer and local weights of every group after every round."""
     with job(min_replicas=len(names)) as made:
@@ -55,7 +62,7 @@ def _hold_against_the_papers(names: str, schedule: Schedule, **more: object) -> 
         groups = [made.group(name, schedule, rounds, **more) for name in names]
         for group in groups:
             assert group.join().error is None
-        papers = Papers(schedule, names, averages=more.get("outer") is average)
+        papers = Papers(schedule, names, averages=more.get("outer") is average, quantized=bool(more.get("quantized")))
         for step in range(1, rounds + 1):
             papers.round([(slot, name_of(owner)) for slot, owner in groups[0].history[step].slots])
             for group in groups:

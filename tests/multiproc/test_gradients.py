@@ -49,12 +49,12 @@ def digest(tensors: list[Tensor]) -> str:
 # ---------------------------------------------------------------------------------------------- a retry
 
 
-def steps_of(kind: str, keep: bool, dtype: torch.dtype, *, dies: bool) -> list[str]:
+def steps_of(kind: str, keep: bool, dtype: torch.dtype, *, dies: bool, quantized: bool = False) -> list[str]:
     """Digests of three steps' sums. `dies`: in each step the group is lost after the backward, before the last member's gradients are all
     there, and formed anew."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(256, 2048), nn.Linear(2048, 256)).to(dtype)
-    gradients = Gradients(keep=keep, shared=kind == "baby_gloo", bucket_bytes=300_000)
+    gradients = Gradients(keep=keep, shared=kind == "baby_gloo", quantized=quantized, bucket_bytes=300_000)
     gradients.attach(model.parameters())
     group, store, rank, sums = make(kind), address(), dist.get_rank(), []
     for step in range(3):
@@ -116,6 +116,18 @@ def test_a_step_whose_first_attempt_dies_has_the_same_bits(pool: Pool, kind: str
         kind == "baby_gloo"
     ):  # in this process a matrix is summed where it is, so biases lie in other buckets: another order of terms
         assert in_place == kept
+
+
+def quantised(kind: str) -> list[list[str]]:
+    return [steps_of(kind, True, torch.float32, dies=dies, quantized=True) for dies in (False, True)]
+
+
+def test_sums_in_eight_bits_have_the_same_bits_after_a_death(pool: Pool):
+    """On every member, in this process and in a child, whose memory has what is exchanged."""
+    answers = [answer for kind in ("gloo", "baby_gloo") for answer in pool.run(3, quantised, kind)]
+    assert all(answer == answers[0] for answer in answers)
+    unharmed, died = answers[0]
+    assert died == unharmed and len(set(died)) == 3
 
 
 # ---------------------------------------------------------------------------------------------- FSDP

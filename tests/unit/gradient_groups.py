@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,46 +17,85 @@ from ft.process_groups.work import GroupWork
 
 
 class World:
-    """Members that sum in one process: an operation ends when all have started theirs. `last`: after so many operations it fails."""
+    """Members that sum in one process, from any thread: an operation ends when all have started theirs. `last`: after so many operations
+    it fails."""
 
     def __init__(self, size: int, last: int | None = None) -> None:
-        self.groups = [Group(self) for _ in range(size)]
+        self.groups = [Group(self, rank) for rank in range(size)]
         self._last = last
+        self.lock = threading.RLock()
 
     def progress(self) -> None:
         for index, started in enumerate(zip(*(group.started for group in self.groups), strict=False)):
-            works = [work for _, work in started]
+            works = [one.work for one in started]
             if all(work.is_completed() for work in works):
                 continue
             if self._last is not None and index >= self._last:
                 for work in works:
                     work.end(GroupError("a member is lost"))
                 continue
-            tensors = [tensor for tensor, _ in started]
-            assert len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1, "the members sum different things"
-            total = torch.stack(tensors).sum(0) if len(tensors) > 1 else tensors[0].clone()  # -0.0 alone stays so
-            for tensor, work in started:
-                tensor.copy_(total)
+            assert len({one.kind for one in started}) == 1, "the members do different things"
+            given = [one.given for one in started]
+            assert len({(tensor.shape, tensor.dtype) for tensor in given}) == 1, "the members sum different things"
+            for rank, one in enumerate(started):
+                if one.kind == "all-to-all":
+                    one.result.copy_(torch.cat([tensor.chunk(len(given))[rank] for tensor in given]))
+                elif one.kind == "all-gather":
+                    one.result.copy_(torch.cat(given))
+            if started[0].kind == "all-reduce":
+                total = torch.stack(given).sum(0) if len(given) > 1 else given[0].clone()  # -0.0 alone stays so
+                for one in started:
+                    one.result.copy_(total)
+            for work in works:
                 work.end(None)
 
 
+@dataclass(frozen=True)
+class Started:
+    kind: str
+    result: Tensor
+    given: Tensor
+    work: GroupWork
+
+
 class Group:
-    def __init__(self, world: World) -> None:
-        self.started: list[tuple[Tensor, GroupWork]] = []
-        self._world = world
+    def __init__(self, world: World, rank: int) -> None:
+        self.started: list[Started] = []
+        self._world, self._rank = world, rank
+
+    @property
+    def summed(self) -> list[Tensor]:
+        return [one.result for one in self.started]
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._world.groups)
 
     def allreduce(self, tensors: list[Tensor]) -> GroupWork:
         [tensor] = tensors
-        assert tensor.is_contiguous()
-        work = GroupWork(AllReduce([tensor]))
-        self.started.append((tensor, work))
-        self._world.progress()
+        return self._start("all-reduce", tensor, tensor)
+
+    def alltoall_base(self, output: Tensor, given: Tensor, output_splits: list[int], splits: list[int]) -> GroupWork:
+        assert not output_splits and not splits
+        return self._start("all-to-all", output, given)
+
+    def _allgather_base(self, output: Tensor, given: Tensor) -> GroupWork:
+        return self._start("all-gather", output, given)
+
+    def _start(self, kind: str, result: Tensor, given: Tensor) -> GroupWork:
+        assert result.is_contiguous() and given.is_contiguous()
+        with self._world.lock:
+            work = GroupWork(AllReduce([result]))
+            self.started.append(Started(kind, result, given, work))
+            self._world.progress()
         return work
 
     def scribble(self) -> None:
         """A thread of the abandoned group writes into what it was given."""
-        for tensor, _ in self.started:
-            tensor.fill_(7e6)
+        for one in self.started:
+            one.result.fill_(7e6 if one.result.is_floating_point() else 77)
 
 
 class Member:

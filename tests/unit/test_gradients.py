@@ -36,9 +36,9 @@ def test_buckets_go_in_order_during_the_backward_and_the_last_with_the_tail():
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(world.groups[0].started)))
     member.backward(0, microbatches=3)
     assert seen == [0] * 12 + [0, 1, 1, 2, 2, 3]  # per parameter, last first; the biases ride with the tail
-    assert [tensor.numel() for tensor, _ in world.groups[0].started] == [33792] * 3
+    assert [tensor.numel() for tensor in world.groups[0].summed] == [33792] * 3
     member.gradients.launch([1.0, 2.0, 3.0])
-    assert [tensor.dtype for tensor, _ in world.groups[0].started[3:]] == [torch.float32]
+    assert [tensor.dtype for tensor in world.groups[0].summed[3:]] == [torch.float32]
     assert member.gradients.wait() == (1.0, 2.0, 3.0)
 
 
@@ -94,7 +94,7 @@ def test_without_parameters_only_the_tail_goes():
     team = members(2, nn.Identity)
     world = open_all(team)
     assert finish(team, (2.0, 1.0)) == [(4.0, 2.0)] * 2
-    assert [tensor.numel() for tensor, _ in world.groups[0].started] == [2]
+    assert [tensor.numel() for tensor in world.groups[0].summed] == [2]
     assert len(team[0].gradients.shape) == 3
 
 
@@ -198,7 +198,7 @@ def test_in_place_nothing_is_copied_and_little_is_made():
     for member, gradient, group in zip(team, given, world.groups, strict=True):
         assert member.model.weight.grad.data_ptr() == gradient.data_ptr()  # type: ignore[union-attr, operator]
         assert gradient.eq(1).all()
-        assert sum(tensor.nbytes for tensor, _ in group.started if tensor.data_ptr() != gradient.data_ptr()) < 4096
+        assert sum(tensor.nbytes for tensor in group.summed if tensor.data_ptr() != gradient.data_ptr()) < 4096
 
 
 def test_drop_forgets_the_kept_gradients():
@@ -317,7 +317,7 @@ def test_shared_sums_lie_in_memory_that_a_child_maps():
     world = open_all([member])
     member.backward(0)
     finish([member])
-    assert all(tensor.is_shared() for tensor, _ in world.groups[0].started)
+    assert all(tensor.is_shared() for tensor in world.groups[0].summed)
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be summed

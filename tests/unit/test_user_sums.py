@@ -115,12 +115,12 @@ def test_tensors_and_buckets_go_in_one_order():
                 member.model(torch.ones(1, 256)).sum().backward()
         member.gradients.all_reduce(torch.ones(5))
     back = fail(team, world)
-    sizes += [[tensor.numel() for tensor, _ in group.started] for group in world.groups]
+    sizes += [[tensor.numel() for tensor in group.summed] for group in world.groups]
     world = open_all(team)
     for give_back in back:
         give_back()
     finish(team, (1.0,))
-    sizes += [[tensor.numel() for tensor, _ in group.started] for group in world.groups]
+    sizes += [[tensor.numel() for tensor in group.summed] for group in world.groups]
     assert sizes == [[3, 256 * 256, 5, 257]] * 4
 
 

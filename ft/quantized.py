@@ -1,0 +1,227 @@
+"""Sums in eight bits, with error feedback: a quarter of the bytes, and what rounding left out of one sum goes into the next.
+
+    feedback = Feedback()
+    lane = Lane(group)
+    work = lane.sum_quantized(tensor, feedback)        # or lane.allreduce([tensor]), in fp32, in its turn
+    work.wait()                                        # the tensor is the sum, by the same bits in every group
+    feedback.commit()                                  # the step holds
+
+Flow: gradients.py and user_sums.py send through a Lane where a sum is to be quantised; quantize and dequantize have the format.
+
+A sum is two exchanges. Every rank owns a share of the tensor. First each sends to each owner that owner's share of its values, in eight
+bits (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in eight bits again (all-gather). So a rank
+sends 2 (n - 1) / n bytes a value where a ring in fp32 sends 8 (n - 1) / n, and all decode the same bytes.
+
+Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): what a rank's own
+rounding left out it adds to its next values; what the owner's left out of a sum the owner adds to its own next values. So over many
+steps everything arrives: the sums that were delivered and all that is still held back are the sums of what was given. That does not hang
+on who is there, since an owner gives what it kept as values of its own, whoever owns them next time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ft.process_groups.errors import Abandoned
+from ft.process_groups.operations import AllReduce
+from ft.process_groups.work import GroupWork
+from ft.scratch import zeros
+
+BLOCK = 256  # values with one scale: four bytes of it beside 256
+LEVELS = 127  # on either side of 0
+PIECE = 1 << 20  # values that are turned at a time, so that what is in between stays in the cache
+
+
+class Feedback:
+    """Of one tensor in one group: what its sums have left out so far, fp32, flat. It moves in `commit` alone, so an attempt that fails and
+    its retry send the same bits."""
+
+    def __init__(self) -> None:
+        self.held_back: Tensor | None = None
+        self.pending: list[
+            Tensor
+        ] = []  # one, of the latest attempt, once its sum is there and if this group gave anything
+
+    def commit(self) -> None:
+        """What was sent last is in the sums."""
+        if self.pending:
+            self.held_back = self.pending.pop()
+
+    def forget(self) -> None:
+        """What was held back belongs to weights that are no more."""
+        self.held_back, self.pending = None, []
+
+
+class Lane:
+    """Sums of one attempt over a group that stands, one after the other in a thread of its own: a quantised sum has a second exchange when
+    the first has ended, and all ranks must ask for all of them in one order. Whoever uses a lane sends everything by it.
+
+    Nobody waits longer than on the group itself: when that is given up, so are the works. `shared`: what is exchanged lies in memory that
+    a child process maps."""
+
+    def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
+        self._group, self._shared = group, shared
+        self._rank, self._ranks = group.rank(), group.size()
+        self._lock = (
+            threading.Lock()
+        )  # around each start of an exchange: a group that is given up forms anew, and is not ours then
+        self._error: Exception | None = None  # the first one: what comes later fails with it
+        self._tasks: queue.SimpleQueue[tuple[GroupWork, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ft-quantized", daemon=True)
+        self._thread.start()
+
+    def allreduce(self, tensors: list[Tensor]) -> GroupWork:
+        """As it is."""
+        [tensor] = tensors
+        return self._put(tensor, lambda: self._exchange(lambda: self._group.allreduce([tensor])))
+
+    def sum_quantized(self, tensor: Tensor, feedback: Feedback | None, *, gives: bool = True) -> GroupWork:
+        """In place, of any floating dtype. `feedback`: none, and what rounding leaves out is lost. gives=False: this rank sends zeros."""
+        before, left_out = None, list[Tensor]()
+        if feedback is not None:
+            before, feedback.pending = feedback.held_back if gives else None, left_out
+        return self._put(tensor, lambda: self._sum(tensor, before, left_out, gives=gives))
+
+    def close(self) -> None:
+        """Nothing is sent any more: what has not ended fails. Ends the thread, but does not wait for it."""
+        with self._lock:
+            self._error = self._error or Abandoned("the attempt was given up")
+        self._tasks.put(None)
+
+    def join(self) -> None:
+        """After it nothing writes to any tensor. Comes when the lane is closed and the group has ended."""
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------------------ the thread
+
+    def _put(self, tensor: Tensor, task: Callable[[], None]) -> GroupWork:
+        work = GroupWork(AllReduce([tensor]))
+        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+        def begin() -> None:
+            if ready is None:
+                return task()
+            stream = torch.cuda.current_stream(tensor.device)
+            stream.wait_event(ready)
+            task()
+            stream.synchronize()  # a work ends when its tensors are complete in memory
+
+        self._tasks.put((work, tensor, begin))
+        return work
+
+    def _run(self) -> None:
+        streams: dict[torch.device, Any] = {}
+        while (item := self._tasks.get()) is not None:
+            work, tensor, begin = item
+            if tensor.is_cuda and tensor.device not in streams:
+                streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            if self._error is None:
+                try:
+                    with (
+                        torch.cuda.stream(streams[tensor.device]) if tensor.is_cuda else nullcontext(),
+                        torch.no_grad(),
+                    ):
+                        begin()
+                except Exception as error:  # noqa: BLE001 (whatever it is, it is the work's)
+                    self._error = self._error or error.with_traceback(None)
+            work.end(self._error)
+            del work, tensor, begin, item
+
+    def _exchange(self, start: Callable[[], dist.Work]) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            work = start()
+        work.wait()
+
+    def _sum(self, tensor: Tensor, before: Tensor | None, left_out: list[Tensor], *, gives: bool) -> None:
+        """`before`: what earlier sums left out; what this one does goes to `left_out`."""
+        rank, ranks = self._rank, self._ranks
+        share = -(-tensor.numel() // (ranks * BLOCK))  # blocks that each rank owns
+        given = torch.zeros(ranks * share, BLOCK, device=tensor.device)
+        flat = given.view(-1)[: tensor.numel()]
+        if gives:
+            flat.copy_(tensor.reshape(-1))
+            if before is not None:
+                flat.add_(before)
+        if ranks == 1:
+            tensor.copy_(flat.view(tensor.shape))
+            if gives:
+                left_out.append(torch.zeros_like(flat))
+            return
+
+        sent, received = (self._bytes(ranks, share, tensor) for _ in range(2))
+        for other in range(ranks):
+            quantize(given[other * share : (other + 1) * share], sent[other])  # leaves what rounding left out
+        self._exchange(lambda: self._group.alltoall_base(received, sent, [], []))
+        total = torch.zeros(share, BLOCK, device=tensor.device)
+        for other in range(ranks):
+            dequantize(received[other], total, add=True)
+        mine = self._bytes(1, share, tensor)
+        quantize(total, mine[0])
+        given[rank * share : (rank + 1) * share].add_(total)
+        self._exchange(lambda: self._group._allgather_base(received, mine))
+        if gives:
+            left_out.append(flat)
+            given = torch.empty_like(given)
+        for other in range(ranks):
+            dequantize(received[other], given[other * share : (other + 1) * share])
+        tensor.copy_(given.view(-1)[: tensor.numel()].view(tensor.shape))
+
+    def _bytes(self, ranks: int, share: int, tensor: Tensor) -> Tensor:
+        """A message of a share for each rank."""
+        count = ranks * message_bytes(share)
+        return zeros(count, torch.uint8, tensor.device, shared=self._shared).view(ranks, -1)
+
+
+# ------------------------------------------------------------------------------------------------ the format
+
+
+def message_bytes(blocks: int) -> int:
+    """Of so many blocks: a signed byte for each value, block by block, and then their scales, in fp32."""
+    return blocks * (BLOCK + 4)
+
+
+def quantize(values: Tensor, message: Tensor) -> None:
+    """`values` (blocks, BLOCK), fp32, into `message` (bytes); what rounding left out stays in `values`. A block's scale is its largest
+    value over LEVELS, so no value is off by more than half of that. A block with a value that is infinite or no number is read as a block
+    without numbers: nothing is hidden."""
+    codes, scales = _parts(message, len(values))
+    for piece in _pieces(len(values)):
+        own, code, scale = values[piece], codes[piece], scales[piece]
+        torch.div(own.abs().amax(dim=1), LEVELS, out=scale)
+        divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1.0).unsqueeze(1)
+        rounded = (own / divisor).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0)
+        code.copy_(rounded)
+        scale.copy_(torch.where(scale.isfinite(), scale, torch.nan))
+        own.sub_(rounded.mul_(scale.unsqueeze(1)))
+
+
+def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """What `quantize` wrote, into `out` (blocks, BLOCK), fp32, or added to it."""
+    codes, scales = _parts(message, len(out))
+    for piece in _pieces(len(out)):
+        values = codes[piece].to(torch.float32).mul_(scales[piece].unsqueeze(1))
+        if add:
+            out[piece].add_(values)
+        else:
+            out[piece].copy_(values)
+
+
+def _parts(message: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Its codes (blocks, BLOCK), and its scales (blocks)."""
+    codes = message[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
+    return codes, message[blocks * BLOCK :].view(torch.float32)
+
+
+def _pieces(blocks: int) -> list[slice]:
+    step = PIECE // BLOCK
+    return [slice(start, min(start + step, blocks)) for start in range(0, blocks, step)]

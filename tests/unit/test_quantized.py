@@ -1,0 +1,290 @@
+"""Sums in eight bits: the format, what rounding leaves out, failures and retries, and who sends what to whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ft.process_groups.errors import Abandoned, GroupError
+from ft.quantized import BLOCK, LEVELS, Feedback, Lane, dequantize, message_bytes, quantize
+from tests.unit.gradient_groups import Member, World, linear, members
+
+LIMIT_S = 30
+
+
+def there_and_back(values: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read, and what was left out."""
+    message = torch.full((message_bytes(len(values)),), 99, dtype=torch.uint8)
+    left_out, read = values.clone(), torch.full_like(values, 5.0)
+    quantize(left_out, message)
+    dequantize(message, read)
+    return read, left_out
+
+
+# ------------------------------------------------------------------------------------------------ the format
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 1 << 30), st.integers(1, 5), st.floats(-30, 30), st.floats(0, 12))
+def test_no_value_is_off_by_more_than_half_a_level(seed: int, blocks: int, power: float, spread: float):
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randn(blocks, BLOCK, generator=source) * 2.0**power
+    values *= torch.exp2(torch.rand(blocks, 1, generator=source) * spread)  # each block has its own scale
+    read, left_out = there_and_back(values)
+    half = values.abs().amax(dim=1, keepdim=True) / LEVELS / 2
+    assert ((values - read).abs() <= half * (1 + 1e-5)).all()
+    torch.testing.assert_close(read + left_out, values, rtol=1e-6, atol=0)
+    assert torch.equal(left_out, values - read), "what is left out is what is missing from what is read"
+
+
+@pytest.mark.parametrize("values", [0.0, -0.0, 1e-45, 1e-38, -3e38, 1.0, -127.0], ids=lambda value: f"{value:g}")
+def test_extreme_values(values: float):
+    whole = torch.full((1, BLOCK), values)
+    read, left_out = there_and_back(whole)
+    assert torch.allclose(read, whole, rtol=1e-6, atol=1.5e-43) and torch.equal(left_out, whole - read)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_not_hidden(bad: float):
+    """Nor does it spread to the next block."""
+    values = torch.ones(3, BLOCK)
+    values[1, 7] = bad
+    read, _ = there_and_back(values)
+    assert not read[1].isfinite().any() and torch.equal(read[::2], torch.ones(2, BLOCK))
+
+
+def test_many_blocks_are_turned_in_pieces():
+    values = torch.randn(2 * (1 << 20) // BLOCK + 3, BLOCK, generator=torch.Generator().manual_seed(1))
+    read, left_out = there_and_back(values)
+    assert torch.equal(read + left_out, values) or torch.allclose(read + left_out, values, rtol=1e-6)
+    assert torch.equal(there_and_back(values[-1:])[0], read[-1:]), "a block does not depend on its place"
+
+
+# ------------------------------------------------------------------------------------------------ sums
+
+
+def summed(tensors: Sequence[Tensor], feedback: Sequence[Feedback | None], gives: Sequence[bool] = ()) -> World:
+    world = World(len(tensors))
+    lanes = [Lane(group) for group in world.groups]  # type: ignore[arg-type]
+    works = [
+        lane.sum_quantized(tensor, own, gives=gives[rank] if gives else True)
+        for rank, (lane, tensor, own) in enumerate(zip(lanes, tensors, feedback, strict=True))
+    ]
+    for work in works:
+        assert work.get_future().wait() and work.wait()
+    for lane in lanes:
+        lane.close()
+        lane.join()
+    return world
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [(1,), (255,), (256,), (16, 17), (5000,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_have_the_same_sum_and_it_is_near(ranks: int, shape: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(3)
+    tensors = [torch.randn(shape, dtype=dtype) for _ in range(ranks)]
+    exact = torch.stack([tensor.float() for tensor in tensors]).sum(0)
+    most = sum(float(tensor.abs().max()) for tensor in tensors)
+    summed(tensors, [None] * ranks)
+    assert all(torch.equal(tensor, tensors[0]) for tensor in tensors) and tensors[0].dtype == dtype
+    off = (tensors[0].float() - exact).abs().max()
+    assert off <= (most / LEVELS if ranks > 1 else 0) + (most / 256 if dtype == torch.bfloat16 else 0)
+    assert ranks == 1 or dtype == torch.bfloat16 or shape == (1,) or off > 0, "nothing was rounded"
+
+
+def test_a_quarter_of_the_bytes():
+    tensors = [torch.randn(100_000) for _ in range(4)]
+    world = summed(tensors, [None] * 4)
+    for group in world.groups:
+        sent, everybodys = group.started
+        assert (sent.kind, everybodys.kind) == ("all-to-all", "all-gather")
+        outgoing = (sent.given.nbytes + everybodys.given.nbytes * 4) * 3 / 4  # but for its own part
+        ring = 2 * 4 * 100_000 * 3 / 4
+        assert 0.24 * ring < outgoing < 0.27 * ring
+
+
+def test_everything_arrives():
+    """Whoever is there, and whoever owns what: what was delivered and what is still held back is what was given."""
+    torch.manual_seed(4)
+    count, feedback = 3000, [Feedback() for _ in range(4)]
+    delivered, given_ = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    for there in ([0, 1, 2], [0, 1, 2, 3], [1, 3], [1], [0, 1, 2, 3], [3, 0]):
+        tensors = [torch.randn(count) * 10.0 ** (rank - 2) for rank in there]
+        given_ += sum(tensor.double() for tensor in tensors)
+        summed(tensors, [feedback[rank] for rank in there])
+        for rank in there:
+            feedback[rank].commit()
+        delivered += tensors[0].double()
+    held_back = sum(own.held_back.double() for own in feedback if own.held_back is not None)
+    assert (delivered - given_).abs().max() > 1e-3, "nothing was rounded"
+    assert (delivered + held_back - given_).abs().max() < 1e-5
+    assert held_back.abs().max() < 0.5, "it does not grow"
+
+
+def test_small_values_arrive_in_time():
+    """Beside a large value in their block one rounds to nothing, each time; with feedback they add up."""
+    feedback, total = [Feedback(), Feedback()], torch.zeros(BLOCK)
+    for _ in range(100):
+        tensors = [torch.full((BLOCK,), 0.001) for _ in range(2)]
+        for tensor in tensors:
+            tensor[0] = 1.0
+        summed(tensors, feedback)
+        for own in feedback:
+            own.commit()
+        total += tensors[0]
+    assert (total[1:] - 0.2).abs().max() < 2 * 2 / LEVELS
+
+
+def test_who_gives_nothing_keeps_what_it_held_back():
+    feedback = [Feedback(), Feedback()]
+    summed([torch.linspace(-1, 1, 700), torch.linspace(0, 3, 700)], feedback)
+    for own in feedback:
+        own.commit()
+    before = [own.held_back.clone() for own in feedback if own.held_back is not None]
+    tensors = [torch.full((700,), 7.0), torch.linspace(0, 3, 700)]
+    summed(tensors, feedback, gives=(False, True))
+    assert (tensors[0] - torch.linspace(0, 3, 700)).abs().max() < 0.1, "it sent what it had"
+    for own in feedback:
+        own.commit()
+    assert feedback[0].held_back is not None and torch.equal(feedback[0].held_back, before[0])
+    assert feedback[1].held_back is not None and not torch.equal(feedback[1].held_back, before[1])
+
+
+# ------------------------------------------------------------------------------------------------ a lane
+
+
+def test_what_is_asked_for_in_one_order_goes_in_it():
+    world = World(3)
+    lanes = [Lane(group) for group in world.groups]  # type: ignore[arg-type]
+    plain, eight = [torch.ones(5) for _ in lanes], [torch.full((400,), 2.0) for _ in lanes]
+    works = []
+    for lane, one, other in zip(lanes, plain, eight, strict=True):
+        works += [lane.sum_quantized(other, None), lane.allreduce([one])]
+    for work in works:
+        assert work.wait()
+    for group in world.groups:
+        assert [one.kind for one in group.started] == ["all-to-all", "all-gather", "all-reduce"]
+    assert plain[0].tolist() == [3.0] * 5 and torch.allclose(eight[0], torch.tensor(6.0))
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_failure_ends_all_that_comes_after_it(last: int):
+    world = World(2, last)
+    lanes = [Lane(group) for group in world.groups]  # type: ignore[arg-type]
+    own = Feedback()
+    works = [lane.sum_quantized(torch.ones(9), own) for lane in lanes] + [
+        lane.allreduce([torch.ones(2)]) for lane in lanes
+    ]
+    for work in works:
+        with pytest.raises(GroupError, match="a member is lost"):
+            work.wait()
+    own.commit()
+    assert own.held_back is None
+    assert all(len(group.started) == last + 1 for group in world.groups), "something went out after it"
+
+
+def test_after_it_is_closed_nothing_goes_out():
+    """The group may be another generation by then, with others in it. The first exchange ends after that."""
+    world = World(2)
+    lane = Lane(world.groups[0])  # type: ignore[arg-type]
+    work = lane.sum_quantized(torch.ones(9), None)
+    while not world.groups[0].started:
+        threading.Event().wait(0.001)
+    lane.close()
+    Lane(world.groups[1]).sum_quantized(torch.ones(9), None)  # type: ignore[arg-type]
+    with pytest.raises(Abandoned, match="given up"):
+        work.wait()
+    lane.join()
+    assert len(world.groups[0].started) == 1
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+def steps(*, dies_at: int | None) -> list[Tensor]:
+    """Three steps of two groups. `dies_at`: in each the first attempt fails with that operation, when all was sent."""
+    team, grads = members(2, linear, quantized=True, bucket_bytes=150_000), []
+    for step in range(3):
+        worlds = [World(2, dies_at)] if dies_at is not None else []
+        worlds.append(World(2))
+        for attempt, world in enumerate(worlds):
+            for member, group in zip(team, world.groups, strict=True):
+                member.gradients.open(group, 2)  # type: ignore[arg-type]
+                if attempt == 0:
+                    member.model.zero_grad()
+                    member.backward(step)
+            for member in team:
+                member.gradients.launch([1.0, float(member.number)])
+            if world is not worlds[-1]:
+                lost(team, world)
+        assert [member.gradients.wait() for member in team] == [(2.0, 1.0)] * 2, "the tail is exact"
+        for member in team:
+            member.gradients.deliver()
+        assert all(torch.equal(a, b) for a, b in zip(team[0].grads, team[1].grads, strict=True))
+        grads += team[0].grads
+    return grads
+
+
+def lost(team: Sequence[Member], world: World) -> None:
+    for member in team:
+        with pytest.raises(GroupError, match="a member is lost"):
+            member.gradients.wait()
+    for member, group in zip(team, world.groups, strict=True):
+        back = member.gradients.give_up()
+        group.scribble()
+        back()
+
+
+@pytest.mark.parametrize("dies_at", [0, 1, 3, 6])
+def test_a_retry_has_the_bits_of_the_first_attempt(dies_at: int):
+    """And what was held back moves once a step."""
+    assert all(torch.equal(a, b) for a, b in zip(steps(dies_at=None), steps(dies_at=dies_at), strict=True))
+
+
+def test_gradients_are_near_and_the_small_ones_exact():
+    exact = members(2, linear, bucket_bytes=150_000)
+    eight = members(2, linear, quantized=True, bucket_bytes=150_000)
+    for team in (exact, eight):
+        for member, group in zip(team, World(2).groups, strict=True):
+            member.gradients.open(group, 2)  # type: ignore[arg-type]
+            member.backward(1)
+        for member in team:
+            member.gradients.launch([1.0])
+        for member in team:
+            member.gradients.wait()
+            member.gradients.deliver()
+    for want, got in zip(exact[0].grads, eight[0].grads, strict=True):
+        if want.nbytes <= 4096:
+            assert torch.equal(want, got), "it rides with the tail"
+        else:
+            assert 0 < (want - got).abs().max() < 0.02 * want.abs().max()
+
+
+def test_groups_that_do_not_both_round_are_told_apart():
+    [one], [other] = members(1, linear, quantized=True), members(1, linear)
+    assert dict(one.gradients.shape)["gradient buckets"] != dict(other.gradients.shape)["gradient buckets"]
+
+
+def test_gradients_that_go_take_along_what_was_held_back():
+    fresh, stale = members(2, linear, quantized=True), members(2, linear, quantized=True)
+    for turn, team in ((0, stale), (1, stale), (1, fresh)):
+        for member, group in zip(team, World(2).groups, strict=True):
+            member.model.zero_grad()
+            member.gradients.open(group, 2)  # type: ignore[arg-type]
+            member.backward(turn)
+        for member in team:
+            member.gradients.launch([1.0])
+        for member in team:
+            member.gradients.wait()
+            member.gradients.deliver()
+        if turn == 0:
+            for member in team:
+                member.gradients.drop()
+    assert all(torch.equal(a, b) for a, b in zip(fresh[0].grads, stale[0].grads, strict=True))
