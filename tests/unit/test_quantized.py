@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ft.process_groups.errors import Abandoned, GroupError
 from ft.quantized import BLOCK, LEVELS, Feedback, Lane, dequantize, message_bytes, quantize
-from tests.unit.gradient_groups import Member, World, linear, members
+from tests.unit.gradient_groups import Member, World, finish, linear, members
 
 LIMIT_S = 30
 
@@ -288,3 +288,39 @@ def test_gradients_that_go_take_along_what_was_held_back():
             for member in team:
                 member.gradients.drop()
     assert all(torch.equal(a, b) for a, b in zip(fresh[0].grads, stale[0].grads, strict=True))
+
+
+def test_over_many_steps_the_gradients_arrive():
+    """Ten steps with the same gradients: all of them together are off by no more than one is."""
+    exact, eight = members(2, linear), members(2, linear, quantized=True)
+    off, total = [], [torch.zeros_like(parameter) for parameter in exact[0].model.parameters()]
+    for _ in range(10):
+        for team in (exact, eight):
+            for member, group in zip(team, World(2).groups, strict=True):
+                member.model.zero_grad()
+                member.gradients.open(group, 2)  # type: ignore[arg-type]
+                member.backward(1)
+            finish(team)
+        off = [got - want for want, got in zip(exact[0].grads, eight[0].grads, strict=True)]
+        total = [so_far + more for so_far, more in zip(total, off, strict=True)]
+    for want, at_last, all_together in zip(exact[0].grads, off, total, strict=True):
+        if want.nbytes > 4096:
+            assert at_last.abs().max() > 0 and all_together.abs().max() < 0.02 * want.abs().max()
+
+
+def test_memory_is_given_back_when_the_lane_has_ended():
+    world = World(2)
+    [member] = members(1, linear, quantized=True, bucket_bytes=150_000)
+    member.gradients.open(world.groups[0], 2)  # type: ignore[arg-type]
+    member.backward(0)
+    member.gradients.launch([1.0])
+    while not world.groups[0].started:
+        threading.Event().wait(0.001)
+    given_back = threading.Thread(target=member.gradients.give_up(), daemon=True)
+    given_back.start()
+    given_back.join(0.2)
+    assert given_back.is_alive(), "its lane still waits for an exchange, whose result it writes"
+    for one in world.groups[0].started:
+        one.work.end(GroupError("a member is lost"))
+    given_back.join(LIMIT_S)
+    assert not given_back.is_alive()
