@@ -291,9 +291,9 @@ def test_gradients_that_go_take_along_what_was_held_back():
 
 
 def test_over_many_steps_the_gradients_arrive():
-    """Ten steps with the same gradients: all of them together are off by no more than one is."""
+    """Ten steps with the same gradients: all of them together are off by about as much as the first one, not ten times that."""
     exact, eight = members(2, linear), members(2, linear, quantized=True)
-    off, total = [], [torch.zeros_like(parameter) for parameter in exact[0].model.parameters()]
+    off: list[list[Tensor]] = []  # by step
     for _ in range(10):
         for team in (exact, eight):
             for member, group in zip(team, World(2).groups, strict=True):
@@ -301,11 +301,10 @@ def test_over_many_steps_the_gradients_arrive():
                 member.gradients.open(group, 2)  # type: ignore[arg-type]
                 member.backward(1)
             finish(team)
-        off = [got - want for want, got in zip(exact[0].grads, eight[0].grads, strict=True)]
-        total = [so_far + more for so_far, more in zip(total, off, strict=True)]
-    for want, at_last, all_together in zip(exact[0].grads, off, total, strict=True):
-        if want.nbytes > 4096:
-            assert at_last.abs().max() > 0 and all_together.abs().max() < 0.02 * want.abs().max()
+        off.append([got - want for want, got in zip(exact[0].grads, eight[0].grads, strict=True)])
+    first, *_ = off
+    for once, together in zip(first, (torch.stack(steps).sum(0) for steps in zip(*off, strict=True)), strict=True):
+        assert together.abs().max() <= 1.5 * once.abs().max()
 
 
 def test_memory_is_given_back_when_the_lane_has_ended():
