@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
             print(text[len(said) :], end="", flush=True)
             said = text
     seconds = time.perf_counter() - began
-    print()
+    print(flush=True)
     print(f"{path}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -32,8 +32,52 @@ LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
 SLOT = 4  # sequences
 
 
+T = TypeVar("T", bound="Trained")
+
+
+class Trained:
+    """What a thread trains. `_train` makes its manager."""
+
+    name: str
+    manager: Any
+    error: BaseException | None = None
+
+    def start(self: T) -> T:
+        self.thread = threading.Thread(target=self.run, name=self.name, daemon=True)
+        self.thread.start()
+        return self
+
+    def join(self: T) -> T:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive(), f"{self.thread.name} hangs at {self.where()}"
+        return self
+
+    def where(self) -> str:
+        """It is, as far as its protocol goes."""
+        return str(self.manager._machine.phase)
+
+    def kill(self) -> None:
+        """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
+        kill_server(self.manager)
+
+    def run(self) -> None:
+        try:
+            self._train()
+        except BaseException as error:  # noqa: BLE001 (the test looks at it)
+            self.error = error
+        finally:
+            if hasattr(self, "manager"):
+                self.stop()
+
+    def stop(self) -> None:
+        self.manager.close()
+
+    def _train(self) -> None:
+        raise NotImplementedError
+
+
 @dataclass
-class Rank:
+class Rank(Trained):
     """One rank of a group, trained by a thread. `at`: called in it at the boundary before a step, with (rank, step)."""
 
     name: str
@@ -61,20 +105,10 @@ class Rank:
     weights: dict[int, torch.Tensor] = field(default_factory=dict)  # after that step
     seen: list[tuple[float, m.Event, m.Out]] = field(default_factory=list)
     told: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)  # events
-    error: BaseException | None = None
 
-    def start(self) -> Rank:
-        self.thread = threading.Thread(target=self._run, name=f"{self.name}/{self.group_rank}", daemon=True)
-        self.thread.start()
-        return self
-
-    def join(self) -> Rank:
-        self.thread.join(LIMIT_S)
-        assert not self.thread.is_alive(), (
-            f"{self.name}/{self.group_rank} hangs at {self.manager._machine.phase}: "
-            + "\n".join(str((e, o.effects)) for _, e, o in self.seen[-12:] if not isinstance(e, m.Tick))
-        )
-        return self
+    def where(self) -> str:
+        last = (str((e, o.effects)) for _, e, o in self.seen[-12:] if not isinstance(e, m.Tick))
+        return "\n".join([f"{super().where()} of rank {self.group_rank}", *last])
 
     @property
     def members(self) -> int:
@@ -83,19 +117,6 @@ class Rank:
 
     def seen_of(self, kind: type[m.Effect]) -> list[m.Effect]:
         return [effect for _, _, out in self.seen for effect in out.effects if isinstance(effect, kind)]
-
-    def kill(self) -> None:
-        """The group's server dies, and the rank with it: whatever it does next raises GroupEnded."""
-        kill_server(self.manager)
-
-    def _run(self) -> None:
-        try:
-            self._train()
-        except BaseException as error:  # noqa: BLE001 (the test looks at it)
-            self.error = error
-        finally:
-            if hasattr(self, "manager"):
-                self.manager.close()
 
     def _train(self) -> None:
         self.progress = Progress()

@@ -3,7 +3,6 @@ algorithm in one loop without any of it, written from the papers, to hold them a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ft.rpc.lighthouse_server import LighthouseServer
 from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint
 from ft.semi_sync import cut
 from ft.sync_schedule import Schedule
-from tests.ft.groups import LIMIT_S, kill_server
+from tests.ft.groups import Trained
 
 BATCH = 2  # sequences of a batch
 OUTER_LR, MOMENTUM = 0.7, 0.9
@@ -75,7 +74,7 @@ class Round:
 
 
 @dataclass
-class Group:
+class Group(Trained):
     """`at`: called before each round; `inside`: after each optimizer step, with the place in the round. Either may kill."""
 
     name: str
@@ -96,31 +95,11 @@ class Group:
     history: dict[int, Round] = field(default_factory=dict)  # by the number of rounds committed
     computed: list[tuple[int, int]] = field(default_factory=list)  # round, first slot: windows that were computed
     events: list[m.Event] = field(default_factory=list)
-    error: BaseException | None = None
-
-    def start(self) -> Group:
-        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-        self.thread.start()
-        return self
 
     def join(self) -> Group:
-        self.thread.join(LIMIT_S)
-        assert not self.thread.is_alive(), f"{self.name} hangs at {self.manager._machine.phase}"
+        super().join()
         assert self.error is None or isinstance(self.error, GroupEnded | Stopped), repr(self.error)
         return self
-
-    def kill(self) -> None:
-        """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
-        kill_server(self.manager)
-
-    def _run(self) -> None:
-        try:
-            self._train()
-        except BaseException as error:  # noqa: BLE001 (the test looks at it)
-            self.error = error
-        finally:
-            if hasattr(self, "manager"):
-                self.manager.close()
 
     def _train(self) -> None:
         self.model = Blocks()

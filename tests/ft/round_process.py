@@ -61,7 +61,7 @@ def main(name: str, lighthouse: str, harm: str, told: str) -> None:
     group.harm, group.told, group.alone = harm, Path(told), harm == "none" and name not in UNHARMED
     group.inside = lambda group, place: group.harm_at(place)  # type: ignore[attr-defined]
     group.before_commit = lambda group: group.harm_at(None)  # type: ignore[attr-defined]
-    group._run()
+    group.run()
     if group.error is not None:
         raise group.error
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from ft.local_sgd import _in_buckets
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
 from ft.sync_schedule import Schedule
-from tests.ft.groups import LIMIT_S
+from tests.ft.groups import LIMIT_S, Trained
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
 
 ROUNDING: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}  # fp32, through Adam
@@ -54,7 +52,7 @@ def _module(members: Sequence[tuple[str, nn.Parameter]]) -> nn.Module:
 
 
 @dataclass
-class Group:
+class Group(Trained):
     """`place`: of the batches that it reads. `inside`: called after each inner step."""
 
     name: str
@@ -68,23 +66,13 @@ class Group:
     weights: dict[int, list[Tensor]] = field(default_factory=dict)  # after so many syncs
     outer: dict[int, list[Tensor]] = field(default_factory=dict)
     slots: dict[int, list[int]] = field(default_factory=dict)  # of the inner steps before
-    error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._train()
-        except BaseException as error:  # noqa: BLE001 (the test looks at it)
-            self.error = error
-        finally:
-            if hasattr(self, "manager"):
-                self.manager.shutdown()
 
     def kill(self) -> None:
-        server = self.manager._membership.server
-        assert server
-        os.kill(server.pid, signal.SIGKILL)
-        assert self.manager._gone.wait(LIMIT_S)
+        super().kill()
         raise GroupEnded("killed")
+
+    def stop(self) -> None:
+        self.manager.shutdown()
 
     def _train(self) -> None:
         self.model = Blocks()
@@ -119,19 +107,15 @@ class Group:
 class Job:
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse, self.groups = lighthouse, list[Group]()
-        self.threads: list[threading.Thread] = []
 
     def group(self, name: str, make: Make, until: int, **more: Any) -> Group:
         group = Group(name, len(self.groups), self.lighthouse, make, until, **more)
         self.groups.append(group)
-        self.threads.append(threading.Thread(target=group.run, name=name, daemon=True))
-        self.threads[-1].start()
-        return group
+        return group.start()
 
     def join(self) -> None:
-        for group, thread in zip(self.groups, self.threads, strict=True):
-            thread.join(LIMIT_S)
-            assert not thread.is_alive(), f"{group.name} hangs"
+        for group in self.groups:
+            group.join()
             assert group.error is None or isinstance(group.error, GroupEnded), repr(group.error)
 
 
@@ -145,7 +129,7 @@ def job(min_replicas: int) -> Iterator[Job]:
     finally:
         for group in made.groups:
             if hasattr(group, "manager"):
-                group.manager.shutdown()
+                group.stop()
         lighthouse.shutdown()
 
 
