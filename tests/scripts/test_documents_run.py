@@ -45,7 +45,7 @@ steps = 30
 warmup_steps = 2
 
 [checkpoint]
-interval = 1000
+interval = 250
 """
 # The beginning of a command -> the test that runs it in its own way, and what of it stands there. Those that measure for hours on an idle
 # machine are not run by a test; their parts are.
