@@ -30,6 +30,8 @@ def at(digests: Sequence[float], rank: int) -> Digest:
 def odd_ones(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
     """Members whose digest is not the one that most witnesses have, and, where that is a single one, most of all. All members where there
     is no such digest: they differ, and nobody can tell who is right. Empty: there is no difference."""
+    if not any(digests):
+        return ()  # nothing is compared in this step
     given = {member: said for rank, member in enumerate(members) if (said := at(digests, rank)) != NONE}
     held = {member: tuple(map(abs, said)) for member, said in given.items()}
     votes, of_all = Counter(held[member] for member in given if min(given[member]) >= 0), Counter(held.values())
