@@ -89,7 +89,8 @@ class Ledger:
         said that it cannot. skip: a slot that was unable too often is left out for good."""
         assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
         slots = list(self.pending)
-        contributed = {slot for slot, count in zip(slots, tokens, strict=True) if count > 0}
+        given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
+        contributed = set(given)
         if UNABLE in tokens:
             for slot, count in zip(slots, tokens, strict=True):
                 if count == UNABLE:
@@ -102,8 +103,7 @@ class Ledger:
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
         self.pending = {}
-        left = tuple(slot for slot in slots if slot not in gone)
-        return Entry(tuple(slot for slot in slots if slot in contributed), left, useless)
+        return Entry(given, tuple([slot for slot in slots if slot not in gone]), useless)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON. With the open deal: whoever heals from it must continue it."""
