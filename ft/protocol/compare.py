@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 FIGURES = 2  # 48 bits of a digest: shards that differ look alike once in 3e14 times
 
@@ -30,6 +31,11 @@ def at(digests: Sequence[float], rank: int) -> Digest:
 def odd_ones(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
     """Members whose digest is not the one that most witnesses have, and, where that is a single one, most of all. All members where there
     is no such digest: they differ, and nobody can tell who is right. Empty: there is no difference."""
+    return _odd_ones(tuple(digests), tuple(members)) if any(digests) else ()  # as a rule nothing is compared
+
+
+@lru_cache(64)  # the same for all ranks that a process drives
+def _odd_ones(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
     given = {member: said for rank, member in enumerate(members) if (said := at(digests, rank)) != NONE}
     held = {member: tuple(map(abs, said)) for member, said in given.items()}
     votes, of_all = Counter(held[member] for member in given if min(given[member]) >= 0), Counter(held.values())
@@ -39,4 +45,4 @@ def odd_ones(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...
         # two that went wrong by themselves do not go wrong alike, but one alone may have done so after the others had its state
         if 2 * times > votes.total() and (times > 1 or 2 * of_all[right] > len(given)):
             return tuple(member for member, digest in held.items() if digest != right)
-    return tuple(members)
+    return members

@@ -248,7 +248,8 @@ class Group:
     # ---- votes
 
     def _on_vote(self, vote: Vote, now_s: float) -> None:
-        done = self._outcomes.get(vote.key)
+        key = vote.key
+        done = self._outcomes.get(key)
         if done and self._held is not done:
             self._emit(m.AnswerVote(vote.group_rank, done))
             return
@@ -256,14 +257,14 @@ class Group:
             self.reason = stale
             self._emit(m.FailRank(vote.group_rank, "STALE", stale))
             return
-        votes = self._votes.setdefault(vote.key, {})
+        votes = self._votes.setdefault(key, {})
         before = votes.get(vote.group_rank)
         if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
             votes[vote.group_rank] = vote
-        self._asking.setdefault(vote.key, set()).add(vote.group_rank)
+        self._asking.setdefault(key, set()).add(vote.group_rank)
         self.reason = f"{len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
         if done is None and (vote.verdict == "failed" or len(votes) == self.config.world_size):
-            self._count(vote.key, now_s)
+            self._count(key, now_s)
 
     def _stale(self, vote: Vote) -> str:
         current = self.quorum.quorum_id if self.quorum else 0

@@ -16,6 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
@@ -77,8 +78,7 @@ class Ledger:
     @property
     def deal_id(self) -> str:
         """Equal names, equal deals, given equal ledgers. Empty: there is no open deal."""
-        text = "/".join(f"{slot} {replica_id}" for slot, replica_id in self.pending.items())
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+        return _deal_id(tuple(self.pending), tuple(self.pending.values())) if self.pending else ""
 
     def drop(self) -> None:
         """Returns the open deal: all its slots, as if they had never been dealt."""
@@ -89,20 +89,21 @@ class Ledger:
         said that it cannot. skip: a slot that was unable too often is left out for good."""
         assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
         slots = list(self.pending)
-        contributed = {slot for slot, count in zip(slots, tokens, strict=True) if count > 0}
-        for slot, count in zip(slots, tokens, strict=True):
-            if count == UNABLE:
-                self.unable[slot] = self.unable.get(slot, 0) + 1
+        given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
+        contributed = set(given)
+        if UNABLE in tokens:
+            for slot, count in zip(slots, tokens, strict=True):
+                if count == UNABLE:
+                    self.unable[slot] = self.unable.get(slot, 0) + 1
         worn = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
-        useless = tuple(slot for slot in slots if slot in worn)
+        useless = tuple(slot for slot in slots if slot in worn) if worn else ()
         gone = contributed | (set(useless) if skip else set())
         self.skipped += useless if skip else ()
         self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
         self.pending = {}
-        left = tuple(slot for slot in slots if slot not in gone)
-        return Entry(tuple(slot for slot in slots if slot in contributed), left, useless)
+        return Entry(given, tuple([slot for slot in slots if slot not in gone]), useless)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON. With the open deal: whoever heals from it must continue it."""
@@ -133,6 +134,12 @@ class Ledger:
         self.skipped = [int(slot) for slot in state.get("skipped", ())]
         open_deal = state.get("pending", ()) if keep_deal and same else ()
         self.pending = {int(slot): str(replica_id) for slot, replica_id in open_deal}
+
+
+@lru_cache(64)  # the same for all ranks that a process drives
+def _deal_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
+    text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

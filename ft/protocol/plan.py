@@ -30,6 +30,8 @@ def roles(quorum: Quorum) -> Roles:
     holders = quorum.holders
     if quorum.reference[0] == 0 and any(m.init_sync for m in quorum.members):
         holders = holders[:1]
+    if len(holders) == len(quorum.members):
+        return Roles(holders, ())
     held = set(holders)
     return Roles(holders, tuple(rank for rank in range(len(quorum.members)) if rank not in held))
 

@@ -32,7 +32,7 @@ class Share:
         """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
         if deal is not self._deal:  # a deal is replaced, never changed, and a rank is of one process: found once
             self._deal, me = deal, process_of(replica_id)
-            self._owned = tuple(slot for slot, owner in deal.items() if process_of(owner) == me)
+            self._owned = tuple([slot for slot, owner in deal.items() if process_of(owner) == me])
         return self._owned
 
     def add(self, slots: Sequence[int], event: Computed) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from ft.protocol import messages as m
@@ -415,9 +416,9 @@ class Step:
         self.step += 1
         self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
-        slots = tuple((slot, owners[slot]) for slot in entry.contributed)
-        gave = {m.process_of(owner) for _, owner in slots}
-        contributors = tuple(rank for rank, i in enumerate(part.members) if m.process_of(i) in gave)
+        gave = tuple(map(owners.__getitem__, entry.contributed))
+        slots = tuple(zip(entry.contributed, gave, strict=True))
+        contributors = _ranks_of(gave, part.members)
         loss, leave = tail.loss_sum / tail.divisor, self.step == self._last or (self._told_leaving and not held)
         self._emit(
             m.CommitStep(
@@ -628,6 +629,13 @@ class Step:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
+
+
+@lru_cache(64)  # the same for all ranks that a process drives
+def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
+    """Replica ranks of the members whose slots these are, under whichever id they were dealt them."""
+    gave = set(map(m.process_of, owners))
+    return tuple(rank for rank, replica_id in enumerate(members) if m.process_of(replica_id) in gave)
 
 
 _INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}

@@ -21,9 +21,7 @@ class Tail:
     @staticmethod
     def of(values: Sequence[float], digests: int = 0) -> Tail:
         """`digests`: how many of the values they are."""
-        end = len(values) - digests
-        loss_sum, ok, change = values[end - 3 : end]
-        return Tail(tuple(values[: end - 3]), loss_sum, ok, change, tuple(values[end:]))
+        return _tail_of(tuple(values), digests)
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -37,6 +35,13 @@ class Tail:
     def is_empty(self) -> bool:
         """Nobody is left who was dealt a slot, and nobody was unable: there is no step here, only a deal to be made anew."""
         return not any(self.tokens)
+
+
+@lru_cache(64)  # the same for all ranks that a process drives
+def _tail_of(values: tuple[float, ...], digests: int) -> Tail:
+    end = len(values) - digests
+    loss_sum, ok, change = values[end - 3 : end]
+    return Tail(values[: end - 3], loss_sum, ok, change, values[end:])
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

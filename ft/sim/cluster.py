@@ -174,7 +174,8 @@ class Cluster:
 
     def saw(self, who: str, event: m.Event, out: m.Out) -> None:
         """Every event of every machine passes here."""
-        self.transitions[type(event), tuple(map(type, out.effects))] += 1
+        effects = tuple(map(type, out.effects)) if out.effects else ()
+        self.transitions[type(event), effects] += 1
         if out.reason and out.reason != self._reason:
             self._reason = out.reason
             self.reasons[out.reason] += 1

@@ -22,6 +22,7 @@ class Violation(AssertionError):
 
 
 def require(holds: bool, *words: Any) -> None:
+    """Where it is asked at nearly every event, behind an `if` that has found the fault: else its words are made for nothing."""
     if not holds:
         raise Violation(" ".join(str(word) for word in words))
 
@@ -47,7 +48,10 @@ class Committed:
             at = at.parent
 
     def at(self, step: int) -> Committed | None:
-        return next((c for c in self.chain() if c.step <= step), None)
+        found: Committed | None = self
+        while found is not None and found.step > step:
+            found = found.parent
+        return found
 
 
 class Truth:
@@ -136,16 +140,18 @@ class Truth:
 
     def entered(self, rank: RankNode, part: m.Part) -> None:
         known = self._entered.setdefault((part.epoch, part.quorum_id), part.members)
-        require(known == part.members, f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
-        require(
-            len(part.members) >= self.min_replicas,
-            f"{rank.process.name} enters a quorum below min_replicas: {part.members}",
-        )
-        require(
-            part.heal or part.reference[0] == 0 or (rank.weights is not None and rank.commit_id == part.reference[2]),
-            f"{rank.process.name} at {rank.commit_id or 'void'} enters quorum {part.quorum_id} without healing; "
-            f"it goes on from {part.reference}",
-        )
+        if known != part.members:
+            require(False, f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
+        if len(part.members) < self.min_replicas:
+            require(False, f"{rank.process.name} enters a quorum below min_replicas: {part.members}")
+        if not (
+            part.heal or part.reference[0] == 0 or (rank.weights is not None and rank.commit_id == part.reference[2])
+        ):
+            require(
+                False,
+                f"{rank.process.name} at {rank.commit_id or 'void'} enters quorum {part.quorum_id} without healing; "
+                f"it goes on from {part.reference}",
+            )
 
     def deals(self, rank: RankNode, part: m.Part, attempt: int) -> None:
         """What is open of the ledger is the same for all ranks of a group, unless its state is still arriving."""
@@ -173,7 +179,8 @@ class Truth:
             key: m.Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
             said = self.said(group, key)
             without = [rank.group_rank for rank in group.ranks if said.get(rank.group_rank) != "yes"]
-            require(not without, f"{group.process.name} decides yes on {key}, and its ranks {without} have not said so")
+            if without:
+                require(False, f"{group.process.name} decides yes on {key}, and its ranks {without} have not said so")
 
     def refuses(self, rank: RankNode, vote: m.Vote, reason: str) -> None:
         require(
@@ -183,7 +190,8 @@ class Truth:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def enters(self, rank: RankNode, key: tuple[Any, ...], first: tuple[Any, ...]) -> None:
-        require(key == first, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
+        if key != first:
+            require(False, f"{rank.process.name} enters {key}, its group {first}: they hang for ever")
 
     def ends(self, group: GroupNode, reason: str, *, inside: int) -> None:
         """`inside`: how many ranks wait in a collective of the group. If all ranks live, the others went another way."""
@@ -198,42 +206,36 @@ class Truth:
         if not given.gradients and not gave:
             return
         who = rank.process.name
-        require(rank.weights is not None, f"{who} is void and adds to step {step + 1}")
+        if rank.weights is None:
+            require(False, f"{who} is void and adds to step {step + 1}")
         stale = [slot for slot, weights in given.gradients.items() if weights != rank.weights]
-        require(not stale, f"{who} adds gradients of {stale} that are not of its weights")
+        if stale:
+            require(False, f"{who} adds gradients of {stale} that are not of its weights")
         base = self._base.setdefault((epoch, quorum_id, step), rank.commit_id)
-        require(
-            base == rank.commit_id, f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}"
-        )
+        if base != rank.commit_id:
+            require(False, f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}")
 
     def commits(self, rank: RankNode, effect: m.CommitStep, part: m.Part, sums: Sums, parent_id: str) -> None:
         who, commit_id = rank.process.name, effect.commit_id
         key = (part.epoch, part.quorum_id, effect.step)
-        require(
-            self._next.setdefault(key, commit_id) == commit_id,
-            f"{who}: two versions of step {effect.step} in one quorum",
-        )
+        if self._next.setdefault(key, commit_id) != commit_id:
+            require(False, f"{who}: two versions of step {effect.step} in one quorum")
         tokens = sum(sums.tokens.values())
-        require(
-            effect.divisor == tokens,
-            f"{who}: step {effect.step} is divided by {effect.divisor}, {tokens} tokens went in",
-        )
-        if effect.contributors != sums.contributors:  # a long text: not made for nothing
+        if effect.divisor != tokens:
+            require(False, f"{who}: step {effect.step} is divided by {effect.divisor}, {tokens} tokens went in")
+        if effect.contributors != sums.contributors:
             require(False, f"{who}: contributors {effect.contributors}, not {sums.contributors}")
-        require(
-            effect.quorum_size >= self.min_replicas,
-            f"{who} commits step {effect.step} in a quorum of {effect.quorum_size}",
-        )
+        if effect.quorum_size < self.min_replicas:
+            require(False, f"{who} commits step {effect.step} in a quorum of {effect.quorum_size}")
         record = self.commits_by_id.get(commit_id)
         if record is None:
             record = self._new(effect, part, tuple(sums.gradients), self.commits_by_id.get(parent_id, self.initial))
         record.era = self.era  # made once more, the very same, after the job went back to before it
-        require(
-            record.parent is None or record.parent.commit_id == parent_id or record.step == 1,
-            f"{who}: {commit_id} after {parent_id}, elsewhere after another",
-        )
+        if not (record.parent is None or record.parent.commit_id == parent_id or record.step == 1):
+            require(False, f"{who}: {commit_id} after {parent_id}, elsewhere after another")
         weights = record.weights.setdefault(rank.group_rank, rank.weights or 0)
-        require(weights == rank.weights, f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
+        if weights != rank.weights:
+            require(False, f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
 
     def _new(self, effect: m.CommitStep, part: m.Part, slots: tuple[int, ...], parent: Committed | None) -> Committed:
         record = Committed(effect.commit_id, effect.step, part.quorum_id, parent, slots, self.era)
@@ -278,7 +280,8 @@ class Truth:
         record = own.at(step) if own is not None else None
         if record is None or step == 0:
             return
-        require(record.step == step, f"{rank.process.name} settles step {step} and is at {rank.commit_id}")
+        if record.step != step:
+            require(False, f"{rank.process.name} settles step {step} and is at {rank.commit_id}")
         if self.settled is None or step > self.settled.step:
             require(
                 self.settled is None or record.at(self.settled.step) is self.settled,
@@ -286,7 +289,8 @@ class Truth:
             )
             self.settled = record
         else:
-            require(self.settled.at(step) is record, f"{rank.process.name}: a second version of settled step {step}")
+            if self.settled.at(step) is not record:
+                require(False, f"{rank.process.name}: a second version of settled step {step}")
 
     def heals(self, rank: RankNode, snapshot: Snapshot) -> None:
         record = self.commits_by_id.get(snapshot.commit_id)

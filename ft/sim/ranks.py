@@ -54,6 +54,9 @@ class Given:
     tokens: dict[int, float]
 
 
+NOTHING = Given((), {}, {})
+
+
 @dataclass(frozen=True)
 class Sums:
     """What comes out."""
@@ -86,7 +89,7 @@ class RankNode:
         self.trainer = Trainer(self)
         self.progress_s = self.world.now_s
         self._part: m.Part | None = None
-        self._kept = Given((), {}, {})
+        self._kept = NOTHING
         self._sums = Sums()
         self._held: dict[int, Sums] = {}
         self._arrived: Snapshot | None = None
@@ -261,7 +264,7 @@ class RankNode:
         part = self._part
         assert part is not None
         digests = FIGURES * len(part.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
-        gave = any(count > 0 for count in Tail.of(effect.tail, digests).tokens)
+        gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
         self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given, gave=gave)
         key = (effect.quorum_id, effect.attempt, effect.step)
         open_work = [True]
@@ -347,7 +350,7 @@ class RankNode:
             self.cluster.collectives.abandon(self.process, self._generation(effect.quorum_id))
 
     def _drop_gradients(self, effect: m.DropGradients) -> None:
-        self._kept = Given((), {}, {})
+        self._kept = NOTHING
 
     def _fence(self, effect: m.Fence) -> None:
         if self._offer is not None and self.cluster.dice.chance(0.1):
@@ -357,7 +360,7 @@ class RankNode:
     def _commit(self, effect: m.CommitStep) -> None:
         sums = self._held.pop(effect.step) if effect.held else self._sums
         assert self.weights is not None, f"{self.process.name} commits on a void state"
-        self._kept = Given((), {}, {})
+        self._kept = NOTHING
         self.weights, self.step = digest(self.weights, sums.text, effect.divisor), effect.step
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s = self.world.now_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import re
 import sys
@@ -9,6 +10,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import PurePath
 
 from ft.protocol import messages as m
@@ -50,6 +52,7 @@ STEPS = {
     "CLOSING": ("ASKING",),
 }
 LAST_LINES = 60  # of a failed run's trace
+YOUNG = 50_000  # objects between two looks for garbage in cycles: a run makes many, and hardly any of them is
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def _seen(cluster: Cluster) -> Counter[str]:
     return seen
 
 
+@lru_cache(1 << 14)  # other runs say the same
 def generally(reason: str) -> str:
     """A reason without its names and figures."""
     return re.sub(r"\bg\d+:\d+\b", "G", re.sub(r"-?\d+(\.\d+)?", "N", re.sub(r"\bg\d+:\d+\S*", "G", reason)))
@@ -118,7 +122,7 @@ def run_many(
     """In the order of the seeds. The large runs are played first, so that no core is left alone with one at the end."""
     jobs = sorted(((seed, groups or groups_of(seed), steps) for seed in seeds), key=lambda job: -job[1])
     found: list[Run] = []
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers, gc.set_threshold, (YOUNG,)) as pool:
         for one in pool.imap_unordered(_job, jobs, chunksize=1):
             found.append(one)
             if bar:
