@@ -148,15 +148,18 @@ def result_of(way: str, run_folder: Path) -> Result:
 # ---------------------------------------------------------------------------------------------- the picture
 
 WIDTH, HEIGHT, TOP, BOTTOM, GAP = 900, 400, 76, 56, 64
-COLOURS = ("first", "second", "third")
+COLOURS = ("first", "second", "third", "fourth")  # one for each of the ways
 STYLE = """
-  svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --first: #656d76; --second: #0969da; --third: #bc4c00; }
+  svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --first: #656d76; --second: #0969da; --third: #bc4c00;
+    --fourth: #8250df; }
   @media (prefers-color-scheme: dark) {
-    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --grid: #30363d; --first: #8d96a0; --second: #58a6ff; --third: #f0883e; }
+    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --grid: #30363d; --first: #8d96a0; --second: #58a6ff; --third: #f0883e;
+      --fourth: #a371f7; }
   }
   text { font: 13px system-ui, sans-serif; fill: var(--soft); } .title { font-size: 16px; fill: var(--ink); }
   .paper { fill: var(--paper); stroke: var(--grid); } .grid { stroke: var(--grid); } polyline { fill: none; stroke-width: 2.25; }
   polyline.first { stroke: var(--first); } polyline.second { stroke: var(--second); } polyline.third { stroke: var(--third); }
+  polyline.fourth { stroke: var(--fourth); }
 """
 
 
@@ -169,7 +172,7 @@ def drawing(title: str, results: Sequence[Result]) -> str:
         f'<text class="title" x="{GAP}" y="30">{escape(title)}</text>',
     ]
     for place, (colour, result) in enumerate(zip(COLOURS, results, strict=True)):
-        x = GAP + place * 260
+        x = GAP + place * (WIDTH - GAP) // len(COLOURS)
         parts.append(f'<polyline class="{colour}" points="{x},49 {x + 22},49"/>')
         parts.append(f'<text x="{x + 30}" y="53">{escape(result.name)}</text>')
     width = (WIDTH - 3 * GAP) / 2 + GAP / 4
