@@ -50,7 +50,12 @@ def main(argv: Sequence[str]) -> int:
     kind = parser.add_mutually_exclusive_group()
     for name in ("heartbeats", "idle", "churn"):
         kind.add_argument(f"--{name}", action="store_true")
-    kind.add_argument("--watchers", type=int, metavar="N", help="pages that are open; --groups: 1000")
+    kind.add_argument(
+        "--watchers",
+        type=int,
+        metavar="N",
+        help="pages that are open; --groups: 1000; 0: what the machine itself makes of two equal sides",
+    )
     parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--groups", help="default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails")
     parser.add_argument("--pairs", type=int, default=9, help="of turns of the two sides")
@@ -63,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return asyncio.run(idle(options.seconds))
     if options.churn:
         return asyncio.run(churn())
-    if options.watchers:
+    if options.watchers is not None:
         return asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
     groups = options.groups or "2,8,64,256,1000"
     return asyncio.run(rounds([int(n) for n in groups.split(",")], options.pairs, options.peer))
@@ -147,7 +152,7 @@ async def watched(groups: int, watchers: int, pairs: int) -> int:
         "reached" if beside.high <= WATCHED_BOUND else "inside the range" if beside.low <= WATCHED_BOUND else "missed"
     )
     print(f"with {watchers} watchers: {beside} of a round (bound {WATCHED_BOUND}x: {verdict}), {cpu} of its CPU")
-    print(f"each had {updates / watchers:.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
+    print(f"each had {updates / max(1, watchers):.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
     return 0
 
 
