@@ -156,7 +156,9 @@ class Gradients:
         _ = self._sets
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Takes the hooks away. Nothing is sent any more."""
+        if self._attempt is not None:
+            self._attempt.end()
         while self._hooks:
             self._hooks.pop().remove()
 
