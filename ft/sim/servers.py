@@ -126,6 +126,8 @@ class LighthouseNode:
             heard = {i for i in self._streams if self._heard_s.get(i, silent_s) > silent_s}
             asked = {*effect.quorum.ids, *self._waiting}
             heard -= self.machine.roster.sitting.keys()
+            lost = self.machine.roster.lost  # also whom all others waited for: as good as dead, though its server beats
+            heard = {i for i in heard if not lost.get(i, "").startswith("all others waited")}
             before = tuple(i for i in self._members if i not in self._left)
             self.cluster.truth.majority(effect.quorum.ids, before, asked, heard)
             self._members = effect.quorum.ids
