@@ -24,6 +24,9 @@ from ft.protocol.roster import Roster
 from ft.protocol.rules import Decision, Problem, View, absurd, decide, unlike
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
+LEAP = (
+    1_000_000  # over the ids that a lost state file may have known: more quorums than there are while a group is away
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Lighthouse:
         self._last_tick_s = now_s
         self._persisted = (0, now_s)  # settled, when
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
-        self._silent_until_s = now_s if saved or fresh else now_s + takeover_s
+        self._forgot = not (saved or fresh)
+        self._silent_until_s = now_s + takeover_s if self._forgot else now_s
         self._out: list[Effect] = []
         if saved:
             self._epoch, self._last_id, self._settled = saved.epoch, saved.last_id, saved.settled
@@ -78,7 +82,12 @@ class Lighthouse:
     @property
     def saved(self) -> Saved:
         """What a restart must know."""
-        return Saved(self._epoch, self._last_id, self._settled, self.roster.kind, self.quorum)
+        return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, self.quorum)
+
+    @property
+    def _highest_id(self) -> int:
+        """That may have been given out: there may have been quorums of which no member is left to tell, or has yet to wake."""
+        return self._last_id + (LEAP if self._forgot and self._last_id else 0)
 
     def __contains__(self, replica_id: str) -> bool:
         """Whether it is one of the live ids."""
@@ -252,7 +261,8 @@ class Lighthouse:
         old = self.quorum
         if old is None or old.ids != ids:
             self._blame.clear()
-        self._last_id += self._starts_a_generation(decision, ids)
+        if self._starts_a_generation(decision, ids):
+            self._last_id, self._forgot = self._highest_id + 1, False
         quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch)
         if decision.reference[0] < self._settled:  # restored on purpose
             self._restored_in = quorum.quorum_id

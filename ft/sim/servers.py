@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,16 @@ class LighthouseNode:
             del self._streams[replica_id]
             self.feed(m.StreamClosed(replica_id))
 
+    def _counts(self, replica_id: str) -> bool:
+        """Whether whoever is on this stream is there. A group that was told that it is lost has two beats to return; whom all others waited
+        for is as good as dead, though its server beats."""
+        heard_s = self._heard_s.get(replica_id, -math.inf)
+        why = self.machine.roster.lost.get(replica_id)
+        if why is None:
+            return heard_s > self.world.now_s - 3.0
+        beat_s = self.machine.config.times.beat_s
+        return heard_s > self.world.now_s - 2 * beat_s and not why.startswith("all others waited")
+
     # -- effects ----------------------------------------------------------------------------------------------------
 
     def _persist(self, effect: m.Persist) -> None:
@@ -122,12 +133,9 @@ class LighthouseNode:
     def _answer(self, effect: m.Answer) -> None:
         self.cluster.truth.issued(effect.quorum, effect.replica_ids, {*self._waiting, *self._streams})
         if effect.replica_ids == effect.quorum.ids != self._members:  # a new one, not an old answer again
-            silent_s = self.world.now_s - 3.0
-            heard = {i for i in self._streams if self._heard_s.get(i, silent_s) > silent_s}
+            heard = {i for i in self._streams if self._counts(i)}
             asked = {*effect.quorum.ids, *self._waiting}
             heard -= self.machine.roster.sitting.keys()
-            lost = self.machine.roster.lost  # also whom all others waited for: as good as dead, though its server beats
-            heard = {i for i in heard if not lost.get(i, "").startswith("all others waited")}
             before = tuple(i for i in self._members if i not in self._left)
             self.cluster.truth.majority(effect.quorum.ids, before, asked, heard)
             self._members = effect.quorum.ids

@@ -41,6 +41,25 @@ def test_without_a_state_file_the_members_reports_count():
     assert again.machine.saved.settled == 12 and again.machine.saved.epoch == "job"
 
 
+def test_after_a_lost_state_file_no_id_comes_again():
+    """The newest quorums may be known to nobody who reports: their members are dead, or stopped and yet to wake (seed 4512). Nor after
+    another restart, before there was a quorum."""
+    running = formed("ab").machine.quorum
+    for restarts in (0, 1):
+        again = Talk(fresh=False)
+        again.say(m.StreamOpened("a:1", running))
+        again.say(m.StreamOpened("b:1", running))
+        if restarts:
+            again = Talk(saved=again.machine.saved)
+            again.beats("ab", 1)
+        again.call("c")
+        again.calls("ab", known=1)
+        assert again.quorum == (1_000_002, "abc")
+        again.call("d")
+        again.calls("abc", known=1_000_002)
+        assert again.quorum == (1_000_003, "abcd")
+
+
 def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_over():
     """It waits in that one, and its own members are in the newer (seed 5034)."""
     older = formed("abc").machine.quorum
