@@ -48,16 +48,12 @@ class Feedback:
         self.held_back: Tensor | None = None
         self.pending: list[
             Tensor
-        ] = []  # one, of the latest attempt, once its sum is there and if this group gave anything
+        ] = []  # one, of the latest attempt, once its sum is there, if this group gave anything
 
     def commit(self) -> None:
         """What was sent last is in the sums."""
         if self.pending:
             self.held_back = self.pending.pop()
-
-    def forget(self) -> None:
-        """What was held back belongs to weights that are no more."""
-        self.held_back, self.pending = None, []
 
 
 class Lane:
@@ -72,7 +68,7 @@ class Lane:
         self._rank, self._ranks = group.rank(), group.size()
         self._lock = (
             threading.Lock()
-        )  # around each start of an exchange: a group that is given up forms anew, and is not ours then
+        )  # around the start of an exchange: a group that is given up forms anew, for others
         self._error: Exception | None = None  # the first one: what comes later fails with it
         self._tasks: queue.SimpleQueue[tuple[GroupWork, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ft-quantized", daemon=True)
