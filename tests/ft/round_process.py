@@ -23,13 +23,15 @@ from tests.ft.round_groups import Commit, Group
 SCHEDULE = Schedule(8, fragments=2, delay=1, alpha=0.5)
 PREPARED = SCHEDULE.inner_steps - SCHEDULE.delay - 1  # after this optimizer step of a round its sums are on their way
 PLACES = {"inner-steps": 0, "prepare": PREPARED, "outer-step": None}
+ALL = 6  # groups
 UNHARMED, BACK = {"a", "b"}, {"a", "b", "f"}
 
 
 class Harmed(Group):
     harm: str
     told: Path
-    alone = False  # a round of the two that nothing happens to was there
+    met = False  # a round of all six was there: until then groups come in one by one
+    alone = False  # after it, one of the two that nothing happens to
 
     def harm_at(self, place: int | None) -> None:
         what, _, where = self.harm.partition("-in-")
@@ -41,7 +43,8 @@ class Harmed(Group):
         commit = super().round()
         if commit is not None:
             groups = {owner.partition(":")[0] for _, owner in commit.slots}
-            self.alone |= groups == UNHARMED
+            self.met |= len(groups) == ALL
+            self.alone |= self.met and groups == UNHARMED
             if self.alone and groups == BACK:
                 self.rounds_to_do = min(self.rounds_to_do, self.manager.step + 2)
             self.say(commit)
