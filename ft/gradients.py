@@ -427,7 +427,7 @@ class Gradients:
     def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
         """The next bucket, which is not the last."""
         bucket = attempt.layout.buckets[attempt.sent]
-        if self._quantized and bucket.members:
+        if self._quantized:
             self._send_quantized(attempt, bucket, zeros=zeros)
             return
         if not zeros:

@@ -49,7 +49,7 @@ from ft.process_groups.operations import AllReduce, reduction
 from ft.process_groups.work import GroupWork
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
-from ft.quantized import Feedback, Lane
+from ft.quantized import Feedback
 from ft.rpc.access import Access
 from ft.rpc.driver import Seen
 from ft.scratch import Buffers, local_of
@@ -245,7 +245,7 @@ class Manager(Driver):
             work = GroupWork(AllReduce([tensor]))
             work.end(None)
         elif self._over:
-            work = self._sum_late(tensor, mean=op == "AVG", quantized=should_quantize)
+            work = self._sum_late(tensor, mean=op == "AVG")
         else:
             self._used = True
             work = self.gradients.all_reduce(tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback)
@@ -445,15 +445,12 @@ class Manager(Driver):
             self._pass.__exit__(None, None, None)
             self._pass = None
 
-    def _sum_late(self, tensor: Tensor, *, mean: bool, quantized: bool) -> GroupWork:
-        """After the step was decided, so whether it comes about changes nothing but the tensor."""
+    def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
+        """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
         assert self._part is not None
-        user = UserSum(tensor, self._late, mean=mean, keep=False, after_buckets=True, quantized=quantized)
-        lane = Lane(self._group) if quantized else None
-        user.send(lane or self._group, len(self._part.participants), contributes=self.is_participating())
+        user = UserSum(tensor, self._late, mean=mean, keep=False, after_buckets=True)
+        user.send(self._group, len(self._part.participants), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
-        if lane is not None:
-            user.work.get_future().add_done_callback(lambda _: lane.close())
         return user.work
 
     # ------------------------------------------------------------------------------------------------ what the driver does otherwise
