@@ -27,7 +27,7 @@ from ft.dashboard.updates import Parts, Told, messages
 from ft.dashboard.view import View
 from ft.protocol import messages as m
 from ft.rpc.driver import now_s
-from ft.rpc.lighthouse_server import LighthouseService
+from ft.rpc.lighthouse_service import LighthouseService
 
 MOST_WATCHERS = 64
 RING, RING_BYTES = 256, 4 << 20  # updates that are kept for those who lag, or come back

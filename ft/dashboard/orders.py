@@ -18,7 +18,7 @@ from ft.dashboard.history import clean
 from ft.dashboard.view import DRAINED, KILLED
 from ft.protocol import messages as m
 from ft.rpc.codec import MAX_TEXT, ORDERS
-from ft.rpc.lighthouse_server import LighthouseService
+from ft.rpc.lighthouse_service import LighthouseService
 
 BURST, PER_S = 10, 1.0  # orders at once, and how many more a second
 MOST_BYTES = 16 << 10  # of a request

@@ -14,7 +14,7 @@ from typing import Any
 from ft.dashboard.history import History, clean, named
 from ft.protocol import messages as m
 from ft.rpc.driver import now_s
-from ft.rpc.lighthouse_server import LighthouseService
+from ft.rpc.lighthouse_service import LighthouseService
 
 HEALTH = (
     "training",

@@ -1,4 +1,4 @@
-"""Who is in: what the lighthouse answers whom. Driven by rpc/lighthouse_server.py and sim/.
+"""Who is in: what the lighthouse answers whom. Driven by rpc/lighthouse_service.py and sim/.
 
 Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
 has happened to the newest quorum, and what its members are told of it, is in generation.py; failures that repeat are blame.py's.

@@ -29,7 +29,7 @@ from ft.dashboard.feed import Feed
 from ft.dashboard.orders import Orders
 from ft.dashboard.pages import HEADERS, Pages
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.lighthouse_server import LighthouseService
+from ft.rpc.lighthouse_service import LighthouseService
 
 MAX_CONNECTIONS = 256
 IDLE_S = 75.0  # longer than a Prometheus scrapes apart, usually

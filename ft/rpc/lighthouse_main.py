@@ -18,7 +18,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_flags import Options, complain, read_options
-from ft.rpc.lighthouse_server import LighthouseService, Place, serve, until_stopped
+from ft.rpc.lighthouse_server import Place, serve, until_stopped
+from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.state_file import TakenOver
 
 

@@ -14,7 +14,8 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_http import serve_http
-from ft.rpc.lighthouse_server import LighthouseService, Place, serve, until_stopped
+from ft.rpc.lighthouse_server import Place, serve, until_stopped
+from ft.rpc.lighthouse_service import LighthouseService
 
 TOKEN = "0123456789abcdef"
 WAIT_S = 30.0

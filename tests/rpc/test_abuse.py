@@ -24,7 +24,7 @@ import pytest
 
 from ft import LighthouseServer
 from ft.protocol import messages as m
-from ft.rpc import lighthouse_http, lighthouse_server, serving
+from ft.rpc import lighthouse_http, lighthouse_service, serving
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
@@ -307,7 +307,7 @@ def test_calls_without_a_deadline_wait_and_are_forgotten_with_their_caller(light
 
 
 def test_what_waits_is_bounded_in_bytes(lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lighthouse_server, "MAX_WAITING", 1 << 20)
+    monkeypatch.setattr(lighthouse_service, "MAX_WAITING", 1 << 20)
     wire = Wire(lighthouse.address())
     large = {"reconfigure_handles": ["x" * 60_000] * 10}
     first = wire.begin(QUORUM, torchft_call("a", **large))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from ft import LighthouseServer
 from ft.protocol import messages as m
-from ft.rpc import group_server, lighthouse_server, torchft_group
+from ft.rpc import group_server, lighthouse_service, torchft_group
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import Settings
 from tests.rpc.wire import WAIT_S, Wire, pharos_call, torchft_call
@@ -176,7 +176,7 @@ def test_every_rpc_is_served(servers: dict[str, Any]):
         for name, server in servers.items():
             served = server.wire.code(path, b"\xff", WAIT_S)[0] != "UNIMPLEMENTED"
             assert served == (SERVED_BY[path.split("/")[1]].split()[0] == name.split()[0]), (path, name)
-    sources = [Path(module.__file__).read_text() for module in (lighthouse_server, group_server, torchft_group)]
+    sources = [Path(module.__file__).read_text() for module in (lighthouse_service, group_server, torchft_group)]
     assert set(re.findall(r'"(/\w+\.\w+/\w+)": ', "".join(sources))) == set(RPCS)
 
 

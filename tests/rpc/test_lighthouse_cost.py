@@ -16,7 +16,7 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2
-from ft.rpc.lighthouse_server import LighthouseService
+from ft.rpc.lighthouse_service import LighthouseService
 from tests.rpc.test_group_server import RANKS, Team, quorum, together
 from tests.rpc.wire import WAIT_S, pharos_call, torchft_call
 

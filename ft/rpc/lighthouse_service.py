@@ -1,0 +1,411 @@
+"""The lighthouse on the wire: both wires in, the machine of ft.protocol.lighthouse inside, answers and notices out.
+
+    torchft.LighthouseService   Quorum Heartbeat                           clients of torchft
+    pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          our group servers
+
+lighthouse_server.py gives it a port and a state file. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from typing import Any, Protocol
+
+import grpc
+
+from ft.protocol import messages as m
+from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.rules import MAX_STEP, absurd
+from ft.rpc import codec, state_file
+from ft.rpc.driver import Driver, Seen, now_s
+from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Outbox, Pending, Refused, stream, unary
+
+MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
+MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
+MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
+MAX_NAMED = 65_536  # members blamed by one call
+MAX_DIGESTS = 256  # one for each key that groups must have alike
+CALLS_PER_ID = 64
+log = logging.getLogger("pharos.lighthouse")
+
+_STATUS = {
+    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
+    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,
+    "LOST": grpc.StatusCode.ABORTED,
+}
+_FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+_NUMBER = re.compile(r"[\d.]+")
+
+
+class Onlooker(Protocol):
+    """Who watches for people (ft/dashboard). Called on the loop, and for each of a thousand groups: it is to take notes, no more."""
+
+    def saw(self, event: m.Event, out: m.Out) -> None:
+        """Each tick, each leave, and each event that had an effect."""
+        ...
+
+    def reported(self, report: Any) -> None:
+        """A pharos_pb2.Report of a connected group."""
+        ...
+
+    def told(self, replica_id: str, happened: Any) -> None:
+        """A pharos_pb2.Happened."""
+        ...
+
+    def end(self) -> None:
+        """It is told nothing more."""
+        ...
+
+
+class _Waiting(Pending):
+    """A Quorum RPC that is not answered yet."""
+
+    def __init__(self, kind: m.Kind, roster: str) -> None:
+        super().__init__()
+        self.kind, self.roster = kind, roster  # the roster that the caller holds
+
+
+class LighthouseService:
+    """Drives one machine. To be made, fed and asked on one loop."""
+
+    def __init__(
+        self,
+        config: LighthouseConfig,
+        *,
+        keeper: state_file.Keeper | None = None,
+        saved: m.Saved | None = None,
+        fresh: bool = True,
+        seen: Seen | None = None,
+    ) -> None:
+        self.config, self.keeper = config, keeper
+        self.streams: dict[str, Outbox] = {}
+        self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
+        self.issued = self.lost = self.refused = 0  # counts, for /metrics
+        self.issued_at = 0.0  # seconds since 1970
+        self.onlooker: Onlooker | None = None
+        self.stops = False  # from then on streams end because of us: nobody is lost by it
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._waiting_bytes = 0
+        self._forms: _Forms | None = None  # of the newest quorum that was answered
+        self._seen, self._said, self._logged_id = seen, "", 0
+        self._times = codec.to_message(config.times)
+        # An answer costs more than the beat itself, and a group goes by how old the last one is against half of takeover_s: by default
+        # each third beat is answered, and four answers in a row may be lost.
+        self._answer_every_s = (config.times.takeover_s or 30.0) / 12
+        carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
+            m.Persist: self._persist,
+            m.Answer: self._answer,
+            m.Refuse: self._refuse,
+            m.MustRestore: self._must_restore,
+            m.Notify: self._notify,
+        }
+        epoch = uuid.uuid4().hex[:12]
+        self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh)
+        self.driver = Driver(
+            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._look_at_deadlines
+        )
+        self.routes = {
+            "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
+            "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
+            "/pharos.Lighthouse/Quorum": unary(self._quorum),
+            "/pharos.Lighthouse/Watch": stream(self._watch),
+            "/pharos.Lighthouse/Leave": unary(self._told(m.Leave)),
+            "/pharos.Lighthouse/Evict": unary(self._told(m.Evict)),
+            "/pharos.Lighthouse/TakeOver": unary(self._told(m.TakeOver)),
+        }
+
+    # ---- calls
+
+    def _torchft_quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
+        request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
+        if not request.HasField("requester"):
+            raise ValueError("missing requester")
+        return self._ask(codec.call_from_torchft(request.requester), "", len(data), context)
+
+    async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
+        replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
+        if replica_id not in self.machine:  # ten a second of each: what is known has been checked
+            _check(m.Call(m.Member(replica_id), "torchft"))
+        self._check_kind("torchft")
+        self.driver.feed(m.Beat(replica_id, "torchft"))
+        return b""
+
+    def _quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
+        request = codec.parse(pharos_pb2.QuorumRequest, data)
+        return self._ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
+
+    async def _ask(self, call: m.Call, roster: str, size: int, context: Any) -> bytes:
+        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
+        _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
+        self._check_kind(call.kind)
+        replica_id, waiting = call.member.replica_id, _Waiting(call.kind, roster)
+        if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
+            raise Refused(_FULL, f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
+        if self._waiting_bytes + size > MAX_WAITING:
+            raise Refused(_FULL, f"calls of {self._waiting_bytes} bytes in all are waiting already")
+        self._waiting.setdefault(replica_id, []).append(waiting)
+        self._waiting_bytes += size
+        try:
+            self.driver.feed(call)
+            return await waiting.wait(context, looked_at=self.config.tick_s <= LOOK_EVERY_S)
+        finally:
+            self._waiting_bytes -= size
+            self._forget(replica_id, waiting)
+
+    def _look_at_deadlines(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for calls in self._waiting.values():
+            for waiting in calls:
+                waiting.expire_if_due(now_s)
+
+    def _check_kind(self, kind: m.Kind) -> None:
+        if problem := self.machine.refuses(kind):
+            self.refused += 1
+            raise Refused(_STATUS[problem[0]], problem[1])
+
+    def _forget(self, replica_id: str, waiting: _Waiting) -> None:
+        """A call that nobody has answered is over: its caller went, or its deadline came."""
+        calls = self._waiting.get(replica_id, [])
+        if waiting in calls:
+            calls.remove(waiting)
+            if not calls:
+                del self._waiting[replica_id]
+                self.driver.feed(m.CallCancelled(replica_id))
+
+    def _told(self, word_type: type[m.Event]) -> Any:
+        async def told(data: bytes, context: Any) -> bytes:
+            event = codec.from_bytes(word_type, data)
+            log.info("%s", event)
+            self.driver.feed(event)
+            return b""
+
+        return told
+
+    # ---- streams
+
+    async def _watch(self, context: Any) -> None:
+        outbox = Outbox(context)
+        try:
+            first = await asyncio.wait_for(outbox.read(), FIRST_WORD_S)
+            hello = codec.parse(pharos_pb2.Up, first or b"").hello
+            _check(m.Call(m.Member(hello.replica_id), known=hello.quorum_id))
+            _check_step(hello.settled)
+            self._check_kind("pharos")
+            await self._serve_stream(hello, outbox)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
+        finally:
+            outbox.close()
+
+    async def _serve_stream(self, hello: pharos_pb2.Hello, outbox: Outbox) -> None:
+        replica_id = hello.replica_id
+        old = self.streams.get(replica_id)
+        self.streams[replica_id] = outbox
+        if old:
+            old.end()
+        try:
+            if hello.quorum_id > self._newest_id:
+                outbox.send(pharos_pb2.Down(send_quorum=True).SerializeToString())
+            else:
+                self.driver.feed(self._opened(hello, None))
+            while (data := await outbox.read()) is not None:
+                self._heard(hello, codec.parse(pharos_pb2.Up, data), outbox)
+        finally:
+            if self.streams.get(replica_id) is outbox:
+                del self.streams[replica_id]
+                self.reports.pop(replica_id, None)
+                if not self.stops:
+                    self.driver.feed(m.StreamClosed(replica_id))
+
+    def _opened(self, hello: pharos_pb2.Hello, quorum: m.Quorum | None) -> m.StreamOpened:
+        """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
+        known = quorum or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
+        return m.StreamOpened(hello.replica_id, known, hello.settled)
+
+    def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
+        which = up.WhichOneof("up")
+        if which == "report":
+            up.report.replica_id = hello.replica_id
+            report = codec.report_from(up.report)
+            self.reports[hello.replica_id] = up.report
+            self.driver.feed(report)
+            if self.onlooker:
+                self._show(self.onlooker.reported, up.report)
+            if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
+                outbox.answered_s = up.report.sent_s
+                outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
+        elif which == "quorum":
+            new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
+            self.driver.feed(self._opened(hello, codec.quorum_from(up.quorum) if new else None))
+        elif which == "happened":
+            happened = codec.check_happened(up.happened)
+            if self.onlooker:
+                self._show(self.onlooker.told, hello.replica_id, happened)
+        else:
+            raise ValueError("after the hello come reports")
+
+    def order(self, replica_id: str, kind: str, reason: str) -> bool:
+        """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""
+        outbox = self.streams.get(replica_id)
+        if outbox:
+            order = pharos_pb2.Order(kind=kind, reason=reason)
+            outbox.send(pharos_pb2.Down(order=order).SerializeToString())
+        return outbox is not None
+
+    @property
+    def waiting_ids(self) -> list[str]:
+        """Groups whose call is not answered yet."""
+        return sorted(self._waiting)
+
+    @property
+    def _newest_id(self) -> int:
+        return self.machine.quorum.quorum_id if self.machine.quorum else 0
+
+    # ---- effects
+
+    def _persist(self, effect: m.Persist) -> asyncio.Future[None] | None:
+        return self.keeper.keep(effect.saved) if self.keeper else None
+
+    def _answer(self, effect: m.Answer) -> None:
+        """Each form of the answer is made at most once, however many wait for it or ask for it again."""
+        if self._forms is None or self._forms.quorum is not effect.quorum:
+            self.issued_at = time.time()
+            self._forms = _Forms(effect.quorum, self._times, self.issued_at, self._forms)
+        forms = self._forms
+        for replica_id in effect.replica_ids:
+            calls = self._waiting.pop(replica_id, ())
+            for waiting in calls:
+                waiting.give(forms.of(waiting))
+            if not calls and replica_id in self.streams:
+                self.streams[replica_id].send(forms.down)
+
+    def _refuse(self, effect: m.Refuse) -> None:
+        self.refused += 1
+        calls = self._waiting.pop(effect.replica_id, [])
+        for waiting in calls:
+            waiting.fail(Refused(_STATUS[effect.code], effect.reason))
+        if not calls and effect.replica_id in self.streams:
+            refused = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=effect.reason)
+            self.streams[effect.replica_id].send(pharos_pb2.Down(refused=refused).SerializeToString())
+
+    def _must_restore(self, effect: m.MustRestore) -> None:
+        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), times=self._times)
+        for replica_id in effect.replica_ids:
+            for waiting in self._waiting.pop(replica_id, []):
+                waiting.give(reply.SerializeToString())
+
+    def _notify(self, effect: m.Notify) -> None:
+        self.lost += isinstance(effect.notice, m.MemberLost)
+        message = pharos_pb2.Down(notice=codec.notice_message(effect.notice)).SerializeToString()
+        for replica_id in effect.replica_ids:
+            if replica_id in self.streams:
+                self.streams[replica_id].send(message)
+
+    # ---- for people
+
+    def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
+        """On change, not on tick: a reason that only counts up is said once."""
+        for effect in out.effects:
+            if isinstance(effect, m.Answer):
+                self.issued, self._said = self.issued + 1, out.reason
+                self._log_quorum(effect.quorum, out.reason)
+            elif isinstance(effect, m.Refuse):
+                log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
+            elif isinstance(effect, m.Notify):
+                log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
+        if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
+            self._said = out.reason
+            log.info("%s", out.reason)
+        if self.onlooker and (out.effects or isinstance(event, m.Tick | m.Leave)):
+            self._show(self.onlooker.saw, event, out)
+        if self._seen:
+            self._seen(now_s, event, out)
+
+    def _show(self, note: Callable[..., None], *what: Any) -> None:
+        """A fault of the page ends the page, and never the job."""
+        onlooker = self.onlooker
+        try:
+            note(*what)
+        except Exception:  # whatever it is: the next group's call must be answered
+            self.onlooker = None
+            log.exception("a fault in the page, which is switched off")
+            if onlooker:
+                onlooker.end()
+
+    def _log_quorum(self, quorum: m.Quorum, reason: str) -> None:
+        if quorum.quorum_id != self._logged_id:
+            self._logged_id = quorum.quorum_id
+            log.info(
+                "quorum %d of %d groups, step %d: %s",
+                quorum.quorum_id,
+                len(quorum.members),
+                quorum.reference[0],
+                reason,
+            )
+
+
+class _Forms:
+    """One quorum as each kind of caller wants it, made when the first one asks."""
+
+    def __init__(self, quorum: m.Quorum, times: Any, created_s: float, before: _Forms | None) -> None:
+        """before: of the last quorum, which mostly has the same roster."""
+        self.quorum, self._times, self._created_s = quorum, times, created_s
+        self._before = before.__dict__.get("roster") if before else None  # if anybody has asked for it
+
+    def of(self, waiting: _Waiting) -> bytes:
+        if waiting.kind == "torchft":
+            return self.torchft
+        return self.short if waiting.roster and waiting.roster == self.roster.id else self.full
+
+    @cached_property
+    def torchft(self) -> bytes:
+        quorum = codec.torchft_quorum(self.quorum, self._created_s)
+        return bytes(torchft_pb2.LighthouseQuorumResponse(quorum=quorum).SerializeToString())
+
+    @cached_property
+    def roster(self) -> codec.Roster:
+        return codec.Roster.of(self.quorum, self._before)
+
+    @cached_property
+    def short(self) -> bytes:
+        same = codec.same_roster(self.quorum)
+        return bytes(pharos_pb2.QuorumReply(same=same, times=self._times).SerializeToString()) if same else self.full
+
+    @cached_property
+    def full(self) -> bytes:
+        return bytes(self._reply.SerializeToString())
+
+    @cached_property
+    def down(self) -> bytes:
+        return bytes(pharos_pb2.Down(answer=self._reply).SerializeToString())
+
+    @property
+    def _reply(self) -> Any:
+        return pharos_pb2.QuorumReply(quorum=codec.to_message(self.quorum), times=self._times)
+
+
+def _check(call: m.Call) -> None:
+    """Raises ValueError for a call that makes no sense, or is larger than it may be."""
+    member = call.member
+    problem = absurd(call)
+    if problem:
+        raise ValueError(problem[1])
+    handles = member.reconfigure_handles
+    if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
+        raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
+    if len(call.blame) > MAX_NAMED or len(call.shape) > MAX_DIGESTS or call.known < 0:
+        raise ValueError("more members blamed, or more digests, than there can be")
+    _check_step(member.dealt, member.restored or 0, member.commit_failures)
+
+
+def _check_step(*numbers: int) -> None:
+    if min(numbers) < m.VOID or max(numbers) > MAX_STEP:
+        raise ValueError(f"a step or count of {max(numbers, key=abs)}: legal is {m.VOID} to {MAX_STEP}")
