@@ -8,18 +8,21 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 import torch
+import torch.distributed as dist
 
 from ft.healing.capture import State
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import HttpTransport
-from ft.healing.pg_transport import PgTransport
+from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
 from ft.healing.transport import Source, Transport
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.process_groups.store import serve
@@ -30,7 +33,7 @@ ACCESS = Access(token="a token of the benchmark's own")
 
 
 class Side:
-    """A state, a transport of each kind, and a bare socket."""
+    """A state, a transport of each kind, a bare socket, and torch's own gloo."""
 
     def __init__(self, role: str, gb: float) -> None:
         numbers = int(gb * 1e9 / 4 / LAYERS)
@@ -55,11 +58,15 @@ class Side:
             self._sending = threading.Thread(target=self._send_raw)
             self._sending.start()
             return {"address": f"http://127.0.0.1:{self.listener.getsockname()[1]}"}
+        if kind == "bare gloo":
+            self._sending = threading.Thread(target=self._bare_gloo, args=(0, self.store.port, turn))
+            self._sending.start()
+            return {"address": f"http://127.0.0.1:{self.store.port}"}
         self.transports[kind].offer(self.state.snapshot(), quorum_id=1, step=turn, readers=["joiner"])
         return {"address": self.transports[kind].address}
 
     def end(self, kind: str, turn: int) -> dict[str, float]:
-        if kind == "raw":
+        if kind in ("raw", "bare gloo"):
             self._sending.join()
         else:
             self.transports[kind].fence()
@@ -72,6 +79,8 @@ class Side:
         start = time.monotonic()
         if kind == "raw":
             self._receive_raw(int(address.rpartition(":")[2]))
+        elif kind == "bare gloo":
+            self._bare_gloo(1, int(address.rpartition(":")[2]), turn)
         else:
             self.transports[kind].fetch([Source("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
         seconds = time.monotonic() - start
@@ -93,6 +102,20 @@ class Side:
                 view = tensor.numpy().data.cast("B")
                 while len(view):
                     view = view[sock.recv_into(view) :]
+
+    def _bare_gloo(self, rank: int, port: int, turn: int) -> None:
+        """Messages of the same size, as many under way, without digests: what a transport over gloo could reach at best."""
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        group = dist.ProcessGroupGloo(dist.PrefixStore(f"bare/{turn}", store), rank, 2, timedelta(seconds=60))
+        move = group.recv if rank else group.send
+        under_way = deque[dist.Work]()
+        for tensor in self.tensors:
+            for tag, message in enumerate(tensor.view(torch.uint8).split(MESSAGE_CHUNKS * CHUNK_BYTES)):
+                if len(under_way) == WINDOW:
+                    under_way.popleft().wait()
+                under_way.append(move([message], 1 - rank, tag))
+        for work in under_way:
+            work.wait()
 
 
 def _reset_peak() -> int:
