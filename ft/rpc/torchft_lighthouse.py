@@ -87,7 +87,7 @@ def _member(member: m.Member) -> m.Member:
         values = {name: ours[name] for name in _FIELDS}
         if any(type(value) is not _FIELDS[name] for name, value in values.items()):
             raise TypeError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
         ) from None

@@ -135,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no such file") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # brackets in brackets in brackets
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError(f"{path}: must hold a table, {{...}}")
@@ -166,7 +166,7 @@ def _diagnosis(file: Path) -> str:
             if code in _WIDTHS and needed != end - begin:
                 return f"{name}: {code} {shape} takes {needed:,} bytes, and its header gives it {end - begin:,}"
             ends.append(end)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # whatever it holds, it is no header
         return said
     return f"{said}, expected {8 + length + max(ends):,} by its header" if header else said
 

@@ -55,7 +55,7 @@ def test_what_torchft_has_no_field_for_travels_as_data():
     assert quorum == m.Quorum(4, (near, far), (7, 3, "x"), "torchft")
 
 
-@pytest.mark.parametrize("data", ["", "{}", '{"pharos": 3}', '{"pharos": {"commit_id": 1}}', "[1]"])
+@pytest.mark.parametrize("data", ["", "{}", '{"pharos": 3}', '{"pharos": {"commit_id": 1}}', "[1]", "[" * 50_000])
 def test_a_quorum_with_torchfts_groups_is_refused(data: str):
     with pytest.raises(ValueError, match="b:1 is not one of Pharos's groups"):
         read(m.Quorum(4, (m.Member("b:1", data=data),)))

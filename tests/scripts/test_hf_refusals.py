@@ -75,6 +75,10 @@ def small_vocabulary(file: Path) -> None:
     edit(file, lambda content: content.update({name: content[name][:12].clone() for name in ends}))
 
 
+def headed(file: Path, header: str) -> None:
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+
+
 OUT = "model.layers.0.self_attn.o_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 GAIN = "model.layers.0.input_layernorm.weight"
@@ -86,6 +90,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no header": (
         lambda file: file.write_bytes(b"\xff" * 16),
         "F: not a whole safetensors file: .*header too large; it has 16 bytes",
+    ),
+    "a list for a header": (
+        lambda file: headed(file, "[1, 2]"),
+        "F: not a whole safetensors file: .*; it has 14 bytes",
+    ),
+    "a bottomless header": (
+        lambda file: headed(file, "[" * 100_000),
+        "F: not a whole safetensors file: .*; it has 100,008 bytes",
     ),
     "empty": (lambda file: file.write_bytes(b""), "F: not a whole safetensors file: .*; it has 0 bytes"),
     "truncated": (
@@ -117,6 +129,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "nothing": (lambda file: file.unlink(), "D: holds neither model.safetensors nor model.safetensors.index.json"),
     "no config": (lambda file: (file.parent / "config.json").unlink(), "D/config.json: no such file"),
+    "a bottomless config": (
+        lambda file: (file.parent / "config.json").write_text("[" * 100_000),
+        "D/config.json: not JSON: .*recursion.*",
+    ),
     "a broken config": (lambda file: (file.parent / "config.json").write_text("{"), "D/config.json: not JSON: .*"),
     "another activation": (
         lambda file: edit_config(file.parent, hidden_act="gelu"),

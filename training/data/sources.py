@@ -111,6 +111,8 @@ class TextSource:
             return json.loads(line)
         except ValueError as error:
             raise ValueError(f"{self.setting}: file {file.path} line {number} is not JSON: {error}") from error
+        except RecursionError:
+            raise ValueError(f"{self.setting}: file {file.path} line {number} is nested too deeply") from None
 
     def _text_of(self, record: Any, place: str) -> bytes:
         if not isinstance(record, dict):
