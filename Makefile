@@ -9,7 +9,7 @@ help:
 	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
 	@echo "make bits    groups that are killed do not change a bit of the weights; renews docs/bits.md (15 minutes)"
 	@echo "make drill   every fault there is, three seeds, each beside its twin (half an hour)"
-	@echo "make e2e     every fault on every layout of the groups (15 minutes)"
+	@echo "make e2e     every fault on every layout of the groups (half an hour)"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
