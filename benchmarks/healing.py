@@ -3,8 +3,8 @@
     python benchmarks/healing.py [--gb 2] [--pairs 5]
 
 Two processes, a source and a joiner, hold states of the same size whose memory has been touched. They take turns: raw, HTTP, process
-group, bare gloo (torch's own, messages as large, nothing compared: what a transport over gloo could reach), and again; ratios are taken
-inside a turn. Seconds are the joiner's, from its call to the verified state (the process group's
+group, bare gloo (torch's own, messages as large: what a transport over gloo could reach), the same with our digests, and again; ratios
+are taken inside a turn. Seconds are the joiner's, from its call to the verified state (the process group's
 forming included). Peak memory is each side's, above what it held before that turn.
 """
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from benchmarks.pairs import Worker, ratio, table
 
 WORKER = Path(__file__).with_name("healing_worker.py")
-KINDS = ("raw", "http", "process group", "bare gloo")
+KINDS = ("raw", "http", "process group", "bare gloo", "bare gloo, digests")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ft.healing.capture import State
-from ft.healing.format import CHUNK_BYTES
+from ft.healing.format import CHUNK_BYTES, digest
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
 from ft.healing.transport import Source, Transport
@@ -29,6 +29,7 @@ from ft.process_groups.store import serve
 from ft.rpc.access import Access
 
 LAYERS = 16
+BARE_GLOO = ("bare gloo", "bare gloo, digests")
 ACCESS = Access(token="a token of the benchmark's own")
 
 
@@ -58,15 +59,15 @@ class Side:
             self._sending = threading.Thread(target=self._send_raw)
             self._sending.start()
             return {"address": f"http://127.0.0.1:{self.listener.getsockname()[1]}"}
-        if kind == "bare gloo":
-            self._sending = threading.Thread(target=self._bare_gloo, args=(0, self.store.port, turn))
+        if kind in BARE_GLOO:
+            self._sending = threading.Thread(target=self._bare_gloo, args=(0, self.store.port, kind, turn))
             self._sending.start()
             return {"address": f"http://127.0.0.1:{self.store.port}"}
         self.transports[kind].offer(self.state.snapshot(), quorum_id=1, step=turn, readers=["joiner"])
         return {"address": self.transports[kind].address}
 
     def end(self, kind: str, turn: int) -> dict[str, float]:
-        if kind in ("raw", "bare gloo"):
+        if kind not in self.transports:
             self._sending.join()
         else:
             self.transports[kind].fence()
@@ -79,8 +80,8 @@ class Side:
         start = time.monotonic()
         if kind == "raw":
             self._receive_raw(int(address.rpartition(":")[2]))
-        elif kind == "bare gloo":
-            self._bare_gloo(1, int(address.rpartition(":")[2]), turn)
+        elif kind in BARE_GLOO:
+            self._bare_gloo(1, int(address.rpartition(":")[2]), kind, turn)
         else:
             self.transports[kind].fetch([Source("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
         seconds = time.monotonic() - start
@@ -103,19 +104,35 @@ class Side:
                 while len(view):
                     view = view[sock.recv_into(view) :]
 
-    def _bare_gloo(self, rank: int, port: int, turn: int) -> None:
-        """Messages of the same size, as many under way, without digests: what a transport over gloo could reach at best."""
+    def _bare_gloo(self, rank: int, port: int, kind: str, turn: int) -> None:
+        """Messages of the same size, as many under way: what a transport over gloo could reach at best, with the same digests or none."""
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        group = dist.ProcessGroupGloo(dist.PrefixStore(f"bare/{turn}", store), rank, 2, timedelta(seconds=60))
-        move = group.recv if rank else group.send
-        under_way = deque[dist.Work]()
-        for tensor in self.tensors:
-            for tag, message in enumerate(tensor.view(torch.uint8).split(MESSAGE_CHUNKS * CHUNK_BYTES)):
-                if len(under_way) == WINDOW:
-                    under_way.popleft().wait()
-                under_way.append(move([message], 1 - rank, tag))
-        for work in under_way:
+        group = dist.ProcessGroupGloo(dist.PrefixStore(f"{kind}/{turn}", store), rank, 2, timedelta(seconds=60))
+        under_way = deque[tuple[dist.Work, torch.Tensor]]()
+        tag = 0
+
+        def look_at(message: torch.Tensor) -> None:
+            view = message.numpy().data
+            for at in range(0, len(view) if "digests" in kind else 0, CHUNK_BYTES):
+                digest(at, view[at : at + CHUNK_BYTES])
+
+        def arrive() -> None:
+            work, message = under_way.popleft()
             work.wait()
+            if rank:
+                look_at(message)
+
+        for tensor in self.tensors:
+            for message in tensor.view(torch.uint8).split(MESSAGE_CHUNKS * CHUNK_BYTES):
+                if len(under_way) == WINDOW:
+                    arrive()
+                work = group.recv([message], 0, tag) if rank else group.send([message], 1, tag)
+                under_way.append((work, message))
+                if not rank:
+                    look_at(message)
+                tag += 1
+        while under_way:
+            arrive()
 
 
 def _reset_peak() -> int:
