@@ -364,9 +364,13 @@ def test_a_signal_to_stop_frees_what_was_written(
     monkeypatch: pytest.MonkeyPatch,
 ):
     arguments = ready(command, published)
-    with monkeypatch.context() as patch:
-        patch.setattr(READERS[command], "read", interrupt(READERS[command], 9, number))
-        assert run(*arguments) == 1
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(READERS[command], "read", interrupt(READERS[command], 9, number))
+            assert run(*arguments) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.startswith("hf: ")
     assert not Path("out").exists() and not Path("out.partial").exists()
     assert run(*arguments) == 0
