@@ -112,9 +112,11 @@ class Side:
         tag = 0
 
         def look_at(message: torch.Tensor) -> None:
+            if "digests" not in kind:
+                return
             view = message.numpy().data
-            for at in range(0, len(view) if "digests" in kind else 0, CHUNK_BYTES):
-                digest(at, view[at : at + CHUNK_BYTES])
+            for at in range(0, len(view), CHUNK_BYTES):
+                digest(at // CHUNK_BYTES, view[at : at + CHUNK_BYTES])
 
         def arrive() -> None:
             work, message = under_way.popleft()

@@ -135,8 +135,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no such file") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # brackets in brackets in brackets
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
     if not isinstance(body, dict):
         raise ValueError(f"{path}: must hold a table, {{...}}")
     return body
