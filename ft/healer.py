@@ -61,6 +61,11 @@ class Healer:
         else:
             self._transport.withdraw("nobody was to need it any more")
 
+    @property
+    def all_is_sent(self) -> bool:
+        """Who heals from this rank has been sent the whole state: it will be whole before this step is committed, or soon after."""
+        return self._transport.is_taken
+
     def fence(self) -> None:
         """The state is about to change."""
         outcome = self._transport.fence()

@@ -270,6 +270,9 @@ class Manager:
         turn = self._turn
         if isinstance(turn, m.Compute):
             self._turn = None
+            if self._part and self._healer.all_is_sent:
+                # their own word would come a step later: what they launch in this one, they launched before they had the state
+                self._inbox.feed(m.ChangeAnnounced(self._part.quorum_id, "who heals from this group has been sent all"))
             self._inbox.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite))
             turn = self._pump(before_vote=True)
         if turn is None:

@@ -36,6 +36,11 @@ class HttpTransport:
         self._offer = Offer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         self._server.show(self._offer)
 
+    @property
+    def is_taken(self) -> bool:
+        offer = self._offer
+        return offer is not None and offer.is_taken
+
     def fence(self) -> Fenced:
         if self._offer is None:
             return Fenced.FREE

@@ -111,6 +111,12 @@ class Offer:
             return bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
         return self.body.read(chunk, bounce, at)
 
+    @property
+    def is_taken(self) -> bool:
+        """All that were expected have come, and nothing of it is still to be sent to any of them."""
+        with self._changed:
+            return not self.over and not self._unsent()
+
     def check(self) -> None:
         """Raises Withdrawn once the offer is over."""
         if self.over:

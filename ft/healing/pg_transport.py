@@ -72,6 +72,11 @@ class PgTransport:
             store = _store(self._address, self._replica_id, reader, quorum_id, step)
             self._senders.append(_Sender(self._make(), store, offer, reader))
 
+    @property
+    def is_taken(self) -> bool:
+        offer = self._offer
+        return offer is not None and offer.is_taken
+
     def fence(self) -> Fenced:
         if self._offer is None:
             return Fenced.FREE

@@ -72,6 +72,11 @@ class Transport(Protocol):
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         ...
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is an offer, and each of its readers has been sent all of it. Any thread may ask."""
+        ...
+
     def fence(self) -> Fenced:
         """Afterwards the offered tensors may change. Never waits longer than heal_grace_s, whatever the readers do."""
         ...

@@ -151,6 +151,29 @@ def test_a_newcomer_heals_and_takes_part():
         assert newcomer[0].seen_of(m.LoadState) and min(newcomer[0].weights) > 4
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
+    """The word of who sent it goes with the sums of the step in which it heals; its own would go with those of the next one."""
+
+    def comes(rank: Rank, step: int) -> None:
+        if step == 4 and rank.group_rank == 0:
+            newcomers.extend(made.group("b", steps=10, together=2, size=size))
+
+    def waits(rank: Rank, slots: tuple[int, ...]) -> bool:
+        part = rank.manager.part
+        while part and part.heals and not rank.manager._healer.all_is_sent:
+            assert not rank.manager._gone.wait(0.001)
+        return True
+
+    newcomers: list[Rank] = []
+    with job(min_replicas=1) as made:
+        ranks = made.group("a", steps=10, together=2, size=size, at=comes, able=waits)
+        assert [rank.join().error for rank in (*ranks, *newcomers)] == [None] * 2 * size
+        for rank in ranks:
+            gave = [len(who) for _, members, who in rank.commits if members == 2]
+            assert gave[:2] == [1, 2], "zeros once, and no step more"
+
+
 def test_baby_groups_do_the_same():
     with job(min_replicas=2) as made:
         ranks = [made.group(name, steps=3, group=ProcessGroupBabyGloo)[0] for name in "ab"]
