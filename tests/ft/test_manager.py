@@ -168,7 +168,8 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
     newcomers: list[Rank] = []
     with job(min_replicas=1) as made:
         ranks = made.group("a", steps=10, together=2, size=size, at=comes, able=waits)
-        assert [rank.join().error for rank in (*ranks, *newcomers)] == [None] * 2 * size
+        assert [rank.join().error for rank in ranks] == [None] * size
+        assert [rank.join().error for rank in newcomers] == [None] * size
         for rank in ranks:
             gave = [len(who) for _, members, who in rank.commits if members == 2]
             assert gave[:2] == [1, 2], "zeros once, and no step more"

@@ -5,9 +5,28 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from ft.healing.transport import Transport
 from ft.manager import Manager
 from ft.protocol import messages as m
 from tests.ft.groups import LIMIT_S, Rank, job
+
+
+class Slow(Manager):
+    """The state that it sends takes longer than the step: it has nothing to say with the sums."""
+
+    def __init__(self, *what: Any, **more: Any) -> None:
+        super().__init__(*what, **more)
+        self._healer._transport = Untaken(self._healer._transport)
+
+
+class Untaken:
+    is_taken = False
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Split(Manager):
@@ -67,7 +86,7 @@ def test_a_commit_that_waits_for_another_rank_does_not_hold_up_what_was_held():
 
     newcomer: list[Rank] = []
     with job(min_replicas=1) as made:
-        old = made.group("a", size=2, steps=10, together=2, at=joins)
+        old = made.group("a", size=2, steps=10, together=2, at=joins, make=Slow)
         while not newcomer:
             old[1].thread.join(0.01)
         for rank in newcomer:
