@@ -33,7 +33,12 @@ def conclusions(settings: Settings, names: Names, said: dict[int, dict[str, Any]
     }
     found += verdicts.clocks(names, clocks, limit_s=settings.skew_s) if clocks else []
     flops = {rank: own["matmul_flops"] / 1e9 for rank, own in figures.items() if "matmul_flops" in own}
-    found += verdicts.slow_ranks(names, flops, what="compute", unit="GFLOP/s", share=settings.slow)
+    notes = {
+        rank: f"; it had a core {own['core_share']:.0%} of that time"
+        for rank, own in figures.items()
+        if "core_share" in own
+    }
+    found += verdicts.slow_ranks(names, flops, what="compute", unit="GFLOP/s", share=settings.slow, notes=notes)
     return found + _disk(settings, names, {rank: own["disk"] for rank, own in figures.items() if "disk" in own})
 
 

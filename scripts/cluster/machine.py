@@ -23,21 +23,24 @@ PINGS = 10
 MATMUL_S = 1.0  # all ranks multiply at the same time for this long, as in training
 
 
-def matmul_flops(team: Team) -> float:
-    """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's products."""
+def matmul_flops(team: Team) -> tuple[float, float]:
+    """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's products. And the share of that second in
+    which this thread had a core: a core that is slow has all of it, a rank that other programs hold up has not."""
     cuda = team.device.type == "cuda"
     n, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
     a, b = (torch.randn(n, n, dtype=dtype, device=team.device) for _ in range(2))
     a @ b
     settle(team.device)
     taken: list[float] = []
-    end = time.perf_counter() + MATMUL_S
+    had, began = time.thread_time(), time.perf_counter()
+    end = began + MATMUL_S
     while len(taken) < 5 or time.perf_counter() < end:
         start = time.perf_counter()
         a @ b
         settle(team.device)
         taken.append(time.perf_counter() - start)
-    return 2.0 * n**3 / statistics.median(taken)
+    share = (time.thread_time() - had) / (time.perf_counter() - began)
+    return 2.0 * n**3 / statistics.median(taken), min(1.0, share)
 
 
 def clock_offset(team: Team, peer: int) -> dict[str, float]:

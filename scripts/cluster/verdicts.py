@@ -94,14 +94,24 @@ def needs_pairs(seen: Sequence[tuple[int, int, str]]) -> bool:
     return len({at for _, at, _ in seen}) > 1 and -1 in {source for source, _, _ in seen}
 
 
-def slow_ranks(names: Names, rates: Mapping[int, float], *, what: str, unit: str, share: float) -> list[Finding]:
-    """Ranks whose rate is below `share` of the median."""
+def slow_ranks(
+    names: Names,
+    rates: Mapping[int, float],
+    *,
+    what: str,
+    unit: str,
+    share: float,
+    notes: Mapping[int, str] | None = None,
+) -> list[Finding]:
+    """Ranks whose rate is below `share` of the median; `notes`: what else is known of a rank."""
     if len(rates) < 2:
         return []
     usual = median(rates.values())
     return [
         Finding(
-            f"slow {what}", (rank,), f"{names.rank(rank)}: slow {what}: {rate:.4g} {unit}, where {usual:.4g} is usual"
+            f"slow {what}",
+            (rank,),
+            f"{names.rank(rank)}: slow {what}: {rate:.4g} {unit}, where {usual:.4g} is usual{(notes or {}).get(rank, '')}",
         )
         for rank, rate in sorted(rates.items())
         if rate < share * usual

@@ -114,7 +114,8 @@ def test_good_ranks_pass(ran: dict[str, Future[Ran]], name: str):
         assert len(figures["values"]) == 23 and set(figures["values"].values()) == {"right"}
         assert set(figures["links"]) == {str(other) for other in range(size)} - {rank}
         assert all(row["bytes_s"] > 0 and row["latency_s"] > 0 for row in figures["links"].values())
-        assert figures["matmul_flops"] > 0 and figures["disk"]["write_bytes_s"] > 0 and figures["disk"]["wrong"] == ""
+        assert figures["matmul_flops"] > 0 and 0 < figures["core_share"] <= 1
+        assert figures["disk"]["write_bytes_s"] > 0 and figures["disk"]["wrong"] == ""
     assert len(report["operations"]) == 11 and "all is well" in done.out
     assert done.peak_bytes < MEMORY_BYTES and done.left == []
 

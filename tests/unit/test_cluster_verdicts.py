@@ -93,6 +93,9 @@ def test_a_slow_rank_is_named():
     rates = {0: 100.0, 1: 98.0, 2: 41.0, 3: 103.0}
     [finding] = verdicts.slow_ranks(FOUR, rates, what="compute", unit="GFLOP/s", share=0.5)
     assert finding.text == "rank 2 on c: slow compute: 41 GFLOP/s, where 99 is usual"
+    notes = {rank: f"; it had a core {rank / 4:.0%} of that time" for rank in rates}
+    [finding] = verdicts.slow_ranks(FOUR, rates, what="compute", unit="GFLOP/s", share=0.5, notes=notes)
+    assert finding.text.endswith("where 99 is usual; it had a core 50% of that time")
     assert verdicts.slow_ranks(FOUR, {0: 1.0}, what="compute", unit="", share=0.5) == []
 
 
