@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.pairs import Failed, Ratio, Worker, ratio, table
-from models.llama import Config, build
+from benchmarks.step_worker import our_llama
 from training.metrics import known_peak_tflops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,15 +169,7 @@ def _pairs(figures: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def _flops_per_token(sizes: dict[str, int]) -> int:
-    config = Config(
-        dim=sizes["dim"],
-        n_layers=sizes["layers"],
-        n_heads=sizes["heads"],
-        n_kv_heads=sizes["kv_heads"],
-        hidden_dim=sizes["hidden"],
-    )
-    with torch.device("meta"):
-        return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"]).flops_per_token(sizes["seq"])
+    return int(our_llama(sizes).flops_per_token(sizes["seq"]))
 
 
 def _peak_tflops(device: str) -> float | None:

@@ -26,6 +26,21 @@ CHUNK = 2048
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
+def our_llama(sizes: dict[str, int]) -> Any:
+    """On the meta device."""
+    from models.llama import Config, build
+
+    config = Config(
+        dim=sizes["dim"],
+        n_layers=sizes["layers"],
+        n_heads=sizes["heads"],
+        n_kv_heads=sizes["kv_heads"],
+        hidden_dim=sizes["hidden"],
+    )
+    with torch.device("meta"):
+        return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
+
+
 def pharos(
     sizes: dict[str, int],
     setting: str,
@@ -34,7 +49,6 @@ def pharos(
     show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
 ) -> Step:
     """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
-    from models.llama import Config, build
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
@@ -46,15 +60,6 @@ def pharos(
     from training.optimizer import OptimizerConfig, build_optimizer
 
     cleanup.enter_context(process_group(CommConfig()))
-    sized = Config(
-        dim=sizes["dim"],
-        n_layers=sizes["layers"],
-        n_heads=sizes["heads"],
-        n_kv_heads=sizes["kv_heads"],
-        hidden_dim=sizes["hidden"],
-    )
-    with torch.device("meta"):
-        model = build(sized, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
     words = setting.split()
     float8 = Float8Config(enable="float8" in words)
     float8.check()
@@ -70,7 +75,7 @@ def pharos(
         loss_chunk_tokens=CHUNK if "chunked" in words else 0,
     )
     parallel = parallelize(
-        model,
+        our_llama(sizes),
         build_mesh(degrees(layout.parallelism, 1), device.type),
         cross_entropy_sum,
         layout,

@@ -29,6 +29,7 @@ def test_a_whole_state(world: World, streams: int):
     source = world.source(group)
     seen: list[tuple[int, int]] = []
     transport = world.transport("j", config=HealConfig(heal_streams=streams))
+    assert not transport.is_taken and not source.is_taken
     heal(transport, joiner, source, progress=lambda done, total: seen.append((done, total)))
     assert equal(joiner.loaded, group.values)
     assert joiner.loaded["model"]["weights"] is joiner.values["model"]["weights"]
@@ -36,7 +37,9 @@ def test_a_whole_state(world: World, streams: int):
     assert (
         seen[-1] == (total, total) and [done for done, _ in seen] == sorted(done for done, _ in seen) and len(seen) > 2
     )
-    assert source.fence() is Fenced.FREE
+    assert source.fence() is Fenced.FREE and source.is_taken
+    source.withdraw("the test says so")
+    assert not source.is_taken
 
 
 def test_all_kinds_of_tensors(world: World):
@@ -193,6 +196,7 @@ def test_a_commit_copies_aside_what_is_unsent(world: World):
     assert source.fence() is Fenced.COPIED
     commit(group)
     assert source.fence() is Fenced.COPIED  # the next step's: nothing more to do
+    assert not source.is_taken
     gate.set()
     healing.result(30)
     assert equal(joiner.loaded["model"], before)

@@ -113,11 +113,12 @@ def heal(source: PgTransport, transport: PgTransport, joiner: Group, **asked: in
 def test_a_whole_state():
     group, joiner = large(1), large(2)
     source, transport = pair(group)
+    assert not source.is_taken
     heal(source, transport, joiner)
     assert equal(joiner.loaded["model"], group.values["model"]) and equal(
         joiner.loaded["ledger"], group.values["ledger"]
     )
-    assert source.fence() is Fenced.FREE
+    assert source.fence() is Fenced.FREE and source.is_taken and not transport.is_taken
 
 
 def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None]:
