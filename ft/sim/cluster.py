@@ -110,6 +110,7 @@ class Cluster:
         self.world = World(setting.seed, trace=self.trace)
         self.dice = self.world.dice("cluster")
         self.dice_of_threads = self.world.dice("threads")
+        self.dice_of_sending = self.world.dice("sending")
         self.times = setting.lighthouse.times
         self.network = Network(self.world, faults.quality(self.world.dice("quality"), setting.groups))
         self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)

@@ -94,6 +94,8 @@ class RankNode:
         self._held: dict[int, Sums] = {}
         self._arrived: Snapshot | None = None
         self._offer: tuple[int, Snapshot] | None = None
+        self._readers: frozenset[str] = frozenset()  # groups that are to fetch it here
+        self.sent: set[str] = set()  # those of them that have all of it
         self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
@@ -190,6 +192,7 @@ class RankNode:
             self.truth.deals(self, part, effect.attempt)
         # An offer is of one quorum: the same state has another deal in the next.
         self._offer = (part.quorum_id, self.snapshot()) if part.heals else None
+        self._readers, self.sent = frozenset(part.members[rank] for rank in part.heals), set()
         if part.heal:
             self.weights = None
         if part.known:
@@ -255,6 +258,10 @@ class RankNode:
         kept = self._kept  # of this step, if some of its slots were computed before
         self.world.seen["slots per step: some were added"] += bool(kept.tokens)
         self._kept = Given((), {**kept.gradients, **gradients}, {**kept.tokens, **tokens})
+        # what is sent may be damaged on its way: then it is said, and the reader lacks it all the same
+        if self._offer is not None and (self._readers <= self.sent or self.cluster.dice_of_sending.chance(0.1)):
+            self.world.seen["heal: its source says that all is sent"] += 1
+            self.feed(m.ChangeAnnounced(self._offer[0], "who heals from this group has been sent all"))
         self.trainer.go_on(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 
     def _launch(self, effect: m.LaunchTail) -> None:
@@ -419,6 +426,7 @@ class RankNode:
             if not self.cluster.serves(source.address, self.group_rank, self.process, part.quorum_id):
                 ask(turn + 1)
                 return
+            self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(part.replica_id)
             self._arrived, self.fetches = snapshot, False
             self.feed(m.HealEnded(part.quorum_id, ok=True, state=snapshot.state))
 

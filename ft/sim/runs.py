@@ -171,6 +171,7 @@ def must_occur() -> list[str]:
         f"wait: {what}" for what in ("for a core", "aside for the word on healed", "aside for the word on commit")
     ]
     words += [f"heal: {held} steps were held" for held in (0, 1, 2)]
+    words += ["heal: its source says that all is sent"]
     words += ["fault: group leaves while it heals", "leave: told at a step's boundary"]
     words += [f"collective {end}" for end in ("completed", "failed", "hung")]
     return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]

@@ -196,6 +196,6 @@ BUGS = {
     "stale vote accepted": Bug(Machines(group=StaleVote), 0, "decides yes on"),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
     "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
-    "state taken when the word on it comes": Bug(Machines(step=TakesStateWhenTold), 16, "nothing ends these waits"),
-    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 16, "without healing; it goes on from"),
+    "state taken when the word on it comes": Bug(Machines(step=TakesStateWhenTold), 21, "nothing ends these waits"),
+    "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 67, "without healing; it goes on from"),
 }
