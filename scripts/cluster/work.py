@@ -177,7 +177,9 @@ class Work:
             return looks[-1][0]
 
         best = self._confirmed("compute", look, verdicts.slow_ranks)
-        self.figures["matmul_flops"], self.figures["core_share"] = max(looks)
+        self.figures["matmul_flops"], share = max(looks)
+        if self.team.device.type == "cpu":  # with a GPU the thread only waits
+            self.figures["core_share"] = share
         return f"rank 0: {best / 1e9:.4g} GFLOP/s"
 
     def _confirmed(self, what: str, rate: Callable[[], float], judge: Callable[..., list[Finding]]) -> float:

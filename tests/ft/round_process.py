@@ -3,8 +3,8 @@
     python -m tests.ft.round_process NAME LIGHTHOUSE HARM FILE
 
 HARM, once there is a FILE: kill-in-inner-steps, kill-in-prepare, kill-in-outer-step or stop-in-inner-steps; or none. Before it comes to
-harm it writes into FILE how many rounds there are. A line of JSON for each round that holds. The last round's number is in a file `end` in
-the same folder, as soon as it is known.
+harm it writes into FILE how many rounds there are. A line of JSON for each round that holds. Once there is a file `soon` in the same
+folder, group a writes the last round's number into `end`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.ft.round_groups import Commit, Group
 
 SCHEDULE = Schedule(8, fragments=2, delay=1, alpha=0.5)
 PREPARED = SCHEDULE.inner_steps - SCHEDULE.delay - 1  # after this optimizer step of a round its sums are on their way
+ROUNDS_TO_HEAR = 5  # no round holds without the sums of a, so nobody is far ahead of it
 PLACES = {"inner-steps": 0, "prepare": PREPARED, "outer-step": None}
 
 
@@ -38,7 +39,11 @@ class Harmed(Group):
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
 
     def round(self) -> Commit | None:
-        if (end := self.told.with_name("end")).exists():
+        end, soon = self.told.with_name("end"), self.told.with_name("soon")
+        if self.name == "a" and soon.exists():
+            soon.write_text(str(self.manager.step + ROUNDS_TO_HEAR))
+            soon.rename(end)
+        if end.exists():
             self.rounds_to_do = int(end.read_text())
         commit = super().round()
         if commit is not None:
