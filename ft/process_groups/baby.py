@@ -60,9 +60,22 @@ class ProcessGroupBaby(ProcessGroup):
         self.child = child
         engine = ChildEngine(child)
         try:
-            engine.form(Form(self.NATIVE, address, rank, size, self.rendezvous_s, self._interface, self.device))
+            engine.form(
+                Form(
+                    self.NATIVE,
+                    address,
+                    rank,
+                    size,
+                    self.rendezvous_s,
+                    self._interface,
+                    self.device,
+                    formation.shape,
+                    formation.holders,
+                )
+            )
         except GroupError as error:
-            formation.absent = error.absent if isinstance(error, RendezvousFailed) else ()
+            if isinstance(error, RendezvousFailed):
+                formation.absent, formation.strangers = error.absent, error.strangers
             engine.wake()
             engine.end()
             raise
@@ -145,7 +158,7 @@ class ChildEngine:
             if what == ENDED:
                 self._ended(number, error, more)
             elif what in (READY, FAILED):
-                self._problem = None if what == READY else RendezvousFailed(error, tuple(more))
+                self._problem = None if what == READY else RendezvousFailed(error, *map(tuple, more))
                 self._formed.set()
         with self._lock:
             self._gone = True

@@ -140,7 +140,7 @@ class Child:
         from ft.process_groups.inline import form_gloo, form_nccl
         from ft.process_groups.meeting import Meeting
 
-        formation = Formation("child", lambda it: self._engine)
+        formation = Formation("child", lambda it: self._engine, shape=command.shape, holders=command.holders)
         try:
             meeting = Meeting(formation, command.store, command.rank, command.size, command.limit_s)
             if command.kind == "gloo":
@@ -148,7 +148,7 @@ class Child:
             else:
                 self._engine = form_nccl(formation, meeting, command.device)
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
-            self._reply(FAILED, 0, str(error), list(formation.absent))
+            self._reply(FAILED, 0, str(error), [formation.absent, formation.strangers])
         else:
             self._reply(READY, 0, None, [])
 

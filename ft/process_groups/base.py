@@ -19,7 +19,7 @@ like, functional collectives and DeviceMesh take it after `register`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ from ft.process_groups.operations import Operation, flatten, reduction
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.store import parse
 from ft.process_groups.work import GroupWork
+from ft.protocol.messages import Shape
 
 # torch's own timeouts are off: nobody waits for them, and a pending operation ends when its sockets are shut or its process is killed.
 NEVER = timedelta(days=365)
@@ -126,6 +127,7 @@ class ProcessGroup(Collectives):
         self._state = threading.Lock()
         self._forming: Formation | None = None
         self._generation: Generation | None = None
+        self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` was said of
         self._why_none: Exception = GroupError("the group was never configured")
         self._rank, self._size = 0, 1
         self._registered = self._torch_name = self._torch_text = ""
@@ -136,13 +138,23 @@ class ProcessGroup(Collectives):
         """Waits for what forming needs of this machine alone, such as an import of torch in a child process. `configure` does so itself,
         and not on the time of rendezvous_s; but others may wait by then, so call it before anybody counts on this member."""
 
-    def configure(self, store: Store | str, rank: int, size: int, *, wanted: Callable[[], bool] = lambda: True) -> None:
+    def configure(
+        self,
+        store: Store | str,
+        rank: int,
+        size: int,
+        *,
+        quorum_id: int = 0,
+        shape: Shape = (),
+        holders: Sequence[int] = (),
+    ) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
-        `store`: "host:port/prefix", or a store of torch; the prefix is of this generation alone, the same for all members. `wanted` is
-        asked once whoever interrupts can be heard: a word that came before would be lost. Returns when the group stands. Raises
-        RendezvousFailed (its `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted or abandoned
-        from another thread; MustExit when too many old generations have not ended; ValueError for what can never be.
+        `store`: "host:port/prefix", or a store of torch; the prefix is of this generation alone, the same for all members. `quorum_id`:
+        the generation's name for `interrupt`, larger than those before; 0: it has none. `shape`: what all members must have alike; the
+        job's is that of most of `holders`, or of all where there are none. Returns when the group stands. Raises RendezvousFailed (its
+        `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted or abandoned from another thread,
+        or where somebody is a stranger; MustExit when too many old generations have not ended; ValueError for what can never be.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
@@ -150,10 +162,13 @@ class ProcessGroup(Collectives):
             parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        formation = Formation(f"{rank}", lambda it: self._build(it, store, rank, size), self.prepare)
+        formation = Formation(
+            f"{rank}", lambda it: self._build(it, store, rank, size), self.prepare, shape=shape, holders=holders
+        )
         with self._state:
-            self._forming, self._rank, self._size = formation, rank, size
-        if not wanted():
+            self._forming, self._rank, self._size, self._quorum_id = formation, rank, size, quorum_id
+            wanted = quorum_id == 0 or quorum_id != self._interrupted
+        if not wanted:
             formation.give_up("no longer wanted")
         formation.start()
         try:
@@ -184,11 +199,16 @@ class ProcessGroup(Collectives):
         elif then is not None:
             then()
 
-    def interrupt(self, reason: str) -> None:
+    def interrupt(self, reason: str, quorum_id: int | None = None) -> None:
         """Wakes who waits, as `abandon` does, but leaves the generation to its owner, who knows what its buffers are good for and is to
-        abandon it. Sums that are complete stay so. Returns at once, from any thread."""
+        abandon it. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
+        is still to be configured or long gone; None: whatever there is."""
         with self._state:
             formation, generation = self._forming, self._generation
+            if quorum_id is not None:
+                self._interrupted = max(self._interrupted, quorum_id)
+                if quorum_id != self._quorum_id:
+                    return
         if formation is not None:
             formation.give_up(reason)
         if generation is not None:
@@ -207,6 +227,15 @@ class ProcessGroup(Collectives):
         work = GroupWork(operation)
         work.end(error)
         return work
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """time.monotonic() at which the wait for other members began that goes on now: to form, or for the oldest operation under way; None
+        where there is none."""
+        with self._state:
+            if self._forming is not None:
+                return self._forming.began_s
+            return self._generation.waits_since_s if self._generation is not None else None
 
     def pending(self) -> int:
         """Operations under way."""

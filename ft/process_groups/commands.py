@@ -3,12 +3,18 @@ JSON: the child talks to the network, and nothing that comes from there is ever 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ft.process_groups.operations import Operation
+from ft.protocol.messages import Shape
 
-READY, FAILED, ENDED = "ready", "failed", "ended"  # of replies: [what, number, error, ranks or rank]
+READY, FAILED, ENDED = (
+    "ready",
+    "failed",
+    "ended",
+)  # of replies: [what, number, error, more]; more of FAILED: absent ranks, and strangers
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,8 @@ class Form:
     limit_s: float
     interface: str | None
     device: int | None  # CUDA device, for nccl
+    shape: Shape = ()
+    holders: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

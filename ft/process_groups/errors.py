@@ -12,11 +12,12 @@ class Abandoned(GroupError):
 
 
 class RendezvousFailed(GroupError):
-    """The group did not form. `absent`: the ranks that had not come, as far as is known."""
+    """The group did not form. `absent`: the ranks that had not come, as far as is known. `strangers`: those whose shape is not the job's;
+    the same at all members, none of which has connected to any other."""
 
-    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, absent: tuple[int, ...] = (), strangers: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.absent = absent
+        self.absent, self.strangers = absent, strangers
 
 
 class MustExit(GroupError):

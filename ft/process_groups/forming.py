@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.operations import Operation
+from ft.protocol.messages import Shape
 
 Ended = Callable[[Exception | None, int], None]  # the error if there was one; the rank that a message came from, or -1
 
@@ -33,10 +35,19 @@ class Formation:
     first, and has nothing to do with the others, is `prepare`'s: its time is not the rendezvous's."""
 
     def __init__(
-        self, name: str, build: Callable[[Formation], Engine], prepare: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        build: Callable[[Formation], Engine],
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        shape: Shape = (),
+        holders: Sequence[int] = (),
     ) -> None:
+        self.shape, self.holders = shape, holders  # as ProcessGroup.configure's
+        self.began_s = time.monotonic()
         self.given_up = threading.Event()
         self.absent: tuple[int, ...] = ()
+        self.strangers: tuple[int, ...] = ()
         self._build, self._prepare = build, prepare
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], object]] = []
@@ -59,7 +70,7 @@ class Formation:
                 return self._engine
             cause = self._reason or str(self._error)
         missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
-        raise RendezvousFailed(cause + missing, self.absent) from self._error
+        raise RendezvousFailed(cause + missing, self.absent, self.strangers) from self._error
 
     def give_up(self, reason: str) -> None:
         """Wakes who waits, and the thread that builds. From any thread; what came first counts."""

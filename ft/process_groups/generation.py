@@ -36,6 +36,13 @@ class Generation:
             return self._error
 
     @property
+    def waits_since_s(self) -> float | None:
+        """When the oldest operation under way was started; None where there is none."""
+        with self._lock:
+            oldest = next(iter(self._works.values()), None)
+            return oldest.started_s if oldest is not None else None
+
+    @property
     def pending(self) -> int:
         """Operations under way."""
         with self._lock:

@@ -2,7 +2,7 @@
 
 torch's own constructors wait for a member that never comes, and nobody can call them off. So each member says in the store that it is
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
-says who was absent.
+says who was absent. Members tell each other their shape, too: bytes of another layout would end a peer's process, not a sum.
 
 All of it runs in a thread of the formation (forming.py), for a store may be silent as well: its host may be stopped. The connection to a
 store of the form "host:port/prefix" is this meeting's own (store.py), so it can be cut to wake that thread: there the server is asked once
@@ -11,9 +11,11 @@ and answers when the last member has come. A store of torch's cannot be called o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.store import StoreClient
+from ft.protocol.messages import Shape
+from ft.protocol.rules import strangers
 
 if TYPE_CHECKING:
     from ft.process_groups.forming import Formation
 
+VERSION = "2"  # of what members say here, and of what they send each other then
 POLL_S = 0.002  # the first pause between two looks; each is half as long again as the one before,
 MOST_POLL_S = 0.05  # up to this, and for few members up to what keeps the store as little busy:
 MEMBER_POLL_S = 0.002  # so long for each
@@ -52,15 +57,33 @@ class Meeting:
         return max(0.05, self._until_s - time.monotonic())
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each member says of itself (JSON), by rank, once all are there. Raises RendezvousFailed."""
-        said = json.dumps(mine)
-        if self.store.compare_set(_key(self.rank), "", said).decode() != said:
+        """Returns each member's word on itself (JSON), by rank, once all are there and have the same shape. Raises RendezvousFailed."""
+        shape = self._formation.shape
+        digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+        said = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
+        self._refuse_strangers([(("version of Pharos", version),) for version, _, _ in said])
+        if len({digest for _, digest, _ in said}) > 1:  # then it is worth its bytes to know what differs
+            shapes = self._exchange("shape", json.dumps(shape))
+            self._refuse_strangers([tuple((what, digest) for what, digest in json.loads(value)) for value in shapes])
+        return [more for _, _, more in said]
+
+    def _refuse_strangers(self, shapes: Sequence[Shape]) -> None:
+        """All members come to the same verdict, and nobody has connected to another before."""
+        found = strangers(shapes, self._formation.holders)
+        if found:
+            self._formation.strangers = tuple(found)
+            words = (f"rank {rank} has another {' and '.join(what)} than the job" for rank, what in found.items())
+            raise RendezvousFailed("; ".join(words))
+
+    def _exchange(self, name: str, mine: str) -> list[bytes]:
+        """Returns each member's word under that name, by rank, once all have spoken. Raises RendezvousFailed."""
+        if self.store.compare_set(f"{name}/{self.rank}", "", mine).decode() != mine:
             raise RendezvousFailed(
                 f"rank {self.rank} is in this store already: each generation needs a prefix of its own, each member a rank"
             )
-        keys = [_key(rank) for rank in range(self.size)]
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
         try:
-            return [json.loads(value) for value in self._values(keys)]
+            return self._values(keys)
         except TimeoutError:
             absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
             self._formation.absent = absent
@@ -86,8 +109,13 @@ class Meeting:
             self._own.close()
 
 
-def _key(rank: int) -> str:
-    return f"here/{rank}"
+def _read(value: bytes) -> tuple[str, str, Any]:
+    """Splits a member's word into its version, the digest of its shape, and the rest."""
+    with suppress(ValueError, TypeError):
+        version, digest, more = json.loads(value)
+        if version == VERSION:
+            return version, str(digest), more
+    return "another", "", None
 
 
 def address_of(store: Store) -> tuple[str, int]:

@@ -32,14 +32,30 @@ def can_be_found() -> bool:
 def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> int:
     """Ends all traffic of the sockets whose near end is in `near` or whose far end is in `far`; how many there were. Nothing is closed: the
     owner does that, else the number might be somebody else's by then."""
-    count = 0
+    found = held(near=near, far=far)
+    end(found, socket.SHUT_RDWR)
+    for sock in found:
+        sock.close()
+    return len(found)
+
+
+def held(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> list[socket.socket]:
+    """Returns those sockets, under descriptors of the caller's own: when another closes one, the far end hears of it only once the caller
+    does. Where there are no descriptors left, some are missing."""
+    found = []
     for sock in _sockets():
         # gloo's thread dies of an accept that fails, and the process with it: a socket that listens is left alone
         if (_near(sock) in near or _far(sock) in far) and not _listens(sock):
-            with suppress(OSError):  # its peer is gone
-                sock.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
+            with suppress(OSError):
+                found.append(sock.dup())
+    return found
+
+
+def end(held: Collection[socket.socket], how: int) -> None:
+    """SHUT_RD: this end hears no more, and the far end does not notice. SHUT_RDWR: both see the end, the far one after all data."""
+    for sock in held:
+        with suppress(OSError):  # its peer is gone
+            sock.shutdown(how)
 
 
 def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:

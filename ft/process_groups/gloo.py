@@ -1,0 +1,278 @@
+"""torch's gloo in this process: formed where it can be woken, and ended without a thread left behind.
+
+Its own ways of ending do not do: abort wakes nobody, and dropping a group waits for all that is pending in it. So its sockets are ended
+(sockets.py), in an order that its code leaves no gap in.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ft.process_groups import sockets
+from ft.process_groups.base import NEVER
+from ft.process_groups.errors import MustExit, RendezvousFailed
+from ft.process_groups.forming import Ended, Engine, Formation
+from ft.process_groups.meeting import Meeting
+from ft.process_groups.native import Native, failure_of, group_of, source_of
+from ft.process_groups.operations import Operation
+from ft.process_groups.sockets import Address
+
+_Task = tuple[list[dist.Work], Operation, Ended]
+ANSWER_S = 0.02  # for gloo to answer what it has heard, and to hear the end
+LINGER_S = 1.0  # then a connection that was shut is closed: what the peer sends after that resets it, over what it has not read yet
+END_S = 2.0  # after which a work that has not ended is looked at
+MOST_STRANDED = 32  # a few threads each, for as long as the backstop
+NO_TAG = (1 << 31) - 1  # of a message that nobody sends
+
+
+def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, backstop: timedelta = NEVER) -> Engine:
+    """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer.
+
+    `backstop`: after which a thread of gloo that nobody can wake ends by itself. There is such a case: when a connection is reset while
+    gloo's own thread answers to a receiver's word, it forgets to fail that send, and who waits for it waits on.
+    """
+    kind: Any = c10d.ProcessGroupGloo
+    before = _threads_of_gloo()
+    if sockets.can_be_found():
+        device, near = sockets.listening_ends(lambda: _gloo_device(interface, meeting.host))
+    else:
+        device, near = _gloo_device(interface, meeting.host), set()  # in a child: it is killed, not woken
+    ports = meeting.gather(sorted(near))
+    far = {(host, port) for member in ports for host, port in member} - near
+    formation.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
+    options = kind._Options()
+    options._devices = [device]
+    options._threads = 2
+    options._timeout = timedelta(seconds=meeting.left_s())  # to connect; nobody can call it off
+    backend = kind(meeting.store, meeting.rank, meeting.size, options)
+    meeting.close()
+    _hear_from_all(backend, meeting)
+    backend._set_default_timeout(backstop)
+    backend.set_timeout(backstop)
+    native = group_of(backend, "gloo", "cpu", meeting)
+    return GlooEngine(native, near, far, _threads_of_gloo() - before)
+
+
+def _hear_from_all(backend: Any, meeting: Meeting) -> None:
+    """gloo takes whoever connects to its port and sends the next number, 8 bytes, for a member: a stray connection would have its place
+    until a sum has waited for collective_s. So each says its rank to each other while forming may still fail. Raises RendezvousFailed."""
+    heard, mine = torch.empty(meeting.size, dtype=torch.int64), torch.full((meeting.size,), meeting.rank)
+    backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).wait()
+    if not torch.equal(heard, torch.arange(meeting.size)):
+        raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
+
+
+class GlooEngine(Native):
+    """Woken in an order that leaves hardly anybody behind. When a connection ends, gloo fails what waits for it, but forgets a send that it
+    could not write and a message that it has read half of: whoever waits for one waits until the backstop. So its connections are held
+    under descriptors of our own, and first only our end hears no more; what it has heard it still answers, and nothing that it writes
+    fails. Then a receive that nobody sends to runs out of time, at which gloo fails all that still waits. Only then the peers see the end.
+
+    A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
+
+    def __init__(self, native: dist.ProcessGroup, near: set[Address], far: set[Address], threads: set[int]) -> None:
+        super().__init__(native)
+        self._near, self._far, self._threads = near, far, threads
+        self._waiters = _Waiters()
+        self._news = threading.Condition()
+        self._open = 0  # works that have not ended
+        self._cutting: threading.Thread | None = None
+        self._is_cut = threading.Event()
+
+    def start(self, operation: Operation, ended: Ended) -> None:
+        def has_ended(error: Exception | None, source: int) -> None:
+            self._count(-1)
+            ended(error, source)
+
+        self._count(1)
+        try:
+            super().start(operation, has_ended)
+        except BaseException:
+            self._count(-1)
+            raise
+
+    def wake(self) -> None:
+        with self._news:
+            if not self._near or self._cutting is not None:
+                return
+            self._cutting = threading.Thread(target=self._cut, name="ft-gloo-cut", daemon=True)
+        self._cutting.start()
+
+    def end(self) -> None:
+        self._waiters.close()
+        if self._cutting is not None:
+            self._is_cut.wait()
+        only, self._native = [self._native], None
+        with self._news:
+            ended = self._news.wait_for(lambda: self._open == 0, END_S)
+        while not ended and self._cutting is not None:
+            if _sleep(self._threads | self._waiters.busy):
+                _stranded.take(only)
+                return
+            with self._news:
+                ended = self._news.wait_for(lambda: self._open == 0, END_S)
+        only.clear()  # joins torch's threads
+
+    def _count(self, change: int) -> None:
+        with self._news:
+            self._open += change
+            self._news.notify_all()
+
+    def _cut(self) -> None:
+        held = sockets.held(near=self._near, far=self._far)
+        try:
+            sockets.end(held, socket.SHUT_RD)
+            time.sleep(ANSWER_S)
+            if self._native is not None:
+                _fail_all(self._native)
+            sockets.end(held, socket.SHUT_RDWR)
+        finally:
+            self._is_cut.set()
+        threading.Thread(target=_linger, args=(held,), name="ft-gloo-linger", daemon=True).start()
+
+    def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's messages and its reduce_scatter have none
+            self._waiters.take(work, operation, ended)
+            return
+        future.add_done_callback(lambda done: ended(failure_of(done.wait), -1))
+
+
+def _fail_all(native: dist.ProcessGroup) -> None:
+    """Whatever waits in this group of gloo's. A receive that times out is how gloo is told to."""
+    for peer in range(native.size()):
+        with suppress(
+            RuntimeError
+        ):  # that nothing has come; or that this connection has ended, and another one has to serve
+            if peer != native.rank():
+                native.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def _linger(held: Sequence[socket.socket]) -> None:
+    time.sleep(LINGER_S)
+    for sock in held:
+        sock.close()
+
+
+def _sleep(threads: set[int]) -> bool:
+    """True when none of these threads has run for a second, nor wants to."""
+    before = {number: _runs(number) for number in threads}
+    time.sleep(1.0)
+    return all(runs == _runs(number) and runs[:1] != "R" for number, runs in before.items())
+
+
+def _runs(thread: int) -> str:
+    """Its state, and how often it has run so far; empty: it is gone."""
+    try:
+        lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return " ".join(line.split(":")[1].strip() for line in lines if line.startswith(("State", "voluntary", "nonvol")))
+
+
+def _threads_of_gloo() -> set[int]:
+    found = set()
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            if "gloo" in path.read_text():
+                found.add(int(path.parent.name))
+    return found
+
+
+class _Stranded:
+    """Groups of gloo that have a thread which waits for nothing: each is dropped when that has met its backstop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def take(self, only: list[Any]) -> None:
+        """Raises MustExit where there are too many."""
+        with self._lock:
+            if self.count >= MOST_STRANDED:
+                raise MustExit(f"{self.count} groups of gloo have left threads behind")
+            self.count += 1
+        threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
+
+    def _drop(self, only: list[Any]) -> None:
+        only.clear()  # joins torch's threads
+        with self._lock:
+            self.count -= 1
+
+
+_stranded = _Stranded()
+
+
+class _Waiters:
+    """Threads, each of which waits for one work at a time. Who has waited is kept for the next work: a start costs both sides of a heal a
+    tenth of their time. There are as many as were ever needed at once, for a work may end before those that came first."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # one for each free thread that is wanted
+        self._lock = threading.Lock()
+        self._count = self._free = 0  # threads that were started; those that nothing is meant for
+        self._closed = False
+        self.busy: set[int] = set()  # threads, as the kernel numbers them
+
+    def take(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
+        task = [work], operation, ended
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                self._tasks.put(task)
+                return
+            self._count += 1
+            name = f"ft-gloo-{self._count}"
+        threading.Thread(target=self._run, args=([task],), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """They end, each when its work has."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._free):
+                self._tasks.put(None)
+            self._free = 0
+
+    def _run(self, first: list[_Task]) -> None:
+        task: _Task | None = first.pop()
+        while task is not None:
+            self.busy.add(threading.get_native_id())
+            _wait(*task)
+            del task  # the tensors
+            self.busy.discard(threading.get_native_id())
+            with self._lock:
+                if self._closed:
+                    return
+                self._free += 1
+            task = self._tasks.get()
+
+
+def _wait(only: list[dist.Work], operation: Operation, ended: Ended) -> None:
+    work = only.pop()
+    error = failure_of(work.wait)
+    source = source_of(work, operation) if error is None else -1
+    del work  # before anybody is told: it holds torch's group
+    ended(error, source)
+
+
+def _gloo_device(interface: str | None, towards: str | None) -> Any:
+    """By its interface, or by an address of this machine. No name is looked up but that of this host, where there is no store to go by."""
+    kind = c10d.ProcessGroupGloo
+    if interface:
+        return kind.create_device(interface=interface, lazy_init=False)
+    if towards:
+        return kind.create_device(hostname=sockets.towards(towards), lazy_init=False)
+    return kind.create_default_device(lazy_init=False)

@@ -1,0 +1,246 @@
+"""Reachability of the other members: a port of this rank's own that answers, and connection attempts to theirs.
+
+A wait for other groups does not say why it lasts: a slow peer, a lost one and a cut link look alike, and gloo names nobody. So who waits
+for longer than a moment tries to connect to each member by itself. A kernel answers for its processes, whatever they do: slow, stopped
+and stuck ones are reachable, and a port that nobody listens at any more is refused, which is an answer, too. Only silence is a cut link.
+
+    prober = Prober("10.0.0.1", within_s=4.0)
+    prober.handle                              # to be told to the others: "10.0.0.1:40411"
+    prober.watch({"b:1": "10.0.0.2:40112"})    # the members of the newest generation
+    prober.start(waits_since, cut)             # from now on it tries, when it is of use, in a thread of its own
+    prober.look()                              # now, and waits for what comes of it
+    prober.unreachable                         # ("b:1",), until b:1 answers again
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.process_groups.store import parse
+
+WAIT_S = 1.0  # that a wait for other groups may take before it is looked why
+AGAIN_S = 2.0  # between two looks at the same wait, or at who was unreachable
+TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
+MOST = 64  # members that are looked at at once: each takes a few descriptors for a moment
+KEPT = 256  # unreachable ids that are remembered beyond their generation
+_ANSWERS = {0, errno.ECONNREFUSED, errno.ECONNRESET}  # of a kernel at the other end
+_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}  # they say nothing about a link
+_RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: closing leaves nothing behind at either end
+
+Place = tuple[int, Any]  # address family, address
+
+
+@dataclass(eq=False)
+class _Look:
+    """At one member: several tries, until one is answered or none was."""
+
+    replica_id: str
+    place: Place
+    open: list[socket.socket] = field(default_factory=list)  # tries under way
+    tries: int = 0
+    next_s: float = 0.0
+    answered: bool | None = None
+    over: bool = False
+
+
+class Prober:
+    """`host`: of this machine, as the others reach it. `within_s`: after so long without an answer a member is unreachable. Raises OSError
+    where it cannot listen. All of its work is done in one thread, from `start` to `close`."""
+
+    def __init__(self, host: str, within_s: float) -> None:
+        self._within_s = within_s
+        self._lock = threading.Condition()
+        self._places: dict[str, Place] = {}
+        self._members: frozenset[str] = frozenset()  # of the newest generation
+        self._unreachable: dict[str, None] = {}  # in the order in which they became so
+        self._wanted = self._done = 0  # counts looks that were asked for, and those that came to an end
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind((host, 0))
+        self._listener.listen(4096)  # what comes while this process is stopped must be answered, too
+        self._listener.setblocking(False)
+        self.handle = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        self._bell, self._ring = socket.socketpair()
+        self._waits_since: Callable[[], float | None] = lambda: None
+        self._cut: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
+
+    @property
+    def _port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def start(self, waits_since: Callable[[], float | None], cut: Callable[[tuple[str, ...]], None]) -> None:
+        """`waits_since`: time.monotonic() at which the wait for other groups began that goes on now, None where there is none. `cut` is
+        called with the members that were found unreachable during one. Both in the prober's thread."""
+        self._waits_since, self._cut = waits_since, cut
+        self._thread.start()
+
+    def watch(self, members: Mapping[str, str]) -> None:
+        """The others of the newest generation, each with its handle; an empty one is not looked at. Who is unreachable stays looked at."""
+        places = {replica_id: place for replica_id, handle in members.items() if (place := _place(handle))}
+        with self._lock:
+            self._members = frozenset(members)
+            old = {i: self._places[i] for i in list(self._unreachable)[-KEPT:] if i in self._places}
+            self._unreachable = dict.fromkeys(old)
+            self._places = {**old, **places}
+
+    @property
+    def unreachable(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._unreachable)
+
+    def look(self, enough: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
+        """Looks at all members, and returns who is unreachable: at once where all answer, and after within_s or a little more where
+        somebody does not. `enough` is asked meanwhile: nobody needs to know any more."""
+        with self._lock:
+            self._wanted += 1
+            mine = self._wanted
+        with suppress(OSError):
+            self._ring.send(b"x")
+        with self._lock:
+            until_s = time.monotonic() + 3 * self._within_s
+            while self._done < mine and not self._closed and not enough() and time.monotonic() < until_s:
+                self._lock.wait(0.1)
+        return self.unreachable
+
+    def close(self) -> None:
+        """Its port is closed; nobody is tried any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._lock.notify_all()
+        self._ring.close()
+        if self._thread.ident is None:
+            self._listener.close()
+            self._bell.close()
+
+    # ------------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener, self._bell:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._bell, selectors.EVENT_READ)
+            last_s = float("-inf")
+            while not self._closed:
+                now_s = time.monotonic()
+                wanted, since_s = self._wanted, self._waits_since()
+                waits = since_s is not None and now_s - since_s >= WAIT_S
+                if wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= AGAIN_S):
+                    self._look_around(selector, everybody=waits or wanted > self._done)
+                    last_s = time.monotonic()
+                    with self._lock:
+                        self._done = wanted
+                        self._lock.notify_all()
+                else:
+                    self._serve(selector, WAIT_S / 2)
+
+    def _look_around(self, selector: selectors.BaseSelector, *, everybody: bool) -> None:
+        """Looks at members (`everybody`, or those that are unreachable); their reachability is known when this returns."""
+        with self._lock:
+            ids = list(self._places) if everybody else list(self._unreachable)
+            looks = [_Look(replica_id, self._places[replica_id]) for replica_id in ids]
+        for first in range(0, len(looks), MOST):
+            some = looks[first : first + MOST]
+            while (left := [look for look in some if not look.over]) and not self._closed:
+                for look in left:
+                    self._go_on(selector, look)
+                next_s = min((look.next_s for look in left if not look.over), default=0.0)
+                self._serve(selector, max(0.0, next_s - time.monotonic()))
+            for sock in [sock for look in some for sock in look.open]:
+                selector.unregister(sock)
+                _close(sock)
+        self._tell({look.replica_id: look.place for look in looks if look.answered is False})
+
+    def _tell(self, silent: dict[str, Place]) -> None:
+        with self._lock:
+            self._unreachable.update(dict.fromkeys(silent))
+            self._places = {**silent, **self._places}  # meanwhile the next generation may have begun, without them
+            now = tuple(replica_id for replica_id in silent if replica_id in self._members)
+        if now and self._waits_since() is not None:
+            self._cut(now)
+
+    def _go_on(self, selector: selectors.BaseSelector, look: _Look) -> None:
+        """One more try when it is time: what is lost on the way is sent again after a second at first, and ever later. After the last one's
+        time the answer is known; not before, however long this process was stopped in between."""
+        now_s = time.monotonic()
+        if now_s < look.next_s or look.over:
+            return
+        if look.tries == TRIES:
+            look.answered, look.over = False, True
+            return
+        look.tries, look.next_s = look.tries + 1, now_s + self._within_s / TRIES
+        family, address = look.place
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            look.over = True  # no descriptor is left, which says nothing about the link
+            return
+        sock.setblocking(False)
+        error = sock.connect_ex(address)
+        if error == errno.EINPROGRESS:
+            selector.register(sock, selectors.EVENT_WRITE, look)
+            look.open.append(sock)
+        else:
+            _close(sock)
+            self._heard(look, error)
+
+    def _heard(self, look: _Look, error: int) -> None:
+        """Reads the result of one try. A router's or this machine's word on the route is as good as silence: the next try may find one."""
+        if error in _ANSWERS:
+            look.answered, look.over = True, True
+            with self._lock:
+                self._unreachable.pop(look.replica_id, None)
+        elif error in _OURS:
+            look.over = True
+
+    def _serve(self, selector: selectors.BaseSelector, limit_s: float) -> None:
+        """Serves what comes within the limit; the first of it ends the wait."""
+        for key, _ in selector.select(limit_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._bell:
+                if not self._bell.recv(4096):
+                    selector.unregister(self._bell)  # closed
+            else:
+                look, sock = key.data, key.fileobj
+                assert isinstance(look, _Look) and isinstance(sock, socket.socket)
+                selector.unregister(sock)
+                look.open.remove(sock)
+                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                _close(sock)
+                self._heard(look, error)
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                _close(self._listener.accept()[0])
+        except BlockingIOError:
+            return  # that was all
+        except OSError:
+            time.sleep(WAIT_S / 2)  # no descriptor is left; the kernel has answered already
+
+
+def _close(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    sock.close()
+
+
+def _place(handle: str) -> Place | None:
+    """None: it is none. No name is looked up."""
+    with suppress(ValueError, OSError):
+        host, port, _ = parse(handle)
+        [found, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        return int(found[0]), found[4]
+    return None

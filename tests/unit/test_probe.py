@@ -1,0 +1,180 @@
+"""Who can be reached, as connection attempts on loopback tell it. A peer that says nothing is a port whose queue is full: Linux drops what
+comes, as a cut link does."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ft.process_groups import probe
+from ft.process_groups.probe import TRIES, Prober
+
+WITHIN_S = 0.3
+LIMIT_S = 60.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue answers")
+
+
+@contextmanager
+def prober(
+    waits_since: Callable[[], float | None] = lambda: None,
+    cut: Callable[[tuple[str, ...]], None] = lambda ids: None,
+    host: str = "127.0.0.1",
+) -> Iterator[Prober]:
+    made = Prober(host, WITHIN_S)
+    made.start(waits_since, cut)
+    yield made
+    made.close()
+    made._thread.join(LIMIT_S)
+    assert not made._thread.is_alive()
+
+
+class Silent:
+    """Does not answer until it is told to."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.handle = "{}:{}".format(*self._listener.getsockname())
+        self._first = [socket.create_connection(self._listener.getsockname(), LIMIT_S)]  # one more than the backlog
+
+    def answer(self) -> None:
+        self._listener.listen(64)
+        self._listener.accept()[0].close()
+
+    def close(self) -> None:
+        for sock in (self._listener, *self._first):
+            sock.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    made = Silent()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "WAIT_S", 0.05)
+    monkeypatch.setattr(probe, "AGAIN_S", 0.05)
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        return "{}:{}".format(*gone.getsockname())
+
+
+def test_who_answers_is_reachable_whatever_it_does():
+    """One that serves its port, one that never looks at it, as if it were stopped, and one that is gone."""
+    stopped = Prober("127.0.0.1", WITHIN_S)
+    with prober() as other, prober() as mine:
+        mine.watch({"b:1": other.handle, "c:1": stopped.handle, "d:1": closed_port(), "e:1": "", "f:1": "not a place"})
+        assert mine.look() == ()
+        for _ in range(200):
+            assert mine.look() == ()
+    stopped.close()
+
+
+def test_who_says_nothing_is_unreachable_until_it_answers(silent: Silent, quick: None):
+    with prober() as mine:
+        mine.watch({"b:1": silent.handle, "c:1": closed_port()})
+        assert mine.look() == mine.unreachable == ("b:1",)
+        mine.watch({"c:1": closed_port()})  # the next generation is without it
+        assert mine.unreachable == ("b:1",)
+        silent.answer()
+        until_s = time.monotonic() + LIMIT_S
+        while mine.unreachable:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+def test_who_waits_for_a_moment_looks_why(silent: Silent, quick: None):
+    found, cut = threading.Event(), []
+
+    def tell(ids: tuple[str, ...]) -> None:
+        cut.append(ids)
+        found.set()
+
+    since_s: list[float] = []
+    with prober(lambda: since_s[0] if since_s else None, tell) as mine:
+        mine.watch({"b:1": silent.handle, "c:1": mine.handle})
+        mine.look()
+        assert not cut  # nobody waits
+        since_s.append(time.monotonic())
+        assert found.wait(LIMIT_S) and cut[0] == ("b:1",)
+        since_s.clear()
+        mine.watch({"c:1": mine.handle})
+        mine.look()
+        found.clear()
+        since_s.append(time.monotonic())  # for c, which answers
+        mine.look()
+        assert not found.is_set() and mine.unreachable == ("b:1",)
+
+
+def test_what_this_process_lacks_is_no_cut_link(monkeypatch: pytest.MonkeyPatch):
+    with prober() as mine:
+        mine.watch({"b:1": closed_port()})
+
+        def none_left(*_: object) -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(probe.socket, "socket", none_left)
+        assert mine.look() == ()
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_others(silent: Silent, monkeypatch: pytest.MonkeyPatch):
+    """It wakes up when all its time is over, and has tried once: it tries as often as ever."""
+    clock, ahead_s, tries, go_on = time.monotonic, [0.0], [], probe.Prober._go_on
+
+    def paused(self: Prober, selector: object, look: probe._Look) -> None:
+        go_on(self, selector, look)  # type: ignore[arg-type]
+        tries.append(look.tries)
+        ahead_s[0] = 100.0
+
+    monkeypatch.setattr(probe.time, "monotonic", lambda: clock() + ahead_s[0])
+    monkeypatch.setattr(probe.Prober, "_go_on", paused)
+    with prober() as mine:
+        mine.watch({"b:1": silent.handle})
+        until_s = clock() + LIMIT_S
+        while not mine.look():
+            assert clock() < until_s
+        assert max(tries) == TRIES
+
+
+def test_who_looks_is_let_go_when_nobody_needs_to_know(silent: Silent):
+    with prober() as mine:
+        mine.watch({"b:1": silent.handle})
+        assert mine.look(enough=lambda: True) == ()
+
+
+def test_an_address_of_the_sixth_version():
+    if not socket.has_ipv6:
+        pytest.skip("there is none here")
+    try:
+        there = Prober("::1", WITHIN_S)
+    except OSError:
+        pytest.skip("there is none here")
+    with prober() as mine:
+        assert there.handle.startswith("[::1]:")
+        mine.watch({"b:1": there.handle})
+        assert mine.look() == ()
+    there.close()
+
+
+def test_who_is_silent_while_the_next_generation_begins_without_it_stays_looked_at(silent: Silent):
+    place = probe._place(silent.handle)
+    assert place
+    with prober() as made:
+        made.watch({"b:1": closed_port()})
+        made._tell({"s:1": place})  # of a look that began before
+        assert made.look() == ("s:1",)
+        silent.answer()
+        while made.look():
+            pass
