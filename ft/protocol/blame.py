@@ -1,45 +1,45 @@
-"""Generations that fail again and again: who could not work with whom, and the fewest who explain it. Kept by lighthouse.py."""
+"""Members that cannot work together, as they say themselves: no connection between them comes about, or their layouts differ. Pure
+functions of what the roster keeps; lighthouse.py parts them before a quorum that has both would fail. Either side's word is enough.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from itertools import combinations
 
+from ft.protocol import messages as m
 from ft.protocol.rules import Decision
 
-FAILURES_BEFORE_SIT_OUT = 3
+Pairs = frozenset[frozenset[str]]  # of replica_ids
 
 
-class Blame:
-    """Of failures in a row: of the same members, from the same state."""
+def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:
+    """Returns the pairs among `ids` of which one says that it cannot work with the other. `blames`: by id, the processes it named."""
+    processes = {m.process_of(replica_id): replica_id for replica_id in ids} if blames else {}
+    found = (
+        frozenset((i, processes[process])) for i in blames if i in ids for process in blames[i] if process in processes
+    )
+    return frozenset(pair for pair in found if len(pair) == 2)
 
-    def __init__(self) -> None:
-        self._failures = 0
-        self._pairs: set[frozenset[str]] = set()  # who could not work with whom
 
-    def clear(self) -> None:
-        self._failures, self._pairs = 0, set()
+def parts(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
+    """The fewest members that are to sit out, so that the others can work together. Empty where fewer than `least` would be left, or nobody
+    with the state."""
+    holders = {member.replica_id for member in decision.members if member.state == decision.reference}
+    out = smallest_cover(pairs, holders)
+    if holders <= out:  # more may have to sit out that one of them stays
+        out = frozenset().union(*pairs) - holders
+    stands = len(decision.members) - len(out) >= least and bool(holders - out) and all(pair & out for pair in pairs)
+    return out if stands else frozenset()
 
-    def accuse(self, replica_id: str, others: Iterable[str]) -> None:
-        self._pairs |= {frozenset((replica_id, other)) for other in others if other != replica_id}
 
-    def count(self, *, progress: bool) -> None:
-        """A generation has failed; if it had committed a step before, it is the first of its row."""
-        self._failures = 1 if progress else self._failures + 1
-
-    def parts(self, decision: Decision, candidates: Collection[str], least: int) -> tuple[set[str], str]:
-        """Who is to sit out, and why: after three failures those who cannot work together are parted, if `least` members remain without
-        them, of which one holds the state. Then the row is over, whatever came of it."""
-        if self._failures < FAILURES_BEFORE_SIT_OUT or not self._pairs:
-            return set(), ""
-        holders = {member.replica_id for member in decision.members if member.state == decision.reference}
-        out = {replica_id for replica_id in smallest_cover(self._pairs, holders) if replica_id in candidates}
-        why = (
-            f"{', '.join(sorted(out))} sit out: they explain all {len(self._pairs)} pairs that could not work together"
-        )
-        self.clear()
-        enough = len(decision.members) - len(out) >= least and bool(holders - out)
-        return (out, why) if enough else (set(), "")
+def in_words(pairs: Pairs) -> str:
+    """Says which links are cut, the first few of them."""
+    named = sorted(" and ".join(sorted(pair)) for pair in pairs)
+    more = f", and {len(named) - 3} more pairs" if len(named) > 3 else ""
+    return (
+        f"{'; '.join(named[:3])}{more} cannot work together: no connection comes about, or they are unlike each other"
+    )
 
 
 def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:

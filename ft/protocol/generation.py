@@ -2,16 +2,23 @@
 
 Where the rules leave a choice:
 - Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
+- Who is late is told by who waits, and not by its own word: a trainer that hangs has a server that beats. Where most members wait, a few
+  steps' time is enough; where one alone does, all others may be held up by one storage, and it waits for longer.
 - A clean Leave announces a change; it does not stop a collective that the leaver has already fed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
+from itertools import islice
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Call, Member, Quorum, Times
 from ft.protocol.roster import Roster
+
+STALL_STEPS = 5.0  # median steps that others wait for a member
+STALL_FLOOR_S = 10.0  # and seconds, at least
 
 
 class Generation:
@@ -28,18 +35,20 @@ class Generation:
         self._again = False  # it was issued again under its id
         self._lost_why = ""
         self._change = ""  # announced, and why
-        self._announced_s = 0.0  # the last time
-        self._waiting: set[str] = set()  # members whose ranks are all in the collective
-        self._alone_since_s: float | None = None  # all but one of them wait
+        self._finished = ""  # who has left because the run is over and saved
+        self._change_s = self._announced_s = 0.0  # the first time, and the last
+        self._heard: dict[str, m.Report] = {}  # the newest of each member
+        self._waiting: dict[
+            str, float
+        ] = {}  # members whose ranks are all in a reduction -> since when; the longest first
+        self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
         self._crossed_since_s: float | None = None  # some ask for a quorum, and all others wait in the collective
-        self._median_step_s = 0.0
 
     def renew(self, quorum: Quorum) -> None:
         """The same members have called, and go on under the same id."""
         self.quorum, self._again, self._change = quorum, True, ""
         self._members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
-        self._alone_since_s = None
 
     # ---- its members' calls
 
@@ -70,9 +79,15 @@ class Generation:
         self.failed = True
         self._notify(self._alive(except_ids), m.Abandoned(self.quorum.quorum_id, why))
 
+    def finish(self, replica_id: str) -> None:
+        """A member has left: the run is over, and saved."""
+        self._finished = replica_id
+        self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
+
     def announce(self, why: str, now_s: float) -> None:
         """Those who have called know already. Said again as long as somebody waits, for whoever was asking just then took no notice."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
+            self._change_s = self._change_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
             there = self._alive(self._roster.candidates)
             self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, self._change))
@@ -95,6 +110,8 @@ class Generation:
             self._notify(me, m.MemberLost(quorum.quorum_id, tuple(self.lost), self._lost_why))
         if self.failed:
             self._notify(me, m.Abandoned(quorum.quorum_id, "the generation failed"))
+        if self._finished:
+            self._notify(me, m.Finished(quorum.quorum_id, self._finished))
         if self._change:
             self._notify(me, m.ChangeAnnounced(quorum.quorum_id, self._change))
 
@@ -105,29 +122,62 @@ class Generation:
 
     def hear(self, report: m.Report, now_s: float) -> None:
         """Of a member."""
-        self._median_step_s = report.median_step_s or self._median_step_s
-        (self._waiting.add if report.waiting else self._waiting.discard)(report.replica_id)
-        alone = len(self._waiting) == len(self._roster.previous) - 1 > 0
-        self._alone_since_s = (self._alone_since_s or now_s) if alone else None
+        replica_id, before = report.replica_id, self._heard.get(report.replica_id)
+        self._heard[replica_id] = report
+        went_on = before is None or (before.launched, before.step) != (report.launched, report.step)
+        if not report.waiting or went_on:
+            self._waiting.pop(replica_id, None)
+        if report.waiting:
+            self._waiting.setdefault(replica_id, now_s)
+        if went_on or before is None or before.phase_limit_s != report.phase_limit_s:
+            self._phase_since_s[replica_id] = now_s
 
-    def held_up(self, now_s: float) -> tuple[str, str] | None:
-        """A group that alone keeps all others waiting in the collective, and for how long: it is as good as dead, though its server beats.
-        None: there is none."""
-        if self._alone_since_s is None:
-            return None
-        [last] = self._roster.previous - self._waiting or {""}
-        healing = any(x.replica_id == last and x.state != self.quorum.reference for x in self.quorum.members)
-        limit_s = self._times.heal_grace_s if healing else max(self._times.stall_s, 5 * self._median_step_s)
-        if now_s - self._alone_since_s < limit_s or last in self._roster.candidates:
-            return None
-        self._alone_since_s = None
-        return last, f"all others waited {limit_s:g} s for it"
+    def stalled(self, now_s: float) -> tuple[list[str], str]:
+        """Members that keep others waiting for longer than they may, and for how long: each is as good as dead, though its server beats."""
+        present, peers, previous = self._roster.present, self._roster.peers, self._roster.previous
+        # Who has been told that the generation is over asks for a quorum: one that stays in its reduction hangs there.
+        waiting = {} if self.failed or self.lost else self._waiting
+        callers_s = [peers[i].called_s for i in islice(present, 1)]
+        if self._change:  # a newcomer's wait, too, once members were told: those that make steps ask within one
+            callers_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
+        since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1))]
+        if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
+            return [], ""  # the oldest of each are their first: as a rule nothing else is looked at
+        front = max((report.launched for report in self._heard.values()), default=0)
+        waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
+        waits |= {i: peers[i].called_s for i in present}
+        there = [i for i in sorted(previous - self._roster.gone) if i in peers]
+        late = [i for i in there if i not in waits and not self._may_take_long(i, now_s)]
+        begins_s = sorted(waits.values()) or [math.inf]
+        most_s = begins_s[len(there) // 2] if 2 * len(waits) > len(there) else math.inf
+        any_s = min([*callers_s, begins_s[0]])
+        limits_s = {i: self._limit_s(i, now_s - any_s, now_s - begins_s[0], now_s - most_s) for i in late}
+        found = [i for i in late if limits_s[i] is not None]
+        return found, f"others waited {limits_s[found[0]]:g} s for it" if found else ""
+
+    def _limit_s(self, replica_id: str, any_s: float, member_s: float, most_s: float) -> float | None:
+        """That has passed. any_s, member_s, most_s: how long anybody, any member, and most of the members have waited."""
+        if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
+            return self._times.heal_grace_s if member_s >= self._times.heal_grace_s else None
+        steps_s = STALL_STEPS * max((report.median_step_s for report in self._heard.values()), default=0.0)
+        floor_s, stall_s = max(STALL_FLOOR_S, steps_s), max(self._times.stall_s, steps_s)
+        report = self._heard.get(replica_id)
+        if report and report.median_step_s > 0 and most_s >= floor_s:  # what its own first step takes, nobody knows
+            return floor_s
+        return stall_s if any_s >= stall_s else None
+
+    def _may_take_long(self, replica_id: str, now_s: float) -> bool:
+        """By its own word, which its server repeats if the trainer's reports stop: so it holds for no longer than it said at first."""
+        report = self._heard.get(replica_id)
+        return report is not None and now_s - self._phase_since_s[replica_id] < report.phase_limit_s
 
     def end_crossed_waits(self, now_s: float) -> None:
         """Members that ask for a quorum, or have left, and members that wait for them in the collective: no wait would end by itself."""
         asking, previous = self._roster.present.keys(), self._roster.previous
         away = asking | self._roster.gone
-        crossed = bool(away) and not self.failed and len(away) != len(previous) and previous - away <= self._waiting
+        crossed = (
+            bool(away) and not self.failed and len(away) != len(previous) and previous - away <= self._waiting.keys()
+        )
         if not crossed:
             self._crossed_since_s = None
             return
@@ -138,5 +188,6 @@ class Generation:
 
     def forgive(self, gap_s: float, now_s: float) -> None:
         """Waits are counted without the gap."""
-        if self._alone_since_s is not None:
-            self._alone_since_s = min(self._alone_since_s + gap_s, now_s)
+        self._change_s = min(self._change_s + gap_s, now_s)
+        self._waiting = {i: min(since_s + gap_s, now_s) for i, since_s in self._waiting.items()}
+        self._phase_since_s = {i: min(since_s + gap_s, now_s) for i, since_s in self._phase_since_s.items()}

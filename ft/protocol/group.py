@@ -10,6 +10,9 @@ Where the rules leave a choice:
 - A failed lighthouse call is told to all waiting ranks at once when there are no retries left. By default there always are: a
   lighthouse that restarts stops nobody, and each rank's own deadline (RankCancelled) bounds the wait.
 - A commit that was held back, for the lighthouse was away too long, is given up at the word that the others have gone on.
+- A group waits for others (and says so to its ranks, once a beat) when all its ranks do: they have asked for a quorum, or voted on a commit
+  that is held, or are in the sums with other groups or past them. A rank that is asked to leave then need not wait for a step to end: after
+  GO_BEATS its group gives up what it waits for, and all ranks are let go with their next question for a quorum, where all hold one state.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Quorum, RankCall, Times, Vote
 from ft.protocol.plan import plan
 
 OUTCOMES_KEPT = 16  # of the last ballots; a rank asks again at most for the newest few
+GO_BEATS = 3  # that a group that was asked to leave still waits for a step to end
 _WORST = {"yes": 0, "again": 1, "failed": 2}
 
 
@@ -40,8 +44,10 @@ class GroupConfig:
 
 
 class Group:
-    """In: RankCall RankCancelled RankStream Vote AskMetadata, LighthouseAnswered/Failed/Refused/WantsRestore, BeatAnswered, notices, Tick.
-    Out: CallLighthouse OpenStream AnswerRank FailRank RestoreRank AnswerVote NotifyRank Metadata EndGroup."""
+    """In: RankCall RankCancelled RankStream Vote AskMetadata, WantsToLeave SumsAwaited LighthouseAnswered/Failed/Refused/WantsRestore,
+    LighthouseSays, BeatAnswered, notices, Tick.
+    Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank LetRankGo AnswerVote NotifyRank TellWaits Metadata
+    EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
@@ -50,12 +56,17 @@ class Group:
         self.quorum: Quorum | None = None
         self.reason = "no rank has called"
         self._returns = 0
+        self._away = False  # lost, and not all ranks have asked since: no stream is open
+        self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
+        self._called_s = now_s  # when the newest question was put for the first time
         self._answered_s = now_s  # when the last answered beat was sent
         self._waiting: dict[int, RankCall] = {}
         self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
         self._round: dict[int, RankCall] = {}  # of these, what was answered last: by self.quorum, or
         self._restores: int | None = None  # ... by the word to load a checkpoint, for this step was settled
+        self._goes = False  # ... or by the word to go
         self._answered_as = ""  # the id that they were answered under
+        self._last_tick_s = now_s
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
         self._calling: m.Call | None = None
@@ -71,6 +82,14 @@ class Group:
         self._notices: list[Notice] = []  # of the current generation
         self._early: list[Notice] = []  # of a newer one
         self._streams: set[int] = set()
+        self._asks_since_s: float | None = None  # all ranks have asked, and there is no answer yet
+        self._held_since_s = 0.0
+        self._sums_since_s: float | None = (
+            None  # all ranks wait in the sums of a step, or for their group's word on them
+        )
+        self._lighthouse_says = ""  # why it lets this group wait
+        self._told_waits_s = now_s
+        self._wants_to_leave = False
         self._out: list[Effect] = []
 
     def handle(self, event: Event, now_s: float) -> m.Out:
@@ -82,6 +101,12 @@ class Group:
     def waiting(self) -> Collection[int]:
         """Ranks that have asked for a quorum and have no answer yet."""
         return self._waiting.keys()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits for anything here: a tick changes nothing."""
+        waits = self._joining_since_s, self._held, self._calling, self._sums_since_s
+        return all(one is None for one in waits)
 
     @property
     def absent(self) -> list[int]:
@@ -112,11 +137,14 @@ class Group:
             return
         self.reason = f"{len(self._waiting)} of {size} ranks have asked for a quorum"
         if len(self._waiting) == size:
-            self._call_lighthouse()
+            self._call_lighthouse(now_s)
 
-    def _call_lighthouse(self) -> None:
+    def _call_lighthouse(self, now_s: float) -> None:
         self._joining_since_s = None
         self._asked = dict(self._waiting)
+        if self._goes:
+            self._let_go()
+            return
         calls = [self._asked[rank] for rank in sorted(self._asked)]
         states = {(call.member.state, call.member.restored) for call in calls}
         if len(states) > 1:
@@ -141,8 +169,12 @@ class Group:
         self._calling = m.Call(
             member, "pharos", max(c.known for c in calls), failed, blame, calls[0].shape, self._number
         )
-        self._tries = 0
+        self._tries, self._called_s = 0, now_s
+        self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
         self.reason = "all ranks have asked: the lighthouse is asked"
+        if self._away:
+            self._away = False
+            self._emit(m.OpenStream(self.replica_id))
         self._emit(m.CallLighthouse(self._calling))
 
     def _on_cancelled(self, event: m.RankCancelled, now_s: float) -> None:
@@ -153,8 +185,10 @@ class Group:
     def _on_answered(self, event: m.LighthouseAnswered, now_s: float) -> None:
         quorum = event.quorum
         if event.times and (misfits := self.config.times.misfits(event.times)):
-            self._fail_waiting("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(misfits))
+            self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(misfits))
             return
+        if said := event.terms or event.times:
+            self._takeover_s = said.takeover_s
         if self.quorum and quorum.quorum_id < self.quorum.quorum_id:
             self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
             return
@@ -172,6 +206,7 @@ class Group:
             self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
+        self._answered_s = max(self._answered_s, self._called_s)  # it has been heard since then
         self._answer_all(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
@@ -186,6 +221,9 @@ class Group:
             self._answer(rank)
 
     def _answer(self, rank: int) -> None:
+        if self._goes:
+            self._emit(m.LetRankGo(rank))
+            return
         if self._restores is not None:
             self._emit(m.RestoreRank(rank, self._restores))
             return
@@ -209,24 +247,35 @@ class Group:
         if event.replica_id != self.replica_id:
             self.reason = f"{event.replica_id} was refused; this group is {self.replica_id} by now"
         elif event.code == "LOST":
-            self._return(event.reason)
+            self._return(event.reason, now_s)
         else:
-            # What is wrong is the user's to mend, and asking again no help; but a name may be free in a moment.
-            self._fail_waiting("ALREADY_EXISTS" if event.code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", event.reason)
+            self._refused("ALREADY_EXISTS" if event.code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", event.reason)
 
-    def _return(self, why: str) -> None:
-        """Lost is final for an id, not for the state: the group goes on under another id of the same process."""
+    def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
+        """A newcomer is told: what is wrong is the user's to mend, and asking again no help. Whoever was a member holds a state: it waits,
+        for what is wrong may be the lighthouse (another one's, with other times, another token, a job that began anew without us)."""
+        if self.quorum is None:
+            self._fail_waiting(code, reason)
+        elif self._calling:
+            self._lighthouse_says = f"the lighthouse refuses this group: {reason}"
+            self.reason = f"{self._lighthouse_says}; it asks again, for it was a member"
+            self._emit(m.CallLighthouse(self._calling, self.config.retry_s))
+
+    def _return(self, why: str, now_s: float) -> None:
+        """Lost is final for an id, not for the state: the group goes on under another id of the same process. It is heard of again when
+        all its ranks have asked: one that hangs keeps nobody waiting, and its successor finds the name free."""
         self._returns += 1
         self.replica_id = f"{self.config.replica_id}.{self._returns}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
-        self._emit(m.OpenStream(self.replica_id))
+        self._away = self._calling is None
+        self._emit(m.CloseStream() if self._away else m.OpenStream(self.replica_id))
         if self._held:
             self._decide(replace(self._held, verdict="failed", reason=f"lost before the commit: {why}"))
         elif self.quorum:
             self._tell_ranks(m.Abandoned(self.quorum.quorum_id, self.reason))
         if self._calling:
             member = replace(self._calling.member, replica_id=self.replica_id)
-            self._calling = replace(self._calling, member=member)
+            self._calling, self._called_s = replace(self._calling, member=member), now_s
             self._emit(m.CallLighthouse(self._calling))
 
     def _on_wants_restore(self, event: m.LighthouseWantsRestore, now_s: float) -> None:
@@ -244,6 +293,7 @@ class Group:
     def _nobody_waits(self) -> None:
         """Whoever asks next is the first: what came before has been answered, and says nothing about who is late."""
         self._waiting, self._calling, self._joining_since_s = {}, None, None
+        self._asks_since_s, self._lighthouse_says = None, ""
 
     # ---- votes
 
@@ -262,8 +312,9 @@ class Group:
         if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
             votes[vote.group_rank] = vote
         self._asking.setdefault(key, set()).add(vote.group_rank)
-        self.reason = f"{len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
-        if done is None and (vote.verdict == "failed" or len(votes) == self.config.world_size):
+        all_have = vote.whole or len(votes) == self.config.world_size
+        self.reason = f"{'all' if all_have else len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
+        if done is None and (vote.verdict == "failed" or all_have):
             self._count(key, now_s)
 
     def _stale(self, vote: Vote) -> str:
@@ -290,7 +341,11 @@ class Group:
             blame=tuple(sorted({other for vote in votes for other in vote.blame})),
         )
         if outcome.kind == "commit" and outcome.verdict == "yes" and self._cut_off(now_s):
+            if self._away:  # no beat is answered before all ranks have asked anew
+                self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
+                return
             self._held = self._outcomes[key] = outcome
+            self._held_since_s = now_s
             self.reason = f"the commit waits: no answer from the lighthouse since {self._answered_s:g}"
             return
         self._decide(outcome)
@@ -317,7 +372,7 @@ class Group:
 
     def _cut_off(self, now_s: float) -> bool:
         """Others may have been allowed to take over: whoever commits now might be alone with it."""
-        takeover_s = self.config.times.takeover_s
+        takeover_s = self._takeover_s
         return takeover_s is not None and now_s - self._answered_s > takeover_s / 2
 
     # ---- notices, streams, beats
@@ -362,6 +417,47 @@ class Group:
         if self._held and not self._cut_off(now_s):
             self._decide(self._held)
 
+    # ---- waits
+
+    def waits(self, now_s: float) -> tuple[str, float] | None:
+        """Returns the reason of this group's wait and since when it lasts, where none of its ranks is late."""
+        if self._held:
+            return f"the commit waits: {self._lighthouse_is_away(now_s)}", self._held_since_s
+        if self._calling and self._asks_since_s is not None:
+            away = now_s - self._answered_s > self.config.times.heartbeat_timeout_s or not self._lighthouse_says
+            says = [self._lighthouse_is_away(now_s)] * away + [self._lighthouse_says] * bool(self._lighthouse_says)
+            return f"no quorum: {'; before that: '.join(says)}", self._asks_since_s
+        if self._sums_since_s is not None and now_s - self._sums_since_s <= self.config.times.collective_s:
+            return "other groups, in the sums of a step", self._sums_since_s
+        return None
+
+    def _lighthouse_is_away(self, now_s: float) -> str:
+        return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
+
+    def _on_lighthouse_says(self, event: m.LighthouseSays, now_s: float) -> None:
+        if self._calling:
+            self._lighthouse_says = self.reason = event.reason
+
+    def _on_sums_awaited(self, event: m.SumsAwaited, now_s: float) -> None:
+        self._sums_since_s = now_s if event.awaited else None
+
+    def _on_wants_to_leave(self, event: m.WantsToLeave, now_s: float) -> None:
+        self._wants_to_leave, self.reason = True, "a rank was asked to leave"
+
+    def _give_up_waiting(self) -> None:
+        """The ranks ask for a quorum next, or do already: then all hold one state, and each is let go."""
+        self._goes, why = True, "this group was asked to leave while it waited"
+        if self._held:
+            self._decide(replace(self._held, verdict="failed", reason=why))
+        elif self._calling:
+            self._let_go()
+        elif self.quorum:
+            self._tell_ranks(m.Abandoned(self.quorum.quorum_id, why))
+
+    def _let_go(self) -> None:
+        self._answer_all(None)
+        self.reason = "asked to leave while it waited: all ranks are let go"
+
     def _on_metadata(self, event: m.AskMetadata, now_s: float) -> None:
         if event.group_rank in self._metadata:
             self._emit(m.Metadata(event.group_rank, self._metadata[event.group_rank]))
@@ -370,11 +466,23 @@ class Group:
 
     def _on_tick(self, event: m.Tick, now_s: float) -> None:
         """A rank that died before it opened its stream, or hangs, leaves the others waiting: they ask within seconds of each other."""
+        gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
+        if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
+            self._joining_since_s += gap_s  # this process was stopped, or the machine asleep, and the ranks with it
         stall_s = self.config.times.stall_s
         if self._joining_since_s is not None and self._calling is None and now_s - self._joining_since_s >= stall_s:
             missing = sorted(set(range(self.config.world_size)) - self._waiting.keys())
             self._joining_since_s = None
             self._end(f"ranks {missing} have not asked for a quorum within {stall_s:g} s of the others")
+        beat_s, waits = self.config.times.beat_s, self.waits(now_s)
+        if waits is None:
+            return
+        reason, since_s = waits
+        if now_s - self._told_waits_s >= beat_s:
+            self._told_waits_s = now_s
+            self._emit(m.TellWaits(reason, now_s - since_s))
+        if self._wants_to_leave and not self._goes and now_s - since_s >= GO_BEATS * beat_s:
+            self._give_up_waiting()
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)
@@ -392,6 +500,9 @@ _HANDLERS = cast(
         m.RankStream: Group._on_stream,
         Vote: Group._on_vote,
         m.AskMetadata: Group._on_metadata,
+        m.WantsToLeave: Group._on_wants_to_leave,
+        m.SumsAwaited: Group._on_sums_awaited,
+        m.LighthouseSays: Group._on_lighthouse_says,
         m.LighthouseAnswered: Group._on_answered,
         m.LighthouseFailed: Group._on_failed,
         m.LighthouseRefused: Group._on_refused,
@@ -401,5 +512,6 @@ _HANDLERS = cast(
         m.MemberLost: Group._on_notice,
         m.Abandoned: Group._on_notice,
         m.ChangeAnnounced: Group._on_notice,
+        m.Finished: Group._on_notice,
     },
 )

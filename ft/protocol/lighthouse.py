@@ -1,7 +1,7 @@
 """Who is in: what the lighthouse answers whom. Driven by rpc/lighthouse_service.py and sim/.
 
 Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
-has happened to the newest quorum, and what its members are told of it, is in generation.py; failures that repeat are blame.py's.
+has happened to the newest quorum, and what its members are told of it, is in generation.py; who cannot work with whom is blame.py's.
 `Lighthouse` takes what is said to it apart, refuses what cannot be, and issues.
 
 Where the rules leave a choice:
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.blame import Blame
+from ft.protocol.blame import Pairs, in_words, parts
 from ft.protocol.generation import Generation
-from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Times
+from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
 from ft.protocol.roster import Roster
 from ft.protocol.rules import Decision, Problem, View, absurd, decide, unlike
 
@@ -35,7 +35,22 @@ class LighthouseConfig:
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
-    sit_out_s: float = 10.0  # doubles each time
+    num_replica_groups: int = 0  # that the job is meant to have; 0: not said
+    sit_out_s: float = 10.0  # at least; doubles each time, up to
+    most_sit_out_s: float = 30.0
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
+
+    def under(self, terms: Terms) -> LighthouseConfig:
+        """The same, under other terms."""
+        return replace(
+            self,
+            min_replicas=terms.min_replicas,
+            times=replace(self.times, takeover_s=terms.takeover_s),
+            num_replica_groups=terms.num_replica_groups,
+        )
 
     @property
     def supersede_s(self) -> float:
@@ -49,19 +64,27 @@ class Lighthouse:
     """
 
     def __init__(
-        self, config: LighthouseConfig, now_s: float, *, epoch: str, saved: Saved | None = None, fresh: bool = False
+        self,
+        config: LighthouseConfig,
+        now_s: float,
+        *,
+        epoch: str,
+        saved: Saved | None = None,
+        fresh: bool = False,
+        lower_terms: bool = False,
     ) -> None:
         """`epoch`: unique to this start, used unless `saved` or a report names the job's. saved: the state file. fresh: a state file is
         kept, but there was none yet. Neither (it is lost): members' reports are awaited for takeover_s, lest a newcomer take over while
-        they go on; with takeover_s None until there is one, or an operator's word."""
-        self.config = config
+        they go on; with takeover_s None until there is one, or an operator's word.
+        lower_terms: an operator's word, too: the config's terms count, though the state file's may be higher."""
+        terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
+        self.config = config = config.under(terms)
         self.roster = Roster()
         self.reason = "nobody has called"
         self._generation: Generation | None = None  # of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._restored_in = 0  # the last quorum that went back to a checkpoint
-        self._shape: tuple[tuple[str, str], ...] = ()
-        self._blame = Blame()
+        self._shape: Shape = ()  # of the job
         self._last_tick_s = now_s
         self._persisted = (0, now_s)  # settled, when
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
@@ -82,7 +105,9 @@ class Lighthouse:
     @property
     def saved(self) -> Saved:
         """What a restart must know."""
-        return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, self.quorum)
+        over = self._generation is not None and not self.roster.claims  # nobody holds a state any more
+        quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
+        return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
 
     @property
     def _highest_id(self) -> int:
@@ -119,13 +144,15 @@ class Lighthouse:
                     return
                 generation.fail(f"{replica_id} has gone on since it was put in", replica_id)
             self._note_failure(event)
+            roster.hear_blame(replica_id, event.blame)
             roster.settle_claim(member)
         if event.kind == "torchft" and peer.call:
             roster.drop_call(replica_id)  # its join time is that of its newest call
         peer.called_s = peer.called_s if peer.call else now_s
         peer.call, peer.called = event, True
         roster.place(replica_id)
-        if generation and event.kind == "pharos" and replica_id not in roster.previous:
+        newcomer = event.kind == "pharos" and replica_id not in roster.previous
+        if generation and newcomer and replica_id in roster.candidates:
             generation.announce(f"{replica_id} waits to come in", now_s)
 
     def _on_cancelled(self, event: m.CallCancelled, now_s: float) -> None:
@@ -166,12 +193,20 @@ class Lighthouse:
             self._settled = max(self._settled, settled)
 
     def _on_stream_closed(self, event: m.StreamClosed, now_s: float) -> None:
-        self._lose([event.replica_id], "its connection broke")
+        """Closed by the kernel of a process that ended, as a rule. But one that was not heard of for long may have been given up by a
+        timeout of the transport; and where this lighthouse was itself stopped, the group may have given it up: then silence tells."""
+        replica_id, timeout_s = event.replica_id, self.config.times.heartbeat_timeout_s
+        if now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2 and replica_id in self.roster:
+            self.roster.peers[replica_id].stream = False
+            return
+        self.roster.end_claim(replica_id, now_s - timeout_s)
+        self._lose([replica_id], "its connection broke")
 
     def _on_report(self, event: m.Report, now_s: float) -> None:
         if self._is_foreign(event.replica_id, "pharos") or self._is_lost(event.replica_id, now_s):
             return
         self.roster.see(event.replica_id, "pharos", now_s)
+        self.roster.hear_blame(event.replica_id, event.blame)
         generation = self._generation
         if generation and event.replica_id in self.roster.previous:
             in_it = event.commit_quorum_id == generation.quorum.quorum_id
@@ -180,16 +215,20 @@ class Lighthouse:
             generation.hear(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
-        roster, replica_id = self.roster, event.replica_id
+        roster, replica_id, held = self.roster, event.replica_id, len(self.roster.claims)
+        if roster.kind == "pharos":
+            roster.drop_claim(replica_id)
+        if held and not roster.claims:
+            self._persist(now_s)  # the job is over: its terms and its layout bind nobody any more
         if replica_id not in roster or roster.peers[replica_id].kind != "pharos":
             return
-        if replica_id in roster.previous:
-            roster.claims.pop(m.name_of(replica_id), None)
         if event.clean:
             if replica_id in roster.previous:
                 roster.gone.add(replica_id)
             roster.forget(replica_id, event.reason)
             if self._generation and replica_id in roster.previous:
+                if event.finished:
+                    self._generation.finish(replica_id)
                 self._generation.announce(f"{replica_id} {event.reason}", now_s)
         else:
             self._lose([replica_id], event.reason)
@@ -198,6 +237,7 @@ class Lighthouse:
         self.roster.claims_expired, self._silent_until_s = True, now_s
 
     def _on_evict(self, event: m.Evict, now_s: float) -> None:
+        self.roster.end_claim(event.replica_id, -math.inf)
         self._lose([event.replica_id], "an operator evicted it")
 
     def _on_tick(self, event: m.Tick, now_s: float) -> None:
@@ -205,9 +245,12 @@ class Lighthouse:
         self._forgive_own_pause(now_s)
         self._expire(now_s)
         roster.expire_claims(now_s, self.config.times.takeover_s)
+        stall_s = self.config.times.stall_s
+        self._lose(
+            roster.stalled(now_s, stall_s), f"others went on without it, and for {stall_s:g} s it has not called"
+        )
         if generation:
-            if late := generation.held_up(now_s):
-                self._lose([late[0]], late[1])
+            self._lose(*generation.stalled(now_s))
             generation.end_crossed_waits(now_s)
         roster.end_waits(now_s)
         if generation and roster.candidates and roster.waited(now_s) >= self.config.times.beat_s:
@@ -235,6 +278,8 @@ class Lighthouse:
 
     def _evaluate(self, now_s: float) -> None:
         roster = self.roster
+        if roster.odd:
+            self._settle_odd(now_s)
         if not roster.candidates:
             return
         if self._silent_until_s > now_s and roster.kind == "pharos" and self._generation is None:
@@ -246,8 +291,13 @@ class Lighthouse:
             self._emit(m.MustRestore(decision.must_restore, self._settled))
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
-        if decision.members and not self._made_some_sit_out(decision, now_s):
+        cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
+        if cut:
+            self._part(decision, cut, now_s)
+        elif decision.members:
             self._issue(decision, now_s)
+        elif roster.sitting:
+            self._call_back(now_s)
 
     def _view(self, now_s: float) -> View:
         view = self.roster.view(now_s)
@@ -259,11 +309,9 @@ class Lighthouse:
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
         old = self.quorum
-        if old is None or old.ids != ids:
-            self._blame.clear()
         if self._starts_a_generation(decision, ids):
             self._last_id, self._forgot = self._highest_id + 1, False
-        quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch)
+        quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch, self._shape)
         if decision.reference[0] < self._settled:  # restored on purpose
             self._restored_in = quorum.quorum_id
         self._settled = decision.reference[0]
@@ -295,6 +343,7 @@ class Lighthouse:
         """From the state file or a report."""
         self._last_id = max(self._last_id, quorum.quorum_id)
         self._settled = max(self._settled, quorum.reference[0])
+        self._take_shape(quorum.shape)
         self.roster.revive(quorum, now_s)
         return self._take(quorum, now_s)
 
@@ -308,26 +357,34 @@ class Lighthouse:
         if self._generation:
             self._generation.lose([i for i in gone if i in self.roster.previous], why)
 
-    # ---- failures that repeat
+    # ---- members that cannot work together
 
     def _note_failure(self, event: Call) -> None:
         generation, replica_id, previous = self._generation, event.member.replica_id, self.roster.previous
         if not (generation and event.failed and event.known == generation.quorum.quorum_id and replica_id in previous):
             return
-        self._blame.accuse(replica_id, previous.intersection(event.blame))
         if not generation.failed:
-            self._blame.count(progress=event.member.state > generation.quorum.reference)
             generation.fail(f"{replica_id}: the generation failed", replica_id)
 
-    def _made_some_sit_out(self, decision: Decision, now_s: float) -> bool:
-        if self.roster.kind != "pharos":
-            return False
-        out, why = self._blame.parts(decision, self.roster.candidates, self.config.min_replicas)
-        if out:
-            self.roster.sit_out(out, now_s, self.config.sit_out_s)
+    def _part(self, decision: Decision, cut: Pairs, now_s: float) -> None:
+        """Some sit out, and the others go on; where too few would be left, all wait until the links are whole."""
+        out, why = parts(decision, cut, self.config.min_replicas), in_words(cut)
+        if not out:
+            self.reason = (
+                f"{why}; without some of them fewer than min_replicas = {self.config.min_replicas} would be left"
+            )
+            return
+        self.roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
+        self._evaluate(now_s)
+        self.reason += f"; {', '.join(sorted(out))} sit out: {why}"
+
+    def _call_back(self, now_s: float) -> None:
+        """There is no quorum without those who sit out: then they need not, if nothing parts them any more."""
+        roster = self.roster
+        if len(roster.candidates) < self.config.min_replicas and roster.let_in(now_s, early=True):
             self._evaluate(now_s)
-            self.reason += f"; {why}"
-        return bool(out)
+        elif cut := roster.pairs([*roster.candidates, *roster.sitting]):
+            self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     # ---- what to refuse
 
@@ -337,14 +394,47 @@ class Lighthouse:
         if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True
         self._settle_kind(event.kind)
-        if not self.roster.candidates and not self.roster.claims:
-            self._shape = event.shape
-        problem = (
-            absurd(event) or self.refuses(event.kind) or self._name_taken(event, now_s) or unlike(event, self._shape)
-        )
-        if problem:
+        self._settle_shape(event, now_s)
+        problem = absurd(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
+        odd = None if problem else unlike(event, self._shape)
+        if odd and self.roster.claims and not self.roster.has_members:  # they may come back, or may be taken over
+            self.roster.odd[member.replica_id] = odd[1]
+        elif problem := problem or odd:
             self._emit(m.Refuse(member.replica_id, *problem))
         return problem is not None
+
+    def _settle_shape(self, event: Call, now_s: float) -> None:
+        """The job's is its members', whatever a group that called before they did has brought along. Where there are none to come back,
+        it is that of the first to call."""
+        roster, generation = self.roster, self._generation
+        if generation and roster.was_in(event.member.replica_id):
+            if self._shape != (shape := generation.quorum.shape or event.shape):
+                self._take_shape(shape)
+        elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
+            self._take_shape(event.shape)
+
+    def _take_shape(self, shape: Shape) -> None:
+        """Makes this the shape of the job, and refuses waiting callers of another."""
+        self._shape, roster = shape, self.roster
+        for replica_id in [*roster.candidates, *roster.odd]:
+            roster.odd.pop(replica_id, None)
+            call = roster.peers[replica_id].call
+            if call and (problem := unlike(call, shape)):
+                self._emit(m.Refuse(replica_id, *problem))
+                roster.drop_call(replica_id)
+            roster.place(replica_id)
+
+    def _settle_odd(self, now_s: float) -> None:
+        """Settles callers of another layout than members not heard of: they are refused when one is, or make a job of their own when those
+        may be taken over."""
+        roster = self.roster
+        if roster.has_members:
+            self._take_shape(self._shape)
+        elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
+            call = roster.peers[next(iter(roster.odd))].call
+            self._take_shape(call.shape if call else ())
+        elif not roster.candidates:
+            self.reason = f"{next(iter(roster.odd.values()))}, whose members may come back"
 
     def refuses(self, kind: Kind) -> Problem:
         """Why members of this kind cannot join. Until one has called, either may."""

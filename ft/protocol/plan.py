@@ -71,7 +71,13 @@ def plan(
         participants=tuple(members[rank].replica_id for rank in role.whole)[:spares_above],
         dealt=holders[0].dealt if len({m.deal_id for m in holders}) == 1 else 0,
         known=known,
+        handles=tuple(_handle(member, group_rank) for member in members),
     )
+
+
+def _handle(member: Member, group_rank: int) -> str:
+    handles = member.reconfigure_handles
+    return handles[group_rank] if len(handles) == member.world_size > group_rank else ""
 
 
 def _sources(free: Sequence[int], place: int) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ Whatever changes the standing of an id ends in `place`, which puts that one id i
 with 2 groups and with 1,000, and a quorum O(N).
 
 Where the rules leave a choice:
-- A name's successor ends the claim of the member before it, but it is no heir: only the same process under a new id ("a:1.1") is.
+- A name's successor ends the claim of a member whose process is gone, but it is no heir: only the same process under a new id ("a:1.1")
+  is. A process is gone for certain if its kernel closed its connection, if it said so, or if an operator did: silence proves nothing.
 - The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
   on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
 """
@@ -16,10 +17,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ft.protocol import messages as m
+from ft.protocol.blame import Pairs, pairs_among
 from ft.protocol.messages import Call, Kind, Member, Quorum
 from ft.protocol.rules import View
 
 LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
+
+
+@dataclass
+class Claim:
+    """A last-quorum member's claim to its state: while it may come back, nobody goes on without any of those members."""
+
+    replica_id: str
+    seen_s: float  # last, for one that is no longer alive
+    ended: bool = False  # its process is gone for certain: whoever comes next under its name is its successor
 
 
 @dataclass
@@ -45,9 +56,14 @@ class Roster:
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
         self.previous: frozenset[str] = frozenset()  # ids of the last quorum
         self.gone: set[str] = set()  # of those, who left on purpose
+        self.left_out: dict[
+            str, float
+        ] = {}  # live ids that were in a quorum -> since when the others go on without them
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
-        self.sitting: dict[str, float] = {}  # id that sits out -> until
-        self.claims: dict[str, tuple[str, float]] = {}  # name -> (id, last seen, for those no longer alive)
+        self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
+        self.sitting: dict[str, float] = {}  # id that sits out -> until, at least
+        self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
+        self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
         self.candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
         self.present: dict[str, None] = {}  # in the order of their calls
@@ -59,6 +75,7 @@ class Roster:
         self._processes: frozenset[str] = frozenset()  # of the previous: one that was lost comes back under another id
         self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._sat: dict[str, int] = {}  # name -> times that it sat out
+        self._parted: dict[str, frozenset[str]] = {}  # id that sits out -> the processes that it could not work with
         self._view = View(
             candidates=self.candidates,
             present=self.present,
@@ -97,11 +114,12 @@ class Roster:
     def place(self, replica_id: str) -> None:
         """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
         peer = self.peers.get(replica_id)
-        alive = peer is not None and replica_id in self._order and replica_id not in self.sitting
+        apart = replica_id in self.sitting or replica_id in self.odd
+        alive = peer is not None and replica_id in self._order and not apart
         was_in = replica_id in self.previous
-        of_them = was_in or m.process_of(replica_id) in self._processes  # under this id or a former one
+        of_them = self.was_in(replica_id)
         theirs = peer is not None and peer.kind == "torchft"
-        counts = alive and peer is not None and peer.kind == self.kind and (peer.called or of_them or theirs)
+        counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
         _put(self._healthy, replica_id, counts)
         _put(self._reachable, replica_id, alive and was_in)
         if peer and peer.call and alive:
@@ -134,6 +152,7 @@ class Roster:
 
     def drop_call(self, replica_id: str) -> None:
         peer = self.peers.get(replica_id)
+        self.odd.pop(replica_id, None)
         if peer:
             peer.call = None
             if replica_id not in self._order:
@@ -144,10 +163,13 @@ class Roster:
         """Final: the id does not come back."""
         peer = self.peers.pop(replica_id, None)
         name = m.name_of(replica_id)
-        if peer and name in self.claims and self.claims[name][0] == replica_id:
-            self.claims[name] = (replica_id, peer.seen_s)
+        if peer and name in self.claims and self.claims[name].replica_id == replica_id:
+            self.claims[name].seen_s = peer.seen_s
         self._order.pop(replica_id, None)
         self.sitting.pop(replica_id, None)
+        self.odd.pop(replica_id, None)
+        self._parted.pop(replica_id, None)
+        self.blames.pop(replica_id, None)
         if self.live.get(name) == replica_id:
             del self.live[name]
         self.lost[replica_id] = why
@@ -155,11 +177,51 @@ class Roster:
             self.lost.popitem(last=False)
         self.place(replica_id)
 
+    @property
+    def has_members(self) -> bool:
+        """True when a member of the previous quorum has been heard of since this lighthouse was started."""
+        return any(self.peers[i].stream or self.peers[i].called for i in self.previous if i in self.peers)
+
+    def was_in(self, replica_id: str) -> bool:
+        """True for a member of the previous quorum, under this id or a former one."""
+        return replica_id in self.previous or m.process_of(replica_id) in self._processes
+
+    def is_free(self, now_s: float, takeover_s: float | None) -> bool:
+        """Nobody has a claim to the state, or all who do were silent for so long."""
+        if not self.claims or self.claims_expired:
+            return True
+        return takeover_s is not None and now_s - max(map(self._seen_s, self.claims.values())) >= takeover_s
+
+    def _seen_s(self, claim: Claim) -> float:
+        return self.peers[claim.replica_id].seen_s if claim.replica_id in self.peers else claim.seen_s
+
     def settle_claim(self, member: Member) -> None:
-        """A previous member's claim to the state ends when its name has a new id, or when it says itself that it has none."""
+        """A previous member's claim to the state ends when it says itself that it has none, or when its name has a successor and its own
+        process is gone: one that is only silent may train on where this lighthouse does not hear it."""
         claim = self.claims.get(member.name)
-        if claim and (claim[0] != member.replica_id or member.void):
+        if claim is None:
+            return
+        same = m.process_of(claim.replica_id) == m.process_of(member.replica_id)
+        if member.void if same else claim.ended:
             del self.claims[member.name]
+        elif same:
+            self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
+
+    def end_claim(self, replica_id: str, heard_since_s: float) -> None:
+        """The process of that member is gone; to be believed if it was heard of until then. A successor that has called already counts."""
+        name = m.name_of(replica_id)
+        claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
+        if claim is None or claim.replica_id != replica_id or self._seen_s(claim) < heard_since_s:
+            return
+        claim.ended = True
+        if successor and successor.call and self.live[name] != replica_id:
+            self.settle_claim(successor.call.member)
+
+    def drop_claim(self, replica_id: str) -> None:
+        """It says itself that it goes."""
+        claim = self.claims.get(m.name_of(replica_id))
+        if claim and m.process_of(claim.replica_id) == m.process_of(replica_id):
+            del self.claims[m.name_of(replica_id)]
 
     # ---- several of them
 
@@ -169,13 +231,29 @@ class Roster:
         for replica_id in list(self.peers):
             self.place(replica_id)
 
-    def sit_out(self, ids: Collection[str], now_s: float, first_s: float) -> None:
-        """They are no candidates for `first_s`, doubled for each time that their name has sat out before."""
-        for replica_id in ids:
+    # ---- those that cannot work together
+
+    def hear_blame(self, replica_id: str, others: Collection[str]) -> None:
+        """Replaces what the group said before of those it cannot work with."""
+        if others:
+            self.blames[replica_id] = frozenset(map(m.process_of, others))
+        elif self.blames:
+            self.blames.pop(replica_id, None)
+
+    def pairs(self, ids: Collection[str]) -> Pairs:
+        """Returns the pairs among these that cannot work together."""
+        return pairs_among(ids, self.blames)
+
+    def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float, first_s: float, most_s: float) -> None:
+        """They are no candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; nor as long as
+        they cannot work with somebody who is there."""
+        for replica_id in sorted(ids):
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
-            self.sitting[replica_id] = now_s + first_s * 2 ** min(times, 16)
+            self.sitting[replica_id] = now_s + min(most_s, first_s * 2 ** min(times, 16))
+            others = frozenset().union(*(pair for pair in cut if replica_id in pair)) - {replica_id}
+            self._parted[replica_id] = frozenset(map(m.process_of, others))
             self.place(replica_id)
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
@@ -184,11 +262,16 @@ class Roster:
         """Its members are the previous ones from now on, and the claims to the state are theirs."""
         before = self.previous
         touched = {*before, *quorum.ids}
+        self.left_out = {
+            i: self.left_out.get(i, now_s)
+            for i in sorted({*self.left_out, *before}.difference(quorum.ids))
+            if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
+        }
         self.previous = frozenset(quorum.ids)
         if self.previous != before:
             self._processes = frozenset(map(m.process_of, quorum.ids))
         self.gone, self.claims_expired = set(), False
-        self.claims = {member.name: (member.replica_id, now_s) for member in quorum.members}
+        self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
         for replica_id in sorted(touched):
             self.place(replica_id)
         for replica_id in [i for i in self.candidates if i not in touched]:
@@ -213,34 +296,57 @@ class Roster:
             silent.append(replica_id)
         return silent
 
+    def stalled(self, now_s: float, limit_s: float) -> list[str]:
+        """Ids whose server beats, and who have not called since the others went on without them, so long ago."""
+        if not self.left_out:
+            return []
+        peers = self.peers
+        self.left_out = {i: since_s for i, since_s in self.left_out.items() if i in peers and not peers[i].call}
+        return [i for i, since_s in self.left_out.items() if now_s - since_s >= limit_s]
+
     def fade(self, replica_id: str) -> None:
         """Unhealthy until it beats again."""
         peer = self.peers.get(replica_id)
         if peer:
             del self._order[replica_id]
+            self.blames.pop(replica_id, None)
             if peer.call is None:
                 del self.peers[replica_id]
             self.place(replica_id)
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
-        if takeover_s is None or not self.claims or not self.candidates or self._heirs:
-            return
-        seen = (self.peers[i].seen_s if i in self.peers else seen_s for i, seen_s in self.claims.values())
-        self.claims_expired = self.claims_expired or now_s - max(seen) >= takeover_s
+        if self.claims and self.candidates and not self._heirs:
+            self.claims_expired = self.is_free(now_s, takeover_s)
 
     def end_waits(self, now_s: float) -> None:
         """Nobody is awaited, or sits out, for longer than it was said."""
         self.returning = {name: until_s for name, until_s in self.returning.items() if until_s > now_s}
-        for replica_id in [i for i, until_s in self.sitting.items() if until_s <= now_s]:
-            del self.sitting[replica_id]
+        if self.sitting:
+            self.let_in(now_s)
+
+    def let_in(self, now_s: float, *, early: bool = False) -> bool:
+        """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
+        they were parted from are gone, or where it is `early` that they are wanted. Whether there is one."""
+        here = {m.process_of(i) for i in self._order}
+        let_in = []
+        for replica_id, until_s in self.sitting.items():
+            gone = self._parted[replica_id].isdisjoint(here)
+            there = [i for i in self._order if i not in self.sitting]
+            cut = any(replica_id in pair for pair in self.pairs([*there, replica_id]))
+            if not cut and (until_s <= now_s or gone or early):
+                let_in.append(replica_id)
+        for replica_id in let_in:
+            del self.sitting[replica_id], self._parted[replica_id]
             self.place(replica_id)
+        return bool(let_in)
 
     def forgive(self, gap_s: float, now_s: float) -> None:
         """Silence is counted without the gap."""
         for peer in self.peers.values():
             peer.seen_s = min(peer.seen_s + gap_s, now_s)
             peer.called_s = min(peer.called_s + gap_s, now_s)
-        self.claims = {name: (i, min(seen_s + gap_s, now_s)) for name, (i, seen_s) in self.claims.items()}
+        for claim in self.claims.values():
+            claim.seen_s = min(claim.seen_s + gap_s, now_s)
 
 
 def _put(ids: set[str], replica_id: str, inside: bool) -> None:

@@ -9,11 +9,12 @@ Where the rules leave a choice:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Kind, Member, Refusal, State
+from ft.protocol.messages import Call, Kind, Member, Refusal, Shape, State
 from ft.protocol.plan import reference_state
 
 MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
@@ -113,12 +114,24 @@ def absurd(event: Call) -> Problem:
     return None
 
 
-def unlike(event: Call, ours: tuple[tuple[str, str], ...]) -> Problem:
+def strangers(shapes: Sequence[Shape], holders: Sequence[int] = ()) -> dict[int, list[str]]:
+    """Returns members, by rank, whose shape is not the job's, and the difference. The job's is what most `holders` have, who hold its
+    state (of all members, where there are none); of equally many, that of the lowest rank."""
+    votes = Counter(shapes[rank] for rank in sorted(holders) or range(len(shapes)))
+    job = dict(votes.most_common(1)[0][0])
+    differ = {rank: _differ(shape, job) for rank, shape in enumerate(shapes)}
+    return {rank: what for rank, what in differ.items() if what}
+
+
+def _differ(shape: Shape, job: Mapping[str, str]) -> list[str]:
+    return [what for what, digest in shape if what in job and job[what] != digest]
+
+
+def unlike(event: Call, ours: Shape) -> Problem:
     """What is another in the caller's job (its layout, dtypes, buckets ...) than in ours."""
     if not event.shape:
         return None
-    job = dict(ours)
-    differ = [what for what, digest in event.shape if what in job and job[what] != digest]
+    differ = _differ(event.shape, dict(ours))
     if not differ:
         return None
     return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")

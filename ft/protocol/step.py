@@ -89,6 +89,7 @@ class Step:
         self.part: Part | None = None
         self._due = True  # the next step begins with a quorum
         self._failed = False  # the generation did
+        self.finished = False  # somebody has saved the last step, and left
         self._doomed = ""  # a notice said that it will
         self._wants_change = ""  # to be announced in the next tail
         self._early: list[m.Notice] = []  # came while asking, on another stream than the answer that they may belong to
@@ -107,6 +108,7 @@ class Step:
         self._tail: Tail | None = None
         self._offering = False
         self._emptied = False  # the last step of the generation was none, and its deal was returned
+        self._apart = False  # this group heals, or has, and its ranks have not said yes to a step since
         self._copied = False  # the state is another group's, and was not compared since
         self._late = False  # healed in this generation: a slot that the open deal has for it is nobody's until the next
         self._awaits_since_s = 0.0
@@ -136,6 +138,11 @@ class Step:
         return self._share.computed is not None
 
     @property
+    def is_broken(self) -> bool:
+        """Somebody of the newest quorum is lost, or has called for another one."""
+        return bool(self._doomed)
+
+    @property
     def healing(self) -> bool:
         """The state is arriving, or has arrived and is not yet taken."""
         return self._healing.open is not None
@@ -143,6 +150,11 @@ class Step:
     def waits_aside(self, vote: Vote) -> bool:
         """Whether the trainer must not wait for the group's word on this vote: while a heal is open it may have to vote on that, too."""
         return vote.kind == "healed" or self.healing
+
+    def is_for_all(self, vote: Vote) -> bool:
+        """True when every rank of the group votes on this, whatever it hears meanwhile: then they may agree in a collective of their own.
+        Of ranks that wait for a state one may give up, and ask for a quorum, while another has it and is in the next step."""
+        return vote.kind == "commit" and not self.healing and not self._apart
 
     # ---- a step begins
 
@@ -192,7 +204,7 @@ class Step:
         self.part, self._place = part, part.reference[0]
         self._width = part.dealt or self.ledger.width(len(part.participants))
         self._due, self._failed, self._doomed, self._wants_change, self._failure = False, False, "", "", None
-        self._agains, self._emptied, self._late = 0, False, False
+        self._agains, self._emptied, self._late, self._apart = 0, False, False, part.heal
         self._offering = bool(part.heals)
         if part.heal:
             self._become_void(part)
@@ -350,6 +362,8 @@ class Step:
     def _on_decided(self, outcome: Outcome, now_s: float) -> None:
         if not self._is_current(outcome, "commit"):
             return
+        if outcome.verdict == "yes" and not self.void:  # void: of a heal that failed, other ranks may not have heard
+            self._apart = False
         self._heal_if_said(outcome)
         if outcome.verdict == "failed" or self._tail is None:
             self._fail(outcome.reason, now_s)
@@ -573,6 +587,9 @@ class Step:
         if not self._is_early(notice) and self._is_of_this_quorum(notice):
             self._wants_change = self.reason = notice.reason or "announced"
 
+    def _on_finished(self, notice: m.Finished, now_s: float) -> None:
+        self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
+
     def _is_early(self, notice: m.Notice) -> bool:
         """Then it is kept until the answer is there: its sender tells it once."""
         if self.phase is not Phase.ASKING:
@@ -658,6 +675,7 @@ _ALWAYS: dict[type[Event], _Handler] = {
     m.MemberLost: Step._on_broken,
     m.Abandoned: Step._on_broken,
     m.ChangeAnnounced: Step._on_change,
+    m.Finished: Step._on_finished,
     m.Leaving: Step._on_leaving,
     m.Tick: Step._on_tick,
 }

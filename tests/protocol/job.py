@@ -149,6 +149,8 @@ class Job:
                 self.queue.append((self._lighthouse, effect.call))
             elif isinstance(effect, m.OpenStream):
                 self.queue.append((self._lighthouse, m.StreamOpened(effect.replica_id, group.machine.quorum)))
+            elif isinstance(effect, m.CloseStream):
+                self.queue.append((self._lighthouse, m.StreamClosed(m.process_of(group.machine.replica_id))))
             elif isinstance(effect, m.EndGroup):
                 raise AssertionError(effect.reason)
             elif isinstance(effect, m.AnswerRank):

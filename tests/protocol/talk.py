@@ -72,8 +72,9 @@ def refusals(effects: list[m.Effect]) -> list[tuple[str, str]]:
 
 def formed(names: str, kind: Kind = "pharos", **config: Any) -> Talk:
     """A job whose members are `names`, all at step 0 of one quorum."""
+    shape = config.pop("shape", ())
     talk = Talk(kind, **{**config, "min_replicas": len(names)})
-    talk.calls(names)
+    talk.calls(names, shape=shape)
     assert talk.quorum == (1, names)
     talk.machine.config = LighthouseConfig(**{"min_replicas": 1, **config})
     return talk

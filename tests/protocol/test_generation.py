@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ft.protocol import messages as m
 from ft.protocol.blame import smallest_cover
-from tests.protocol.talk import Talk, formed, notices
+from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from tests.protocol.talk import Talk, formed, notices, refusals
 
 # ------------------------------------------------------------------------------------------------ restart, pause, stall
 
@@ -72,6 +74,98 @@ def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_ov
     assert told.notice == m.Abandoned(older.quorum_id, f"quorum {newer.quorum_id} was formed without this group")
 
 
+OURS, OTHER = (("layout", "1"), ("lr", "1")), (("layout", "2"), ("lr", "1"))
+ODD = [("FAILED_PRECONDITION", "d:1 has another layout than the job")]
+
+
+def test_a_restart_forgets_no_layout():
+    """It did, for the state file did not have it: one wrong group then brought bytes of another length into every collective."""
+    saved = formed("ab", shape=OURS).machine.saved
+    again = Talk(saved=m.Saved.from_dict(json.loads(json.dumps(saved.to_dict()))))
+    assert again.call("d", 0.1, shape=OTHER) == []
+    assert again.reason == "d:1 has another layout than the job, whose members may come back"
+    assert refusals(again.say(m.StreamOpened("a:1"))) == ODD
+    assert refusals(again.call("d", shape=OTHER)) == ODD
+    assert notices(again.call("c", shape=OURS)) == [("ChangeAnnounced", ("a:1", "b:1"))]
+
+
+def test_without_a_state_file_the_layout_comes_from_the_members_reports():
+    running = formed("ab", shape=OURS).machine.quorum
+    again = Talk(fresh=False)
+    again.say(m.StreamOpened("a:1", running))
+    assert refusals(again.call("d", shape=OTHER)) == ODD
+
+
+def test_the_layout_is_the_members_whoever_came_first():
+    """A wrong group has called before the members of the running job were heard of: it is refused when they are."""
+    running = formed("ab", shape=OURS).machine.quorum
+    again = Talk(fresh=False)
+    assert again.call("d", 0.1, shape=OTHER) == []
+    assert refusals(again.say(m.StreamOpened("a:1", running))) == ODD
+    again.calls("ab", known=1, shape=OURS)
+    assert again.quorum[1] == "ab"
+
+
+def test_a_state_file_without_a_layout_gets_the_first_members():
+    """Of an earlier version."""
+    data = formed("ab", shape=OURS).machine.saved.to_dict()
+    del data["quorum"]["shape"]
+    again = Talk(saved=m.Saved.from_dict(data))
+    again.call("d", shape=OTHER)
+    assert refusals(again.call("a", known=1, shape=OURS)) == ODD
+
+
+def test_a_job_of_another_layout_may_begin_when_the_old_one_may_be_taken_over():
+    """All were killed, and are started anew with another learning rate: whoever starts again and again must not be refused for ever."""
+    again = Talk(saved=formed("ab", shape=OURS).machine.saved, min_replicas=2)
+    again.calls("de", 1, shape=OTHER)
+    again.call("f", 2, shape=OURS)  # of the old job: it goes on without its members when they may be taken over
+    again.beats("def", 29.9)
+    assert again.quorum == (1, "ab")
+    said = again.beats("def", 30.2)
+    assert again.quorum == (1, "ab") and "1 would take part, min_replicas is 2" in again.reason
+    again.say(m.StreamClosed("f:1"))
+    said = again.beats("de", 30.5)
+    assert again.quorum == (2, "de") and refusals(said) == []
+
+
+def test_a_job_that_is_over_binds_nobody():
+    """All its groups have left: the next one on this state file may be another, with another layout and lower terms."""
+    talk = formed("ab", shape=OURS)
+    talk.say(m.Leave("a:1"))
+    [*_, persisted] = [e for e in talk.say(m.Leave("b:1", clean=False)) if isinstance(e, m.Persist)]
+    saved = m.Saved.from_dict(json.loads(json.dumps(persisted.saved.to_dict())))
+    assert (saved.quorum, saved.terms, saved.last_id) == (None, None, 1)
+    again = Talk(saved=saved)
+    again.call("c", shape=OTHER)
+    assert again.quorum == (2, "c")
+
+
+def test_no_restart_lowers_the_terms_but_by_an_operators_word():
+    """Members of a job that must not go on with one of two rely on it, and on what may happen while they hear nothing."""
+    high = {"min_replicas": 2, "times": m.Times(takeover_s=None), "num_replica_groups": 3}
+    saved = m.Saved.from_dict(json.loads(json.dumps(formed("ab", **high).machine.saved.to_dict())))
+    assert saved.terms == m.Terms(2, None, 3)
+    kept = Talk(saved=saved, min_replicas=1, times=m.Times(takeover_s=30.0))
+    assert kept.machine.config.terms == saved.terms == kept.machine.saved.terms
+    lowered = Lighthouse(LighthouseConfig(), 0.0, epoch="e", saved=saved, lower_terms=True)
+    assert lowered.config.terms == m.Terms(1, 30.0, 0)
+    raised = Talk(saved=saved, min_replicas=5, num_replica_groups=7)
+    assert raised.machine.config.terms == m.Terms(5, None, 7)
+    assert m.Terms(1, 20.0, 0).at_least(m.Terms(1, 40.0, 0)).takeover_s == 40.0
+
+
+def test_a_lighthouse_that_was_stopped_loses_nobody_whose_connection_was_given_up_meanwhile():
+    """The groups' keepalive ends after 15 s without an answer, and they connect again."""
+    talk = formed("ab")
+    for name in "ab":
+        talk.say(m.StreamOpened(f"{name}:1"))
+    talk.beats("ab", 3)
+    assert talk.say(m.StreamClosed("a:1"), 63) == talk.say(m.StreamClosed("b:1"), 63) == []
+    assert talk.say(m.StreamOpened("a:1"), 63) == talk.say(m.Tick(), 63.1) == []
+    assert notices(talk.beats("a", 68.4)) == [("MemberLost", ("a:1",))]  # b did not
+
+
 def test_a_paused_lighthouse_blames_nobody():
     """It was stopped for a minute; the beats that came meanwhile may not even have been read."""
     talk = formed("ab")
@@ -80,14 +174,171 @@ def test_a_paused_lighthouse_blames_nobody():
     assert notices(talk.beats("a", 70)) == [("MemberLost", ("a:1",))]
 
 
-def test_a_group_that_alone_holds_all_others_up_is_lost():
+# ------------------------------------------------------------------------------------------------ trainers that hang, and servers that beat
+
+
+def report(name: str, launched: int = 1, *, waits: bool = True, median_s: float = 1.0, **more: Any) -> m.Report:
+    """Of the step that follows step 1."""
+    return m.Report(f"{name}:1", 1, 1, waits, median_s, launched=launched, **more)
+
+
+def lost_at(talk: Talk, names: str, until: float, **more: Any) -> dict[str, float]:
+    """Each member that was lost, and when, while `names` report each second."""
+    found: dict[str, float] = {}
+    while talk.now_s < until:
+        for name in names:
+            talk.say(report(name, **more))
+        talk.tick(round(talk.now_s + 1))
+        for replica_id in talk.machine.roster.lost:
+            found.setdefault(replica_id[0], talk.now_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("members", "waiting", "limit_s"),
+    [
+        ("ab", "a", 60),  # one of two is no majority
+        ("abc", "ab", 10),
+        ("abc", "a", 60),
+        ("abcdef", "abcde", 10),
+        ("abcdef", "abcd", 10),
+        ("abcdef", "abc", 60),
+        ("abcdef", "a", 60),
+    ],
+)
+def test_all_who_hang_are_lost_at_once(members: str, waiting: str, limit_s: int):
+    """Two of six that hung were never noticed, for only one that hung alone was looked for."""
+    talk = formed(members)
+    others = [name for name in members if name not in waiting]
+    found: dict[str, float] = {}
+    while not found and talk.now_s < 70:
+        for name in members:
+            talk.say(report(name, waits=name in waiting))
+        talk.tick(round(talk.now_s + 0.5, 1))
+        found = dict.fromkeys((i[0] for i in talk.machine.roster.lost), talk.now_s)
+    assert found == dict.fromkeys(others, pytest.approx(limit_s, abs=1))
+
+
+def test_who_hangs_in_the_vote_or_in_a_sum_that_is_long_over_is_behind():
+    """Its last word was that it waits; but the others have summed since then, and wait in the next reduction."""
     talk = formed("abc")
-    for name in "ab":
-        talk.say(m.Report(f"{name}:1", 1, 1, waiting=True, median_step_s=20))
-    assert notices(talk.beats("abc", 99)) == []
-    said = talk.beats("abc", 101)
-    [lost] = [e.notice for e in said if isinstance(e, m.Notify)]
-    assert isinstance(lost, m.MemberLost) and lost.reason == "all others waited 100 s for it"
+    for name in "abc":
+        talk.say(report(name, launched=1))
+    talk.tick(1)
+    lost = {}
+    while talk.now_s < 20 and not lost:
+        talk.say(report("c", launched=1))
+        lost = lost_at(talk, "ab", talk.now_s + 1, launched=2)
+    assert lost == {"c": 11}
+
+
+@pytest.mark.parametrize("asking", ["a", "ab"])
+def test_who_hangs_before_it_asks_is_lost_as_one_that_hangs_in_the_step(asking: str):
+    talk = formed("abc", join_timeout_s=600)
+    talk.calls(asking, 0, known=1, failed=True)
+    lost: dict[str, float] = {}
+    while talk.now_s < 70 and not lost:
+        for name in set("abc") - set(asking):
+            talk.say(report(name, waits=False))
+        lost = lost_at(talk, "", talk.now_s + 1) or {i[0]: talk.now_s for i in talk.machine.roster.lost}
+        for name in asking:
+            talk.say(m.Beat(f"{name}:1"))
+    assert lost == ({"c": 10} if asking == "ab" else {"b": 60, "c": 60})
+
+
+def test_who_stays_in_a_reduction_that_is_over_hangs_there():
+    """Found by simulation: of two members one asked for a quorum, the other one hung in the sums, and its last word was that it waits."""
+    talk = formed("ab")
+    talk.call("b", known=1, failed=True)
+    lost: dict[str, float] = {}
+    while talk.now_s < 70 and not lost:
+        talk.say(m.Beat("b:1"))
+        lost = lost_at(talk, "a", talk.now_s + 1)
+    assert lost == {"a": 60}
+
+
+def test_newcomers_wait_no_longer_than_members_for_one_that_hangs():
+    """Found by simulation: the only member that was left hung, and those who came had nobody to wait with."""
+    talk = formed("ab")
+    talk.say(m.StreamClosed("b:1"))
+    talk.call("c")
+    lost: dict[str, float] = {}
+    while talk.now_s < 70 and not lost:
+        talk.say(m.Beat("c:1"))
+        lost = lost_at(talk, "", talk.now_s) or lost_at(talk, "a", talk.now_s + 1, waits=False)
+        lost.pop("b", None)
+    assert lost == {"a": 60}
+
+
+def test_who_hangs_while_the_others_go_on_without_it_gives_its_name_back():
+    """Its server beat on: it was of no generation in which anybody waits for it, so nobody ever told that it hangs."""
+    talk = formed("abc", join_timeout_s=2)
+    talk.calls("ab", 1, known=1, failed=True)
+    talk.beats("abc", 4)
+    assert talk.quorum == (2, "ab")
+    assert [code for code, _ in refusals(talk.call("c", id_=2))] == ["ALREADY_EXISTS"]
+    talk.beats("abc", 64)
+    assert "for 60 s it has not called" in talk.machine.roster.lost["c:1"]
+    assert refusals(talk.call("c", id_=2)) == []
+
+
+def test_long_phases_are_no_hangs_within_their_limits():
+    """A first step of 120 s, and a save of 30 s."""
+    for limit_s, median_s, takes_s in ((1800, 0.0, 120), (600, 1.0, 30)):
+        talk = formed("abc")
+        while talk.now_s < takes_s:
+            talk.say(report("c", waits=False, median_s=median_s, phase_limit_s=limit_s))
+            assert not lost_at(talk, "ab", talk.now_s + 1, median_s=median_s)
+    talk = formed("abc")
+    while talk.now_s < 99:  # the same words for ever, and no step: its server repeats what nobody says any more
+        talk.say(report("c", waits=False, phase_limit_s=40))
+        if lost_at(talk, "ab", talk.now_s + 1):
+            break
+    assert talk.now_s == pytest.approx(41, abs=1)
+
+
+def test_five_of_six_in_a_stall_of_their_storage_are_not_lost():
+    talk = formed("abcdef")
+    while talk.now_s < 20:
+        for name in "bcdef":
+            talk.say(report(name, waits=False))
+        assert not lost_at(talk, "a", talk.now_s + 1)
+
+
+@pytest.mark.parametrize(("median_s", "limit_s"), [(0.1, 10), (1.9, 10), (20, 100)])
+def test_others_wait_for_some_of_their_own_steps(median_s: float, limit_s: float):
+    talk = formed("abc")
+    lost: dict[str, float] = {}
+    while talk.now_s < 120 and not lost:
+        talk.say(report("c", waits=False, median_s=median_s))
+        lost = lost_at(talk, "ab", talk.now_s + 1, median_s=median_s)
+    assert lost == {"c": pytest.approx(limit_s, abs=1)}
+
+
+def test_one_that_hung_is_missed_by_nobody_and_its_successor_comes_in():
+    """Its server came back under a new id and counted as healthy: of two groups the other one then waited for a majority for ever."""
+    talk = formed("ab")
+    talk.say(m.StreamOpened("b:1"))
+    while talk.quorum[0] == 1 and talk.now_s < 90:
+        for name in "ab":
+            talk.say(report(name, waits=name == "a"))
+        talk.tick(round(talk.now_s + 0.5, 1))
+        if "b:1" in talk.machine.roster.lost and talk.asked["a"] == 1:
+            talk.call("a", known=1, failed=True, step=1)
+    assert talk.quorum == (2, "a") and talk.now_s <= 65
+    talk.call("b", id_=2)
+    talk.call("a", known=2, step=1)
+    assert talk.quorum == (3, "ab")
+
+
+def test_one_that_wakes_after_it_was_lost_heals():
+    talk = formed("ab")
+    talk.say(m.Evict("b:1"))
+    talk.call("a", known=1, failed=True, step=1)
+    assert talk.quorum == (2, "a")
+    talk.call("b", known=1, failed=True, replica_id="b:1.1")
+    talk.call("a", known=2, step=1)
+    assert talk.quorum == (3, "ab") and talk.machine.quorum and talk.machine.quorum.holders == (0,)
 
 
 def test_members_that_ask_and_members_that_wait_for_them_are_freed():
@@ -134,43 +385,135 @@ def test_a_member_that_has_gone_on_since_it_was_put_in_is_put_in_anew():
 # ------------------------------------------------------------------------------------------------ blame
 
 
-def test_three_failures_in_a_row_part_those_who_cannot_work_together():
+def fails(talk: Talk, names: str, cut: str, known: int = 1) -> list[m.Effect]:
+    """All call, for the generation has failed. cut: "ab bc" are pairs of which both sides say so."""
+    pairs = cut.split()
+    blames = {name: tuple(f"{x}:1" for pair in pairs if name in pair for x in pair if x != name) for name in names}
+    return [e for name in names for e in talk.call(name, known=known, failed=True, blame=blames[name])]
+
+
+def reports(talk: Talk, cut: str, at: float, names: str = "abc") -> list[m.Effect]:
+    """Each says whom it cannot reach now."""
+    said: list[m.Effect] = []
+    for name in names:
+        blame = tuple(f"{x}:1" for pair in cut.split() if name in pair for x in pair if x != name)
+        said += talk.say(m.Report(f"{name}:1", 0, blame=blame), at)
+    return said
+
+
+def for_a_while(talk: Talk, until: float, cut: str, names: str = "abc") -> list[tuple[str, tuple[str, ...]]]:
+    """Reports and ticks; the notices that came."""
+    said: list[m.Effect] = []
+    while talk.now_s < until - 1e-9:
+        at = round(talk.now_s + 0.1, 3)
+        said += reports(talk, cut, at, names) + talk.say(m.Tick(), at)
+    return notices(said)
+
+
+def test_a_cut_pair_is_parted_after_the_first_failure():
     talk = formed("abcd", min_replicas=3)
-    for attempt in (1, 2, 3):
-        for name, blame in (("a", "b"), ("b", "a"), ("c", "b"), ("d", "")):
-            talk.call(name, known=attempt, failed=True, blame=tuple(f"{other}:1" for other in blame))
-    assert talk.quorum == (4, "acd")  # b explains (a, b) and (b, c)
-    assert talk.reason.endswith("b:1 sit out: they explain all 2 pairs that could not work together")
-    said = talk.beats("abcd", 10.2)
-    assert ("ChangeAnnounced", ("a:1", "c:1", "d:1")) in notices(said)
-    talk.calls("acd", known=4)
-    assert talk.quorum == (5, "abcd")
+    fails(talk, "abcd", "ab bc")
+    assert talk.quorum == (2, "acd")  # b explains (a, b) and (b, c)
+    assert "b:1 sit out: a:1 and b:1; b:1 and c:1 cannot work together" in talk.reason
+
+
+def test_one_word_of_a_cut_is_enough():
+    talk = formed("abc")
+    talk.calls("ac", known=1, failed=True)
+    talk.call("b", known=1, failed=True, blame=("a:1",))
+    assert talk.quorum == (2, "ac")
+
+
+def test_who_sits_out_comes_back_when_its_links_are_whole_and_costs_nothing_before():
+    talk = formed("abc", min_replicas=2)
+    fails(talk, "abc", "ab")
+    assert talk.quorum == (2, "ac")
+    assert for_a_while(talk, 100.0, "ab") == []  # long after its time is over: nobody is told to ask for a quorum
+    assert ("ChangeAnnounced", ("a:1", "c:1")) in for_a_while(talk, 102.0, "")
+    talk.calls("ac", known=2)
+    assert talk.quorum == (3, "abc")
+
+
+def test_who_has_sat_out_often_sits_out_longer_up_to_half_a_minute():
+    talk = formed("abc", min_replicas=2)
+    for times, sits_s in enumerate((10.0, 20.0, 30.0, 30.0)):
+        known, now_s = 1 + 2 * times, talk.now_s
+        fails(talk, "abc", "ab", known)
+        assert talk.quorum == (known + 1, "ac")
+        assert for_a_while(talk, now_s + sits_s - 0.2, "") == []  # whole again, for now
+        assert ("ChangeAnnounced", ("a:1", "c:1")) in for_a_while(talk, now_s + sits_s + 1.2, "")
+        talk.calls("ac", known=known + 1)
+        assert talk.quorum == (known + 2, "abc")
 
 
 def test_nobody_sits_out_when_too_few_would_remain():
-    talk = formed("ab", min_replicas=2)
-    for attempt in (1, 2, 3):
-        talk.call("a", known=attempt, failed=True, blame=("b:1",))
-        talk.call("b", known=attempt, failed=True, blame=("a:1",))
-    assert talk.quorum == (4, "ab")
+    """All wait, and it is said for what; until the link is whole, at once."""
+    talk = formed("abc", min_replicas=3)
+    talk.machine.config = LighthouseConfig(min_replicas=3)
+    fails(talk, "abc", "ab")
+    assert talk.quorum == (1, "abc")
+    assert talk.reason.startswith("a:1 and b:1 cannot work together")
+    for_a_while(talk, 50.0, "ab")
+    assert talk.quorum == (1, "abc")
+    reports(talk, "", talk.now_s, "a")
+    assert talk.quorum == (1, "abc")  # b still says so
+    reports(talk, "", talk.now_s, "b")
+    assert talk.quorum == (2, "abc")
 
 
-def test_a_row_that_parted_nobody_is_over():
-    """Later ones are explained by what was said in them."""
-    talk = formed("abcd", min_replicas=3)
-    blames = [{"a": "b:1", "c": "d:1"}] * 3 + [{"a": "b:1"}] * 3  # to part a from b and c from d would leave two
-    for attempt, blamed in enumerate(blames, 1):
-        assert talk.quorum == (attempt, "abcd")
-        for name in "abcd":
-            talk.call(name, known=attempt, failed=True, blame=(blamed[name],) if name in blamed else ())
-    assert talk.quorum == (7, "acd")
+def test_who_sits_out_is_called_back_where_the_others_are_too_few():
+    talk = formed("abc", min_replicas=2)
+    talk.machine.config = LighthouseConfig(min_replicas=2)
+    fails(talk, "abc", "ab")
+    assert talk.quorum == (2, "ac")
+    reports(talk, "ab", 1.0)
+    talk.say(m.StreamClosed("c:1"))
+    talk.call("a", known=2, failed=True, blame=("b:1",))
+    assert talk.quorum == (2, "ac") and "b:1 sit out: a:1 and b:1 cannot work together" in talk.reason
+    reports(talk, "", 2.0, "ab")
+    talk.tick(2.2)
+    assert talk.quorum == (3, "ab")
 
 
-def test_a_commit_in_between_is_no_row():
+def test_who_was_parted_from_one_that_is_gone_need_not_sit_out():
     talk = formed("abc")
-    for attempt in range(1, 8):
-        talk.calls("abc", known=attempt, failed=True, blame=("b:1",), step=attempt)
-    assert talk.quorum == (8, "abc")
+    fails(talk, "abc", "ab")
+    assert talk.quorum == (2, "ac")
+    talk.say(m.StreamClosed("a:1"), 1.0)
+    talk.tick(1.2)
+    talk.call("c", known=2, failed=True)
+    assert talk.quorum == (3, "bc")
+
+
+def test_of_two_halves_the_smaller_sits_out():
+    talk = formed("abcde", min_replicas=3)
+    fails(talk, "abcde", "ac ad ae bc bd be")
+    assert talk.quorum == (2, "cde")
+
+
+def test_a_word_about_somebody_who_is_gone_parts_nobody():
+    talk = formed("abc")
+    talk.say(m.StreamClosed("b:1"), 0.5)
+    talk.call("b", id_=2)
+    talk.calls("ac", known=1, failed=True, blame=("b:1",))
+    assert talk.quorum == (2, "abc")
+
+
+def test_a_group_that_returns_under_another_id_has_the_same_links():
+    talk = formed("abc")
+    talk.say(m.StreamClosed("b:1"), 0.5)
+    talk.say(m.Call(m.Member("b:1.1", commit_id="c0"), number=1))
+    talk.calls("ac", known=1, failed=True, blame=("b:1",))
+    assert talk.quorum == (2, "ac")
+
+
+def test_a_holder_of_the_state_stays():
+    """The one link that does not fail is that of the two which have to heal."""
+    talk = formed("a")
+    talk.call("a", known=1, step=1)
+    talk.calls("bc")
+    talk.call("a", known=2, step=1, failed=True, blame=("b:1", "c:1"))
+    assert talk.quorum[1] == "a"
 
 
 @pytest.mark.parametrize(
@@ -190,3 +533,15 @@ def test_smallest_cover_of_many_pairs_covers_them():
     pairs = [frozenset((f"x{i}", f"x{i + 1}")) for i in range(200)]
     cover = smallest_cover(pairs)
     assert all(pair & cover for pair in pairs) and len(cover) <= 134
+
+
+def test_who_finishes_tells_all_others_and_who_opens_a_stream_later():
+    talk = Talk(min_replicas=3)
+    talk.calls("abc")
+    known = talk.machine.quorum
+    assert known
+    told = talk.say(m.Leave("a:1", reason="done", finished=True))
+    later = talk.say(m.StreamOpened("b:1", known, 0))
+    for effects, who in ((told, ("b:1", "c:1")), (later, ("b:1",))):
+        notices = [e for e in effects if isinstance(e, m.Notify) and isinstance(e.notice, m.Finished)]
+        assert [(e.replica_ids, e.notice) for e in notices] == [(who, m.Finished(known.quorum_id, "a:1"))]

@@ -257,3 +257,36 @@ def test_a_deal_that_not_all_hold_is_made_anew():
     effects = rank.see(part(2, members=("b:1", "a:1"), participants=("b:1", "a:1"), replica_rank=1, dealt=0))
     assert "DropGradients" in names(effects)  # they were of slot 0, which is b's now
     assert rank.machine.ledger.pending == {0: "b:1", 8: "a:1"}
+
+
+def test_ranks_that_heal_agree_at_their_server_until_they_have_said_yes_to_a_step():
+    """Found by simulation: one had its state and was in the next step, the other had given up a moment before, and asked for a quorum. In a
+    collective of their own the first would have waited for ever."""
+    rank = healing()
+
+    def is_for_all() -> bool:
+        vote = only(m.CastVote, rank.reduced(10, 25, 2, 0)).vote
+        return rank.machine.is_for_all(vote)
+
+    assert not is_for_all()
+    rank.outcome("commit")
+    rank.see(m.HealEnded(2, True, source_state()))
+    rank.see(Outcome("healed", 2, 0, 5, "yes"))
+    assert not is_for_all()
+    rank.outcome("commit", healed=True)
+    rank.see(m.Begin())
+    assert not is_for_all(), "the first of the healed state"
+    rank.outcome("commit")
+    rank.see(m.Begin())
+    assert is_for_all()
+
+
+def test_after_a_heal_that_failed_ranks_agree_at_their_server():
+    """Found by simulation: who had voted no heard at once that the heal was over, and waited in a collective of the group for those who
+    were still fetching."""
+    rank = healing()
+    rank.see(m.HealEnded(2, False, reason="what arrived is damaged"))
+    rank.see(Outcome("healed", 2, 0, 5, "failed", reason="what arrived is damaged"))
+    rank.reduced(10, 25, 2, 0)
+    rank.outcome("commit")
+    assert not rank.machine.is_for_all(only(m.CastVote, rank.reduced(10, 25, 2, 1)).vote)

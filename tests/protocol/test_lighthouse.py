@@ -14,6 +14,7 @@ import pytest
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.protocol.messages import Kind, Member
+from ft.protocol.rules import strangers
 from tests.protocol.talk import Talk, formed, notices, refusals
 
 KINDS = pytest.mark.parametrize("kind", ["pharos", "torchft"])
@@ -87,8 +88,8 @@ def test_peer_join_during_shrink(kind: Kind):
 
 @KINDS
 def test_peer_split_brain(kind: Kind):
-    """Half of the healthy is not enough, however long it waits."""
-    talk = formed("abcd", kind)
+    """Half of the healthy is not enough, however long it waits: ours until those that do not call are taken to hang."""
+    talk = formed("abcd", kind, times=m.Times(stall_s=600))
     talk.calls("ab", known=1)
     talk.beats("abcd", 70)
     assert talk.quorum == (1, "abcd") and "more than half is needed" in talk.reason
@@ -209,10 +210,11 @@ def test_those_who_come_back_together_are_counted_before_they_have_called():
         talk.say(m.StreamOpened(f"{name}:1.1"))
         talk.call(name, known=1, failed=True, replica_id=f"{name}:1.1")
     assert talk.quorum == (1, "abcde") and talk.reason.startswith("2 of 5 healthy groups have called; more than half")
-    talk.say(m.StreamOpened("c:1.1"))  # no longer awaited, but there: a previous member, though it has not called
-    talk.tick(7.2)
-    assert talk.reason.startswith("2 of 3 healthy groups have called")
+    talk.say(m.StreamOpened("c:1.1"))  # awaited, until it has called: it may as well hang
+    talk.tick(7)
+    assert talk.quorum == (1, "abcde") and talk.reason.startswith("2 of 5 healthy groups have called")
     talk.call("c", known=1, failed=True, replica_id="c:1.1")
+    talk.tick(7.2)
     assert talk.quorum == (2, "abc")
 
 
@@ -390,6 +392,22 @@ def test_who_beats_before_the_first_call_counts_for_a_job_of_its_kind_alone():
     for beat in beats:
         theirs.say(beat)
     assert theirs.call("x") == [] and theirs.reason.startswith("1 of 3 healthy groups have called")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "holders", "found"),
+    [
+        ("aaa", (), {}),
+        ("aab", (), {2: ["lr"]}),
+        ("baa", (), {0: ["lr"]}),
+        ("baa", (0,), {1: ["lr"], 2: ["lr"]}),  # two newcomers are no majority against who has the state
+        ("abba", (1, 3), {0: ["lr"], 3: ["lr"]}),  # of equally many the lowest rank's
+        ("a a", (), {}),  # who says nothing differs in nothing
+    ],
+)
+def test_strangers(shapes: str, holders: tuple[int, ...], found: dict[int, list[str]]):
+    said = [(("layout", "1"), *([("lr", lr)] if lr != " " else [])) for lr in shapes]
+    assert strangers(said, holders) == found
 
 
 def test_another_layout_is_refused_by_name():

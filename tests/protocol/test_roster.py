@@ -73,13 +73,73 @@ def test_takeover_never_but_by_an_operators_word():
     assert talk.quorum == (2, "c")
 
 
-def test_when_every_previous_member_has_a_successor_they_go_on_at_once():
-    talk = formed("ab")
-    talk.say(m.StreamClosed("a:1"), 1)
-    talk.say(m.StreamClosed("b:1"), 1)
-    assert talk.call("a", id_=2) == []
+GONE = {  # words by which a member's process is gone for certain
+    "its kernel closes the connection": lambda name: m.StreamClosed(f"{name}:1"),
+    "it says so": lambda name: m.Leave(f"{name}:1", clean=False),
+    "an operator does": lambda name: m.Evict(f"{name}:1"),
+}
+
+
+@pytest.mark.parametrize("gone", GONE.values(), ids=GONE.keys())
+def test_when_every_previous_member_is_gone_and_has_a_successor_they_go_on_at_once(gone: Any):
+    talk = formed("ab", min_replicas=2)
+    talk.say(gone("a"), 1)
+    talk.say(gone("b"), 1)
+    talk.call("a", id_=2)
     talk.call("b", id_=2)
     assert talk.quorum == (2, "ab")
+
+
+def test_successors_of_members_that_are_only_silent_wait_until_those_hold_no_commit_any_more():
+    """Two members were cut off from the lighthouse and trained on; two replacements, started elsewhere, formed a quorum within 3 s."""
+    talk = formed("ab", min_replicas=2)
+    talk.beats("", 3)
+    talk.calls("ab", id_=2)
+    talk.say(m.StreamOpened("a:2"))
+    talk.say(m.StreamOpened("b:2"))
+    while talk.now_s < 29.4:
+        for name in "ab":
+            talk.say(m.Report(f"{name}:2", 0))
+        talk.tick(round(talk.now_s + 0.5, 1))
+    assert talk.quorum == (1, "ab") and "of which 2 may come back" in talk.reason
+    talk.tick(30.2)
+    assert talk.quorum == (2, "ab")
+
+
+def test_silence_and_a_restart_prove_nothing_of_a_member_without_an_operators_word():
+    times = m.Times(takeover_s=None)
+    talk = formed("a", times=times)
+    talk.tick(6)
+    talk.say(m.StreamClosed("a:1"), 90)  # long after it was lost: a timeout of the transport closes a connection, too
+    talk.call("a", id_=2)
+    assert talk.quorum == (1, "a")
+    again = Talk(saved=talk.machine.saved, times=times)
+    again.tick(6)
+    again.call("a", id_=2)
+    again.tick(100)
+    assert again.quorum == (1, "a")
+    again.call("a", id_=3)
+    again.say(m.TakeOver())
+    assert again.quorum == (2, "a")
+
+
+def test_a_successor_may_call_before_its_predecessor_is_known_to_be_gone():
+    talk = formed("a", times=m.Times(takeover_s=None))
+    talk.tick(3)
+    talk.call("a", id_=2)  # two beats were missed
+    assert talk.quorum == (1, "a")
+    talk.say(m.StreamClosed("a:1"), 3.1)
+    assert talk.quorum == (2, "a")
+
+
+def test_one_that_returns_has_its_claim_though_its_connection_broke():
+    talk = formed("ab", times=m.Times(takeover_s=None))
+    talk.say(m.StreamClosed("a:1"))
+    talk.say(m.StreamClosed("b:1"))
+    talk.call("b", id_=2)
+    talk.say(m.StreamOpened("a:1.1"))
+    talk.call("a", known=1, failed=True, replica_id="a:1.1", step=5, restored=None)
+    assert talk.quorum == (2, "ab") and talk.machine.quorum and talk.machine.quorum.reference[0] == 5
 
 
 def test_a_stranger_with_a_further_state_heals_like_everybody_else():
@@ -169,7 +229,7 @@ def counted_anew(machine: Lighthouse) -> list[Any]:
     of_them = {i for i in alive if m.process_of(i) in map(m.process_of, previous)}
     theirs = {i for i, peer in alive.items() if peer.kind == "torchft"}
     called = {i for i, peer in alive.items() if peer.called}
-    healthy = {i for i in called | of_them | theirs if alive[i].kind == roster.kind}
+    healthy = {i for i in called | (alive.keys() & previous) | theirs if alive[i].kind == roster.kind}
     returning = [name for name in roster.returning if roster.live.get(name) not in healthy]
     return [
         calls,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ft.protocol.words.lighthouse import Call
-from ft.protocol.words.quorum import Effect, Event, Member, Notice, Quorum, Refusal, State, Times
+from ft.protocol.words.quorum import Effect, Event, Member, Notice, Quorum, Refusal, Shape, State, Terms, Times
 
 # ------------------------------------------------------------------------------------------------ events
 
@@ -21,7 +21,7 @@ class RankCall(Event):
     known: int = 0
     failed: bool = False
     blame: tuple[str, ...] = ()
-    shape: tuple[tuple[str, str], ...] = ()
+    shape: Shape = ()
     number: int = 0  # as Call.number, of this rank's questions
 
 
@@ -53,6 +53,7 @@ class Vote(Event):
     change: bool = False
     reason: str = ""  # of a verdict that is not yes
     blame: tuple[str, ...] = ()
+    whole: bool = False  # all ranks of the group have said so to each other, and this one speaks for them
 
     @property
     def key(self) -> Ballot:
@@ -68,6 +69,7 @@ class LighthouseAnswered(Event):
 
     quorum: Quorum
     times: Times | None = None
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,25 @@ class BeatAnswered(Event):
 
 
 @dataclass(frozen=True)
+class LighthouseSays(Event):
+    """Why the group's call is not answered yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class SumsAwaited(Event):
+    """Tells that all ranks are in the collective with other groups or past it, and some still in it; or that this is over."""
+
+    awaited: bool
+
+
+@dataclass(frozen=True)
+class WantsToLeave(Event):
+    """A rank was asked to leave (SIGTERM). The trainers see to it at the end of a step; where the group waits, it is to wait no longer."""
+
+
+@dataclass(frozen=True)
 class AskMetadata(Event):
     """Another group's rank asks where `group_rank`'s state is served."""
 
@@ -125,6 +146,11 @@ class OpenStream(Effect):
 
 
 @dataclass(frozen=True)
+class CloseStream(Effect):
+    """Close the stream to the lighthouse, and open none before OpenStream: until then this group's name is free."""
+
+
+@dataclass(frozen=True)
 class AnswerRank(Effect):
     """Answer the waiting call of one rank."""
 
@@ -147,6 +173,21 @@ class RestoreRank(Effect):
 
     group_rank: int
     settled: int
+
+
+@dataclass(frozen=True)
+class LetRankGo(Effect):
+    """Answer the waiting call of one rank: the group goes, all its ranks do, with the state in hand."""
+
+    group_rank: int
+
+
+@dataclass(frozen=True)
+class TellWaits(Effect):
+    """Say to all ranks what the group waits for, and for how long it has: once a beat, as long as no rank of its own is late."""
+
+    reason: str
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -184,6 +225,19 @@ class EndGroup(Effect):
 
 
 @dataclass(frozen=True)
+class Go(Event):
+    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited. The driver ends the rank: no machine hears it."""
+
+
+@dataclass(frozen=True)
+class Waits(Event):
+    """The reason of the group's wait. For the driver alone."""
+
+    reason: str
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class Source:
     """A group to heal from: its rank of the same group_rank holds the shards."""
 
@@ -208,6 +262,7 @@ class Part(Event):
     participants: tuple[str, ...]  # who is dealt slots, by replica_rank
     dealt: int  # slots of the open deal that the reference members hold; 0: they hold none, or not the same, and make a new one
     known: bool = False  # the rank has this very generation already: keep the process group
+    handles: tuple[str, ...] = ()  # where this rank's peer in each member answers connections; "": that is not known
 
 
 @dataclass(frozen=True)

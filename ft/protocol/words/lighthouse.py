@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft.protocol.words.quorum import Effect, Event, Kind, Member, Notice, Quorum, Refusal
+from ft.protocol.words.quorum import Effect, Event, Kind, Member, Notice, Quorum, Refusal, Shape, Terms
 
 # ------------------------------------------------------------------------------------------------ events
 
@@ -18,10 +18,10 @@ class Call(Event):
     kind: Kind = "pharos"
     known: int = 0
     failed: bool = False  # generation `known` failed; else a change is due, or it is the first call
-    blame: tuple[str, ...] = ()  # replica_ids with which the attempt failed
-    shape: tuple[
-        tuple[str, str], ...
-    ] = ()  # (what, digest): layout, dtypes, buckets, config; must be the same everywhere
+    blame: tuple[
+        str, ...
+    ] = ()  # replica_ids that it cannot work with now: no connection comes about, or they are unlike it
+    shape: Shape = ()
     number: int = (
         0  # of this process's questions, growing; a retry repeats its own, so that a late copy is known for one
     )
@@ -66,15 +66,22 @@ class Report(Event):
     waiting: bool = False  # all its ranks are in the collective (or past it)
     median_step_s: float = 0.0
     settled: int = 0
+    launched: int = (
+        0  # reductions in this generation, the newest included: whose are fewer than the others' is behind them
+    )
+    phase_limit_s: float = 0.0  # a rank is in a long phase, which may take so long and has not yet; 0: none is
+    blame: tuple[str, ...] = ()  # as Call.blame, at this moment
 
 
 @dataclass(frozen=True)
 class Leave(Event):
-    """The group goes on purpose. clean: it owes the running step nothing, so the others finish it; else the generation fails."""
+    """The group goes on purpose. clean: it owes the running step nothing, so the others finish it; else the generation fails. finished: the
+    run is over, and its last step is saved."""
 
     replica_id: str
     clean: bool = True
     reason: str = "left"
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,8 @@ class Saved:
     last_id: int = 0
     settled: int = 0
     kind: Kind = "pharos"
-    quorum: Quorum | None = None
+    quorum: Quorum | None = None  # the newest; None: there was none, or none of its members may come back
+    terms: Terms | None = None  # of the job that it is of
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,10 +156,13 @@ class Saved:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Saved:
         """Of what to_dict gave, after JSON. Raises TypeError or KeyError for anything else."""
-        return Saved(**{**data, "quorum": quorum_from_dict(data["quorum"]) if data["quorum"] else None})
+        terms = data.get("terms")  # a file of an earlier version has none
+        quorum = quorum_from_dict(data["quorum"]) if data["quorum"] else None
+        return Saved(**{**data, "quorum": quorum, "terms": Terms(**terms) if terms else None})
 
 
 def quorum_from_dict(data: dict[str, Any]) -> Quorum:
     step, commit_quorum_id, commit_id = data["reference"]
     members = tuple(Member(**{**m, "reconfigure_handles": tuple(m["reconfigure_handles"])}) for m in data["members"])
-    return Quorum(data["quorum_id"], members, (step, commit_quorum_id, commit_id), data["epoch"])
+    shape = tuple((what, digest) for what, digest in data.get("shape", ()))  # a file of an earlier version has none
+    return Quorum(data["quorum_id"], members, (step, commit_quorum_id, commit_id), data["epoch"], shape)

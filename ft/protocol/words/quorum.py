@@ -28,7 +28,7 @@ class Member:
     shrink_only: bool = False
     data: str = ""  # the user's JSON
     commit_failures: int = 0
-    reconfigure_handles: tuple[str, ...] = ()
+    reconfigure_handles: tuple[str, ...] = ()  # ours: by group_rank, where the rank answers connections, host:port
     commit_id: str = ""  # names the state: equal ids, equal weights
     commit_quorum_id: int = 0  # the generation that made it
     restored: int | None = None  # "restored from checkpoint s"; 0: there is none, and that is meant
@@ -50,6 +50,7 @@ class Member:
         return (self.step, self.commit_quorum_id, self.commit_id)
 
 
+Shape = tuple[tuple[str, str], ...]  # (what, digest): layout, dtypes, buckets, settings; must be the same in all groups
 State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is the further
 
 
@@ -61,6 +62,7 @@ class Quorum:
     members: tuple[Member, ...]  # sorted by replica_id; the place is the replica_rank
     reference: State = (0, 0, "")
     epoch: str = ""  # of the job; keeps the store keys of two jobs apart
+    shape: Shape = ()  # of the job: what all its members have alike
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -89,7 +91,7 @@ class Times:
         bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.bad_rungs()]
         return bad + [
             f"{n} = {getattr(self, n)}: the lighthouse has {getattr(theirs, n)}"
-            for n in ("heartbeat_timeout_s", "takeover_s", "heal_grace_s")
+            for n in ("heartbeat_timeout_s", "heal_grace_s")
             if getattr(self, n) != getattr(theirs, n)
         ]
 
@@ -99,11 +101,32 @@ class Times:
         return [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False) if not _fits(b, x, y)]
 
 
-_RUNGS = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "stall_s", "collective_s")
+_RUNGS = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "collective_s")
 
 
 def _fits(rung: str, below: float, length: float) -> bool:
     return below <= length if rung in ("takeover_s", "collective_s") else below < length
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The lighthouse's word on what may happen without some of the members: the same for the job's life, whoever starts it anew. Lowering
+    one lets others go on where members still rely on it, so only an operator may."""
+
+    min_replicas: int = 1
+    takeover_s: float | None = 30.0  # None: never, an operator's word
+    num_replica_groups: int = 0  # that the job is meant to have; 0: not said
+
+    def at_least(self, before: Terms | None) -> Terms:
+        """These, where they are not lower than those before."""
+        if before is None:
+            return self
+        takeovers_s = (self.takeover_s, before.takeover_s)
+        return Terms(
+            max(self.min_replicas, before.min_replicas),
+            None if None in takeovers_s else max(filter(None, takeovers_s)),
+            max(self.num_replica_groups, before.num_replica_groups),
+        )
 
 
 @lru_cache(4096)  # asked for each member of each deal, by each rank
@@ -165,6 +188,13 @@ class Abandoned(Notice):
     """A member asks for a quorum because this generation failed, or it has been replaced: stop waiting on it now."""
 
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Finished(Notice):
+    """A member has left because the run is over and its last step is saved: the others may end."""
+
+    replica_id: str = ""
 
 
 @dataclass(frozen=True)
