@@ -15,13 +15,16 @@ from ft.protocol.step import Step
 from ft.sim import faults, waits
 from ft.sim.collectives import Collectives
 from ft.sim.faults import Fault
+from ft.sim.harm import Harm
 from ft.sim.invariants import Committed, Truth, require
+from ft.sim.liveness import Liveness
 from ft.sim.network import Network
 from ft.sim.ranks import DIGEST_INTERVAL, Snapshot
 from ft.sim.servers import GroupNode, LighthouseNode
 from ft.sim.world import Process, World
 
 PATIENCE_S = 150.0  # without a fault, every live group has to commit within this time
+MANY = 50  # groups of which a run has no class of faults: there are enough smaller ones
 RESTART_S = (1.0, 4.0)  # from the end of a group to its next start: launcher, imports
 
 
@@ -33,6 +36,10 @@ class Machines:
     group: Callable[..., Group] = Group
     step: Callable[..., Step] = Step
     ledger: Callable[[int, int], Ledger] = Ledger
+    # What is around them, and was otherwise once.
+    watchdog_stands: bool = True  # the trainer's, while its group waits for others
+    held_is_no_try: bool = True  # a vote on which the server waits
+    probes: bool = True  # who waits for others tries whether it can reach them
 
 
 @dataclass(frozen=True)
@@ -52,16 +59,18 @@ class Setting:
     slots_per_step: int  # 0: as many as groups are there
     step: dict[str, Any]  # of StepConfig
     faults: tuple[Fault, ...]
+    fault_class: str = ""  # of faults.CLASSES
+    loss: float = 0.0  # of packets
 
 
-def setting(seed: int, groups: int, steps: int) -> Setting:
-    """Everything that is drawn for a run, but for what happens inside it."""
+def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) -> Setting:
+    """Everything that is drawn for a run, but for what happens inside it. fault_class: None: as the seed has it; "": none."""
     dice, more, slots = World(seed).dice("setting"), World(seed).dice("sums"), World(seed).dice("whole")
     compute_s = dice.between(0.15, 0.4)
     # Most jobs compute for longer than they sum. In the others much may happen to a sum.
     sum_s, breaks = ((0.02, 0.08), False) if more.chance(0.75) else ((0.1, 0.6), True)
     duration_s = steps * compute_s * 1.3
-    return Setting(
+    drawn = Setting(
         seed=seed,
         groups=groups,
         steps=steps,
@@ -85,6 +94,19 @@ def setting(seed: int, groups: int, steps: int) -> Setting:
         },
         faults=faults.draw(dice, groups, duration_s) + (faults.interrupted(more, duration_s) if breaks else ()),
     )
+    name = faults.class_of(seed) if fault_class is None else fault_class
+    return drawn_in(name, drawn, duration_s) if name and (fault_class or groups < MANY) else drawn
+
+
+def drawn_in(name: str, drawn: Setting, duration_s: float) -> Setting:
+    """The same run with the faults of a class; half of the runs have no others."""
+    dice, one = World(drawn.seed).dice(name), faults.CLASSES[name]
+    others = drawn.faults if dice.chance(0.5) else ()
+    found = sorted((*others, *one.draw(dice, drawn.groups, duration_s)), key=lambda fault: fault.at_s)
+    if one.min_replicas:
+        drawn = replace(drawn, lighthouse=replace(drawn.lighthouse, min_replicas=min(2 + dice.index(2), drawn.groups)))
+    loss = dice.between(0.01, 0.2) if one.loss else 0.0
+    return replace(drawn, fault_class=name, faults=tuple(found), loss=loss)
 
 
 @dataclass
@@ -97,6 +119,10 @@ class Name:
     wanted: bool = True  # False: scaled down
     drains: bool = False  # its next start is to leave at once
     shrink: bool = False  # its next quorum is to have previous members alone
+    site: str = ""  # where it is started, if not where it always was
+    shape: str = ""  # what it trains, if not what the job does
+    dies_in: list[str] = field(default_factory=list)  # phases of a heal: each start dies in the next of them
+    failing_heals: int = 0
 
 
 @dataclass
@@ -104,6 +130,7 @@ class Cluster:
     setting: Setting
     machines: Machines = field(default_factory=Machines)
     trace: Callable[[str], None] | None = None
+    skips_idle_ticks: bool = True  # of groups in which nobody waits: they change nothing
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -112,20 +139,28 @@ class Cluster:
         self.dice_of_threads = self.world.dice("threads")
         self.dice_of_sending = self.world.dice("sending")
         self.times = setting.lighthouse.times
-        self.network = Network(self.world, faults.quality(self.world.dice("quality"), setting.groups))
+        quality = faults.quality(self.world.dice("quality"), setting.groups)
+        self.network = Network(self.world, faults.lossy(setting.loss) if setting.loss else quality)
         self.collectives = Collectives(self.world, self.network, seconds=setting.sum_s)
         self.truth = Truth(self)
+        self.harm = Harm(self)
+        self.liveness = Liveness(self)
         self.state_file: m.Saved | None = None
+        self.state_owner = 0  # the lighthouse that may write it
+        self.lighthouse_config = setting.lighthouse
+        self.lighthouse_moves = 0
+        self.names_away = False  # nobody can look up where the lighthouse is
+        self.wrong_token = False  # the next lighthouse's
+        self.no_capacity = False  # launchers start nothing
+        self.notices_late_s = 0.0  # on their way from a group's server to its ranks
         self.lighthouse: LighthouseNode | None = None
         self.lighthouses = 0
         self.names: list[Name] = [Name(f"g{i}") for i in range(setting.groups)]
         self.nodes: dict[str, GroupNode] = {}  # by address
-        self.active = 0  # faults that last
         self.calm_since_s = 0.0
         self.stopped_because = ""
         self.transitions: Counter[tuple[type, tuple[type, ...]]] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._disturbed_s: dict[str, float] = {}  # process name -> until when it was, or is, out of reach
         self._reason = ""
         self._checkpoints: dict[int, dict[tuple[str, int], Snapshot]] = {}
 
@@ -138,7 +173,7 @@ class Cluster:
             late_s = self.dice.between(0.0, 20.0) if self.dice.chance(0.15) else self.dice.between(0.0, 1.0)
             self.world.after(late_s, None, self.start_group, name)
         for fault in self.setting.faults:
-            self.world.after(fault.at_s, None, self.suffer, fault)
+            self.world.after(fault.at_s, None, self.harm.suffer, fault)
         self.world.after(1.0, None, self._watch)
         self.world.run(self.is_over)
         for group in self.live():
@@ -158,7 +193,8 @@ class Cluster:
         live = self.live()
         for group in live:
             waits.check(group)
-        if self.active == 0:
+        self.liveness.check()
+        if self.harm.active == 0:
             calm_s = self.world.now_s - self.calm_since_s
             for group in live:
                 for rank in group.ranks:
@@ -192,23 +228,37 @@ class Cluster:
 
     # -- starts and ends --------------------------------------------------------------------------------------------
 
-    def start_lighthouse(self) -> None:
-        """Unless there is one: two faults may have wanted the same restart, and an address has room for one."""
-        if self.lighthouse is not None and self.lighthouse.process.alive:
+    def new_process(self, name: str, host: str, site: str) -> Process:
+        """With the clock of its host."""
+        return Process(name, host, site, clock_s=World(self.setting.seed).dice(f"clock of {host}").between(0.0, 1000.0))
+
+    def start_lighthouse(self, *, beside: bool = False) -> None:
+        """Unless there is one: two faults may have wanted the same restart, and an address has room for one. beside: all the same."""
+        if self.lighthouse is not None and self.lighthouse.process.alive and not beside:
             return
         self.lighthouses += 1
+        self.state_owner = self.lighthouses
         self.lighthouse = LighthouseNode(self, self.lighthouses)
         self.lighthouse.start()
 
     def start_group(self, name: Name) -> None:
-        if name.wanted and name.group is None:
+        if self.no_capacity:
+            self.world.after(1.0, None, self.start_group, name)
+        elif name.wanted and name.group is None:
             name.starts += 1
-            name.group = group = GroupNode(self, name.name, name.starts)
+            name.group = group = GroupNode(self, name.name, name.starts, name.site, shape=name.shape)
             self.nodes[group.address] = group
             self.calm_since_s = self.world.now_s
+            self.liveness.restart()
             group.start()
             if name.drains:
                 group.wants_to_leave()
+
+    def add_group(self, *, shrink: bool = False, shape: str = "") -> Name:
+        """Adds a group of a name that the job did not have."""
+        self.names.append(Name(f"g{len(self.names)}", shrink=shrink, shape=shape))
+        self.start_group(self.names[-1])
+        return self.names[-1]
 
     def gone(self, group: GroupNode) -> None:
         """The launcher sees its processes gone, and starts the group again."""
@@ -216,10 +266,15 @@ class Cluster:
         if name.group is group:
             name.group = None
             self.calm_since_s = self.world.now_s
+            self.liveness.restart()
             self.world.after(self.dice.between(*RESTART_S), None, self.start_group, name)
 
     def name_of(self, group: GroupNode) -> Name:
         return self.names[int(group.name[1:])]
+
+    def site_of(self, store_address: str) -> str:
+        """Returns the site of a group's store."""
+        return self.nodes[f"http://{store_address.partition(':')[0]}"].site
 
     def job_stopped(self, reason: str) -> None:
         unable = any(fault.kind == "not a number" for fault in self.setting.faults)
@@ -250,7 +305,7 @@ class Cluster:
             records = [self.truth.commits_by_id.get(rank.commit_id) for rank in group.ranks if rank.weights is not None]
             whole = len(records) == len(group.ranks)
             holds = whole and all(own is not None and own.at(record.step) is record for own in records)
-            if holds and not group.left and self._disturbed_s.get(group.process.name, -1e9) + 40.0 < self.world.now_s:
+            if holds and not group.left and self.harm.disturbed_until(group) + 40.0 < self.world.now_s:
                 found.append(group.process.name)
         return found
 
@@ -260,117 +315,6 @@ class Cluster:
         rank = group.ranks[group_rank]
         alive = rank.process.alive and not rank.process.stopped
         return alive and not self.network.is_cut(rank.process, reader) and rank.offered(quorum_id) is not None
-
-    # -- faults -----------------------------------------------------------------------------------------------------
-
-    def suffer(self, fault: Fault) -> None:
-        live = self.live()
-        if self.trace is not None:
-            self.world.note("fault", str(fault))
-        self.calm_since_s = self.world.now_s
-        if "lighthouse" in fault.kind:
-            self._hit_lighthouse(fault)
-        elif fault.kind == "group joins":
-            # Some newcomers ask for previous members alone.
-            self.names.append(Name(f"g{len(self.names)}", shrink=fault.share < 0.25))
-            self.start_group(self.names[-1])
-        elif not live:
-            return
-        elif "cut" in fault.kind:
-            self._cut(fault, live)
-        else:
-            self._hit_group(fault, live[fault.who % len(live)], live)
-        self.world.seen[f"fault: {fault.kind}"] += 1
-
-    def _hit_lighthouse(self, fault: Fault) -> None:
-        node = self.lighthouse
-        if node is None or not node.process.alive:
-            return
-        if fault.kind == "lighthouse stopped":
-            self.world.stop(node.process)
-            self._for(fault.lasts_s, lambda: self.world.resume(node.process))
-            return
-        if fault.share < 0.3:
-            node.dies_writing = True  # at the next write, or in two seconds
-            self.world.after(2.0, None, self.world.kill, node.process)
-            self._for(2.0 + fault.lasts_s, self.start_lighthouse)
-            return
-        self.world.kill(node.process)
-        if fault.share > 0.8:
-            self.world.seen["fault: state file lost"] += 1
-            self.state_file, self.truth.forgetful = None, True
-        self._for(fault.lasts_s, self.start_lighthouse)
-
-    def _hit_group(self, fault: Fault, group: GroupNode, live: list[GroupNode]) -> None:
-        rank = group.ranks[int(fault.share * len(group.ranks))]
-        processes = [group.process, *(rank.process for rank in group.ranks)]
-        if fault.kind == "rank killed":
-            self.world.kill(rank.process)
-        elif fault.kind == "group server killed":
-            self.world.kill(group.process)
-        elif fault.kind == "host lost":  # no kernel is left to close a socket
-            for process in processes:
-                process.dark = True
-            group.kill()
-        elif fault.kind == "group stopped":
-            self._stop(group, processes, fault.lasts_s)
-        elif fault.kind == "rank stopped":
-            self._stop(group, [rank.process], fault.lasts_s)
-        elif fault.kind == "group server stopped":
-            self._stop(group, [group.process], fault.lasts_s)
-        elif fault.kind == "group slow":
-            group.slow = 1.0 + 30.0 * fault.share**3
-            self._for(fault.lasts_s, lambda: setattr(group, "slow", 1.0))
-        elif fault.kind == "group leaves" and len(live) > self.setting.lighthouse.min_replicas + 1:
-            if fault.share < 0.5:
-                group.wants_to_leave()
-            else:  # its host is drained when it has just come back, and heals
-                self.world.seen["fault: group leaves while it heals"] += 1
-                self.name_of(group).drains = True
-                group.kill()
-        elif fault.kind == "shrink asked":
-            self.name_of(group).shrink = True
-            if fault.share < 0.3:  # and no previous member is left that could follow
-                for one in live:
-                    one.kill()
-        elif fault.kind == faults.BROKEN:
-            group.break_connection()
-        elif fault.kind == "not a number":
-            group.nan_attempts = 1 + int(fault.share * 3.5)
-
-    def _stop(self, group: GroupNode, processes: list[Process], lasts_s: float) -> None:
-        self._disturb(group, lasts_s)
-        for process in processes:
-            self.world.stop(process)
-
-        def resume() -> None:
-            for process in processes:
-                self.world.resume(process)
-
-        self._for(lasts_s, resume)
-
-    def _cut(self, fault: Fault, live: list[GroupNode]) -> None:
-        cut = faults.cut_for(fault, live[fault.who % len(live)].name, [group.name for group in live], "lighthouse")
-        # A pair has to fail three rendezvous of 10 s before one of it sits out.
-        lasts_s = fault.lasts_s * (2.0 if fault.kind == "pair cut" else 1.0)
-        for group in live:
-            self._disturb(group, lasts_s)
-        self.network.cut(cut)
-        self._for(lasts_s, lambda: self.network.mend(cut))
-
-    def _disturb(self, group: GroupNode, lasts_s: float) -> None:
-        name = group.process.name
-        self._disturbed_s[name] = max(self._disturbed_s.get(name, 0.0), self.world.now_s + lasts_s)
-
-    def _for(self, lasts_s: float, end: Callable[[], Any]) -> None:
-        self.active += 1
-
-        def over() -> None:
-            self.active -= 1
-            self.calm_since_s = self.world.now_s
-            end()
-
-        self.world.after(lasts_s, None, over)
 
 
 def brief(words: Any) -> str:

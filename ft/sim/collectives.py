@@ -2,6 +2,10 @@
 
 What is modelled is what gloo was seen to do (torch 2.13): a dead member's peers get an error, or nothing at all, or, near the end, their
 sums; a stopped or cut-off member leaves them hanging; closing the sockets of a generation ends its pending work here and at the peers.
+
+A rendezvous has two parts. Each member says in a store, at one member's site, that it is there: who cannot reach the store says nothing,
+and hears of nobody. Once all are there, each connects to all others, and is through when its own connections stand: of a pair that is
+cut both wait, and the rest goes on to sums that never come. Nobody is told who it is that does not answer.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from ft.sim.network import Network
 from ft.sim.world import Process, World
 
 Key = tuple[Any, ...]
+AGAIN_S = 0.2  # between two tries of a connection
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +38,9 @@ class Work:
     key: Key
     size: int
     combine: Callable[[list[Any]], Any]
+    store: str = ""  # of a rendezvous: the site of its store
     members: dict[int, Member] = field(default_factory=dict)  # by replica rank
+    outside: dict[int, Member] = field(default_factory=dict)  # those that cannot reach the store
     processes: frozenset[Process] = frozenset()  # once all are there
     sites: frozenset[str] = frozenset()
     combined: Any = None
@@ -69,18 +76,38 @@ class Collectives:
         given: Any,
         done: Callable[[Any], None],
         combine: Callable[[list[Any]], Any] = list,
+        store: str = "",
     ) -> None:
-        """`done` is called with what `combine` makes of the list of what all gave, or None for a failure; or never."""
+        """`done` is called with what `combine` makes of the list of what all gave, or None for a failure; or never. store: the site where
+        the members meet, if it is a rendezvous."""
         key = (*generation, *key)
         work = self._work.get(key)
         if work is None:
-            work = self._work[key] = Work(key, size, combine)
+            work = self._work[key] = Work(key, size, combine, store)
         assert work.size == size and rank not in work.members, f"{process.name} enters {work.key} as {rank} of {size}"
-        member = work.members[rank] = Member(process, given, done)
+        member = Member(process, given, done)
         self._of.setdefault(process, {})[work] = rank
+        if store:
+            work.outside[rank] = member
+            self._reach(work, rank, member)
+        else:
+            self._enter(work, rank, member)
+
+    def _reach(self, work: Work, rank: int, member: Member) -> None:
+        """The store, sooner or later."""
+        if member.over:
+            return
+        if self.network.is_parted(member.process.site, work.store):
+            self.world.after(AGAIN_S, member.process, self._reach, work, rank, member)
+        else:
+            del work.outside[rank]
+            self._enter(work, rank, member)
+
+    def _enter(self, work: Work, rank: int, member: Member) -> None:
+        work.members[rank] = member
         if work.broken:
             self._spoil(work, member)
-        elif len(work.members) == size:
+        elif len(work.members) == work.size:
             work.running = True
             work.processes = frozenset(other.process for other in work.members.values())
             work.sites = frozenset(other.site for other in work.processes)
@@ -92,32 +119,34 @@ class Collectives:
         """Shuts this rank's sockets of a generation: its own work there is over, and its peers' fails or hangs."""
         mine = self._of.get(process, {})
         for work in [work for work in mine if work.key[: len(generation)] == generation]:
-            work.members[mine.pop(work)].over = True
-            self._break(work)
-
-    def absent(self, process: Process, generation: Key, key: Key, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Who has not come to a rendezvous, or cannot be reached there. Who came and has given up by now did come: its key is there."""
-        work = self._work.get(generation + key)
-        there = work.members if work is not None else {}
-        return tuple(
-            name
-            for rank, name in enumerate(names)
-            if rank not in there or self.network.is_cut(process, there[rank].process)
-        )
+            self._leave(work, mine.pop(work))
 
     def dies(self, process: Process) -> None:
         for work, rank in self._of.pop(process, {}).items():
-            work.members[rank].over = True
+            self._leave(work, rank)
+
+    def _leave(self, work: Work, rank: int) -> None:
+        member = work.members.get(rank) or work.outside.pop(rank)
+        member.over = True
+        if rank in work.members:
             self._break(work)
 
     def _complete(self, work: Work, member: Member) -> None:
         if member.over or work.broken:
             return
         # TCP goes on where it was, some time after the hindrance is gone.
-        if not self.world.stopped.isdisjoint(work.processes) or self.network.parts(work.sites):
-            self.world.after(0.2, member.process, self._complete, work, member)
+        if not self.world.stopped.isdisjoint(work.processes) or self._is_hindered(work, member.process.site):
+            self.world.after(AGAIN_S, member.process, self._complete, work, member)
             return
         self._end(work, member, work.result)
+
+    def _is_hindered(self, work: Work, site: str) -> bool:
+        """A sum passes by all members; a rendezvous is each one's own."""
+        if not self.network.cuts:
+            return False
+        if not work.store:
+            return self.network.parts(work.sites)
+        return any(self.network.is_parted(site, other) for other in (work.store, *work.sites))
 
     def _break(self, work: Work) -> None:
         if work.broken:

@@ -201,6 +201,13 @@ class Truth:
     def differ(self, effect: m.WeightsDiffer) -> None:
         require(False, f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
 
+    def meets(self, rank: RankNode, part: m.Part) -> None:
+        """In a collective with other groups."""
+        if not rank.group.shape:
+            return
+        ours = [i for i in part.members if not self.cluster.names[int(m.name_of(i)[1:])].shape]
+        require(not ours, f"{rank.process.name} is of another layout, and sums with {ours}")
+
     def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given, *, gave: bool) -> None:
         """`gave`: its tail says that something of it counts."""
         if not given.gradients and not gave:

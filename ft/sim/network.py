@@ -234,6 +234,10 @@ class Network:
     def _is_hidden(self, source: Process, target: Process) -> bool:
         return source.dark or target.dark or any(cut.stops(source.site, target.site) for cut in self.cuts)
 
+    def is_parted(self, one: str, other: str) -> bool:
+        """True when no connection comes about between two sites: each needs an answer, so one direction is enough."""
+        return one != other and any(cut.stops(one, other) or cut.stops(other, one) for cut in self.cuts)
+
     def parts(self, sites: frozenset[str]) -> bool:
         """Whether a cut runs between any two of them."""
         return any(cut.parts(sites) for cut in self.cuts) if self.cuts else False

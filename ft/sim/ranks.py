@@ -6,6 +6,7 @@ shows who gave what, and from which state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,14 +18,17 @@ from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from ft.protocol.tail import Tail
+from ft.sim.probes import Prober
 from ft.sim.trainer import Trainer
-from ft.sim.world import Process
 
 if TYPE_CHECKING:
     from ft.sim.servers import GroupNode
 
 RETRY_S = 0.5
 VOTE_TRIES = 20
+WATCHDOG_S = 100.0  # train_timeout_seconds
+WORD_S = 3.0  # a word of the server's is good for so long
+WHOLE_VOTE_S = 2.0  # group_calls.py
 DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
 INITIAL = 1  # the weights before the first step, the same everywhere
 
@@ -79,14 +83,19 @@ class RankNode:
         self.world, self.network, self.truth = cluster.world, cluster.network, cluster.truth
         self.group = group
         self.group_rank = group_rank
-        host = group.name if group_rank == 0 or not cluster.setting.spread else f"{group.name}.{group_rank}"
-        self.process = Process(f"{group.process.name}/{group_rank}", host, group.name)
+        host = group.site if group_rank == 0 or not cluster.setting.spread else f"{group.site}.{group_rank}"
+        self.process = cluster.new_process(f"{group.process.name}/{group_rank}", host, group.site)
         self.machine = cluster.machines.step(config, cluster.machines.ledger(1, cluster.setting.slots_per_step))
         self.weights: int | None = INITIAL  # None: void, the state is arriving
         self.commit_id = ""  # of the weights, as the truth knows them
-        self.waiting = False
+        self.launched = 0  # reductions in the newest quorum
+        self.waiting = self.past_sums = False
+        self.waits_since_s = 0.0
+        self.word_s = -math.inf  # when its server last said that the group waits for others
+        self._still_s = 0.0  # without a step, and without that word
         self.step = 0  # committed, as the trainer has seen it: the machine may be ahead by held steps
         self.trainer = Trainer(self)
+        self.prober = Prober(self)
         self.progress_s = self.world.now_s
         self._part: m.Part | None = None
         self._kept = NOTHING
@@ -127,18 +136,26 @@ class RankNode:
         if stream is None:
             self.exit("no group server")
             return
-        stream.message = self.feed
+        stream.message = self._hear
         stream.closed = lambda: self.exit("the group server is gone")
         self.process.at_death.append(lambda: self.cluster.collectives.dies(self.process))
         self.process.at_death.append(lambda: self.network.forget(self.process))
         self.trainer.begin()
         self._tick()
 
+    def _hear(self, message: m.Event) -> None:
+        """From the group's server."""
+        if isinstance(message, m.Waits):
+            self.word_s = self.world.now_s
+            self.world.seen["event: Waits"] += 1  # no machine's, as Go
+        else:
+            self.feed(message)
+
     def feed(self, event: m.Event) -> None:
         if not self.process.alive:
             return
         before = self.machine.phase
-        out = self.machine.handle(event, self.world.now_s)
+        out = self.machine.handle(event, self.process.now_s(self.world))
         if self.machine.phase is not before:
             self.world.seen[f"step: {before.name} to {self.machine.phase.name}"] += 1
         self.cluster.saw(self.process.name, event, out)
@@ -151,25 +168,60 @@ class RankNode:
                 self.trainer.queue.append(effect)
         self.trainer.run()
 
+    @property
+    def is_member(self) -> bool:
+        """Or was."""
+        return self._part is not None
+
+    def reaches(self, phase: str) -> None:
+        """Marks a point of the heal; a joiner may be meant to die at it."""
+        dies_in = self.cluster.name_of(self.group).dies_in
+        if dies_in and dies_in[0] == phase and self.process.alive:
+            dies_in.pop(0)
+            self.world.seen[f"joiner died: {phase}"] += 1
+            self.group.harmed = True
+            self.world.kill(self.process)
+
     def exit(self, why: str) -> None:
         if self.process.alive:
             self.world.note(self.process.name, f"exits: {why}")
+            self.cluster.liveness.ends(self.group, self.process.name, why, member=self.is_member)
             self.world.kill(self.process)
 
     def _tick(self) -> None:
         if self.trainer.is_idle:
             self.feed(m.Tick())
+        self.prober.tick()
+        self._watch_myself()
         self.world.after(1.0, self.process, self._tick)
+
+    def _watch_myself(self) -> None:
+        """A sum that takes too long is given up. The trainer's watchdog: a rank that makes no step ends, but its clock stands still while
+        its group waits for others."""
+        if self.waiting and self.world.now_s - self.waits_since_s > self.cluster.times.collective_s:
+            self.world.seen["collective over its time"] += 1
+            for give_up in list(self._pending.values()):
+                give_up()
+        waits = self.cluster.machines.watchdog_stands and self.world.now_s - self.word_s <= WORD_S
+        self._still_s += 0.0 if waits else 1.0
+        if self._still_s > WATCHDOG_S:
+            self.exit(f"no step in {WATCHDOG_S:g} s")
+
+    def interrupt(self) -> None:
+        """Whatever waits for other groups ends: one of them cannot be reached."""
+        for give_up in list(self._pending.values()):
+            self.world.after(0.01, self.process, give_up)
 
     # -- quorum -----------------------------------------------------------------------------------------------------
 
     def _ask_quorum(self, effect: m.AskQuorum) -> None:
         self._asked += 1
+        self.reaches("asks")
         self.trainer.waits = ("quorum", effect.call.number)
         call = effect.call
         if self.cluster.name_of(self.group).shrink:
             call = replace(call, member=replace(call.member, shrink_only=True))
-        self._ask(call, self._asked)
+        self._ask(replace(call, blame=self.prober.unreachable), self._asked)
 
     def _ask(self, call: m.RankCall, number: int) -> None:
         def answered(reply: Any) -> None:
@@ -177,6 +229,11 @@ class RankNode:
                 return
             if reply is None:  # broken or timed out: the group still wants an answer
                 self.world.after(RETRY_S, self.process, self._ask, call, number)
+            elif isinstance(reply, m.Go):
+                self._asked += 1
+                self.world.seen["event: Go"] += 1
+                self.trainer.waits = ("the end", "it is let go")
+                self.group.rank_left()
             else:
                 self._asked += 1
                 self.trainer.go_on(reply)
@@ -187,7 +244,9 @@ class RankNode:
     def _configure(self, effect: m.Configure) -> None:
         part = effect.part
         self._part = part
+        self.prober.watch(part.members)
         self.truth.entered(self, part)
+        self.cluster.liveness.joins(self.group)
         if not part.heal and len(self.group.ranks) > 1:
             self.truth.deals(self, part, effect.attempt)
         # An offer is of one quorum: the same state has another deal in the next.
@@ -198,6 +257,7 @@ class RankNode:
         if part.known:
             self._configured(part, m.Configured(part.quorum_id, ok=True))
             return
+        self.launched = 0
         self.trainer.waits = ("rendezvous", part.quorum_id)
         self._meet(part)
 
@@ -209,25 +269,20 @@ class RankNode:
 
     def _meet(self, part: m.Part) -> None:
         """The rendezvous: stands when all are there, is given up on a notice or after its time."""
+        if part.heal:
+            self.reaches("meets")
         open_question = [True]
 
-        def end(ok: bool, reason: str = "", blame: tuple[str, ...] = ()) -> None:
+        def end(ok: bool, reason: str = "") -> None:
             if open_question:
                 open_question.clear()
                 self._pending.pop(part.quorum_id, None)
                 if not ok:
                     self.cluster.collectives.abandon(self.process, self._generation(part.quorum_id))
-                self._configured(part, m.Configured(part.quorum_id, ok, reason, blame))
-
-        def late() -> None:
-            if open_question:
-                absent = self.cluster.collectives.absent(
-                    self.process, self._generation(part.quorum_id), self._meeting(), part.members
-                )
-                end(False, "rendezvous: not all came", absent)
+                self._configured(part, m.Configured(part.quorum_id, ok, reason))
 
         self._pending[part.quorum_id] = lambda: end(False, "rendezvous given up")
-        self.world.after(self.cluster.times.rendezvous_s, self.process, late)
+        self.world.after(self.cluster.times.rendezvous_s, self.process, end, False, "rendezvous: not all came")
         self.cluster.collectives.join(
             self.process,
             self._generation(part.quorum_id),
@@ -235,7 +290,8 @@ class RankNode:
             part.replica_rank,
             len(part.members),
             None,
-            lambda given: end(given is not None, "" if given is not None else "rendezvous broke"),
+            lambda given: end(True) if given is not None else self.prober.look(lambda: end(False, "rendezvous broke")),
+            store=self.cluster.site_of(part.store_address),
         )
         self._is_stopped(part.quorum_id)
 
@@ -249,7 +305,7 @@ class RankNode:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def _compute(self, effect: m.Compute) -> None:
-        self.progress_s = self.world.now_s
+        self.progress_s, self._still_s = self.world.now_s, 0.0
         self.trainer.compute(effect)
 
     def computed(self, effect: m.Compute, able: bool) -> None:
@@ -265,6 +321,8 @@ class RankNode:
         self.trainer.go_on(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 
     def _launch(self, effect: m.LaunchTail) -> None:
+        if self.trainer.hangs_in("reduction", lambda: self._launch(effect)):
+            return
         kept = self._kept
         tail = self._with_digest(effect)
         given = Given(tail, {}, {}) if effect.zeros else Given(tail, kept.gradients, kept.tokens)
@@ -272,6 +330,7 @@ class RankNode:
         assert part is not None
         digests = FIGURES * len(part.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
         gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
+        self.truth.meets(self, part)
         self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given, gave=gave)
         key = (effect.quorum_id, effect.attempt, effect.step)
         open_work = [True]
@@ -289,7 +348,8 @@ class RankNode:
             self._sums, tail = result
             self.trainer.go_on(m.Reduced(*key, tail))
 
-        self.waiting = True
+        self.waiting, self.waits_since_s = True, self.world.now_s
+        self.launched += 1
         self.trainer.waits = ("sums", key)
         self._pending[effect.quorum_id] = lambda: end(None, "given up")
         self.cluster.collectives.join(
@@ -323,30 +383,101 @@ class RankNode:
             self.world.after(0.01, self.process, give_up)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
+        if self.trainer.hangs_in("vote", lambda: self._cast_vote(effect)):
+            return
         vote = effect.vote
         self.truth.votes(self, vote)
-        if self.machine.waits_aside(vote) or self.trainer.queue:
+        aside, busy = self.machine.waits_aside(vote), bool(self.trainer.queue)
+        if self.machine.is_for_all(vote) and len(self.group.ranks) > 1:
+            self._agree(vote, able=not busy)
+        else:
+            self._ask_word(vote, aside=aside or busy)
+
+    def _ask_word(self, vote: m.Vote, *, aside: bool) -> None:
+        if aside:
             self.trainer.aside.add(vote.key)
             self.world.seen[f"wait: aside for the word on {vote.kind}"] += 1
         else:
             self.trainer.waits = ("vote", vote.key)
-        self._vote(vote, VOTE_TRIES)
+        self._vote(vote, VOTE_TRIES, self._heard_word)
+        if aside:
+            self.trainer.goes_on()
 
-    def _vote(self, vote: m.Vote, tries: int) -> None:
+    def _heard_word(self, outcome: m.Outcome) -> None:
+        self.past_sums = False
+        key = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        if key in self.trainer.aside:
+            self.trainer.aside.discard(key)
+            self.feed(outcome)
+        else:
+            self.trainer.go_on(outcome)
+
+    def _agree(self, vote: m.Vote, *, able: bool) -> None:
+        """As ft/agreement.py and GroupCalls.agreed: the ranks among themselves, then rank 0 for all."""
+        inside, known = self.group.inside, list[m.Outcome]()
+        yes = able and vote.verdict == "yes" and not vote.blame
+
+        def enter() -> None:
+            self.trainer.waits, self.past_sums = ("inside", None), True
+            self.group.says[self.group_rank] = (yes, vote.change)
+            inside.enter(self, ("agree", vote.key), lambda: self.group.agree(vote.key), agreed)
+
+        def decided(outcome: m.Outcome) -> None:
+            known.append(outcome)
+            enter()
+
+        def agreed() -> None:
+            all_do, change = self.group.agreed[vote.key]
+            if not all_do and known:
+                self.past_sums = False
+                self.trainer.go_on(known[0])
+            elif not all_do:
+                self._ask_word(vote, aside=not able)
+            elif self.group_rank:
+                tell()
+            else:
+                self.trainer.waits = ("vote", vote.key)
+                whole = replace(vote, change=change, whole=True)
+                self.network.call(self.process, self.group.address, whole, asked_for_all, timeout_s=WHOLE_VOTE_S)
+
+        def asked_for_all(reply: Any) -> None:
+            if isinstance(reply, m.Outcome):
+                known.append(reply)
+            self.group.told[vote.key] = bool(known) and known[0].verdict == "yes"
+            tell()
+
+        def tell() -> None:
+            self.trainer.waits = ("inside", None)
+            inside.enter(self, ("tell", vote.key), lambda: 0.001, told)
+
+        def told() -> None:
+            if self.group.told[vote.key]:
+                change, self.past_sums = self.group.agreed[vote.key][1], False
+                yes_of_all = m.Outcome("commit", vote.quorum_id, vote.attempt, vote.step, "yes", change, "all said yes")
+                self.trainer.go_on(known[0] if known else yes_of_all)
+            else:
+                self.world.seen["votes: each rank asks after all had said yes"] += 1
+                self._ask_word(vote, aside=False)
+
+        if vote.verdict == "failed":
+            self.trainer.waits = ("vote", vote.key)
+            self._vote(vote, VOTE_TRIES, decided)
+        else:
+            enter()
+
+    def _vote(self, vote: m.Vote, tries: int, heard: Callable[[m.Outcome], object]) -> None:
         def answered(reply: Any) -> None:
             if isinstance(reply, m.Outcome):
-                if vote.key in self.trainer.aside:
-                    self.trainer.aside.discard(vote.key)
-                    self.feed(reply)
-                else:
-                    self.trainer.go_on(reply)
+                heard(reply)
             elif isinstance(reply, m.QuorumFailed):
                 self.truth.refuses(self, vote, reply.reason)
                 self.exit(f"the group has gone on without this rank: {reply.reason}")
+            elif self.world.now_s - self.word_s <= WORD_S and self.cluster.machines.held_is_no_try:
+                self._vote(vote, tries, heard)
             elif tries == 0:
                 self.exit(f"no outcome of the vote {vote.key}")
             else:
-                self.world.after(RETRY_S, self.process, self._vote, vote, tries - 1)
+                self.world.after(RETRY_S, self.process, self._vote, vote, tries - 1, heard)
 
         self.network.call(self.process, self.group.address, vote, answered, timeout_s=10.0)
 
@@ -370,7 +501,8 @@ class RankNode:
         self._kept = NOTHING
         self.weights, self.step = digest(self.weights, sums.text, effect.divisor), effect.step
         parent, self.commit_id = self.commit_id, effect.commit_id
-        self.progress_s = self.world.now_s
+        self.progress_s, self._still_s = self.world.now_s, 0.0
+        self.cluster.liveness.restart()
         assert self._part is not None
         self.truth.commits(self, effect, self._part, sums, parent)
         if effect.step % self.cluster.setting.checkpoint_every == 0:
@@ -409,6 +541,7 @@ class RankNode:
                 blame = tuple(part.members[source.replica_rank] for source in part.sources)
                 self.feed(m.HealEnded(part.quorum_id, ok=False, reason="no source", blame=blame))
                 return
+            self.reaches("fetches")
             source = part.sources[turn % len(part.sources)]
             asked = ("state", self.group_rank, part.quorum_id)
             self.network.call(self.process, source.address, asked, lambda reply: came(turn, reply), timeout_s=5.0)
@@ -426,6 +559,14 @@ class RankNode:
             if not self.cluster.serves(source.address, self.group_rank, self.process, part.quorum_id):
                 ask(turn + 1)
                 return
+            self.reaches("arrives")
+            name = self.cluster.name_of(self.group)
+            if name.failing_heals and self.process.alive:
+                name.failing_heals -= int(self.group_rank == 0)
+                self.fetches = False
+                self.world.seen["heal: what arrived was damaged"] += 1
+                self.feed(m.HealEnded(part.quorum_id, ok=False, reason="what arrived is damaged"))
+                return
             self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(part.replica_id)
             self._arrived, self.fetches = snapshot, False
             self.feed(m.HealEnded(part.quorum_id, ok=True, state=snapshot.state))
@@ -433,6 +574,7 @@ class RankNode:
         ask(0)
 
     def _hold(self, effect: m.HoldSums) -> None:
+        self.reaches("holds")
         self._held[effect.step] = self._sums
 
     def _drop_held(self, effect: m.DropHeld) -> None:
@@ -442,6 +584,7 @@ class RankNode:
 
     def _load_state(self, effect: m.LoadState) -> None:
         assert self._arrived is not None, f"{self.process.name} loads a state that has not arrived"
+        self.reaches("loads")
         self._take(self._arrived)
         self.truth.heals(self, self._arrived)
         self.world.seen[f"heal: {len(self._held)} steps were held"] += 1

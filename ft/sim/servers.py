@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,12 @@ from ft.sim.inside import Inside
 from ft.sim.network import Call, End, Service
 from ft.sim.ranks import RankNode
 from ft.sim.trainer import OPTIMIZER_S
-from ft.sim.world import Process
 
 if TYPE_CHECKING:
     from ft.sim.cluster import Cluster
 
 LIGHTHOUSE = "lighthouse"
+KEEPALIVE_S = 15.0  # of a connection to the lighthouse
 
 
 class LighthouseNode:
@@ -26,16 +27,22 @@ class LighthouseNode:
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster, self.world, self.network = cluster, cluster.world, cluster.network
-        self.process = Process(f"lighthouse.{number}", LIGHTHOUSE, LIGHTHOUSE)
-        self.config = cluster.setting.lighthouse
+        host = f"{LIGHTHOUSE}.{cluster.lighthouse_moves}"
+        self.process = cluster.new_process(f"lighthouse.{number}", host, LIGHTHOUSE)
+        self.number = number
+        self.config = cluster.lighthouse_config
+        self.knows_token = not cluster.wrong_token  # else it refuses all
         file = cluster.state_file and cluster.state_file.to_dict()  # read anew, as from a disk
         self.machine = cluster.machines.lighthouse(
             self.config,
-            self.world.now_s,
+            self.process.now_s(self.world),
             epoch=f"e{number}",
             saved=m.Saved.from_dict(file) if file else None,
             fresh=not file and not cluster.truth.forgetful,
         )
+        self.disk_s = 0.0  # until when its disk takes nothing
+        self._unwritten: tuple[m.Effect, ...] = ()  # effects that wait for it
+        self._said: dict[str, str] = {}  # why they wait, to those who do
         self.dies_writing = False  # a fault: the next write is the last thing it does
         self._waiting: dict[str, list[Call]] = {}
         self._streams: dict[str, End] = {}
@@ -58,19 +65,62 @@ class LighthouseNode:
         self._tick()
 
     def feed(self, event: m.Event) -> None:
-        out = self.machine.handle(event, self.world.now_s)
+        out = self.machine.handle(event, self.process.now_s(self.world))
         self.cluster.saw(self.process.name, event, out)
-        for effect in out.effects:
-            if self.process.alive:  # it may die between two of them
+        effects = deque(out.effects)
+        while effects and self.process.alive:  # it may die between two of them
+            effect = effects.popleft()
+            if self._waits_for_disk(effect):
+                self._unwritten += (effect, *effects)
+                return
+            self._do[type(effect)](effect)
+
+    def _waits_for_disk(self, effect: m.Effect) -> bool:
+        """Nothing overtakes what waits for the state file; without it no quorum is answered."""
+        return bool(self._unwritten) or (isinstance(effect, m.Persist) and self._is_due(effect.saved))
+
+    def _is_due(self, saved: m.Saved) -> bool:
+        """True for a state that a new quorum must wait for while the disk takes nothing. The job's progress may be written later."""
+        known = self.cluster.state_file
+        same = known is not None and known.quorum and saved.quorum and known.quorum.quorum_id == saved.quorum.quorum_id
+        return self.disk_s > self.world.now_s and not same
+
+    def _written(self) -> None:
+        """The disk works again."""
+        unwritten, self._unwritten = self._unwritten, ()
+        self.world.seen["lighthouse: a quorum waited for the disk"] += 1
+        for effect in unwritten:
+            if self.process.alive:
                 self._do[type(effect)](effect)
 
     def _tick(self) -> None:
         """Twice through the queue, so that what arrived during a stop is handled before the tick that ends it."""
         self.world.after(0.0, self.process, self.feed, m.Tick())
         self.world.after(self.config.tick_s, self.process, self._tick)
+        if self._unwritten and self.disk_s <= self.world.now_s:
+            self._written()
+        if self._waiting:
+            self._say_why()
+
+    @property
+    def hindered(self) -> bool:
+        """True when it can issue no quorum, or refuses everybody."""
+        return bool(self._unwritten) or not self.knows_token or self.config.times != self.cluster.times
+
+    def _say_why(self) -> None:
+        """To those who wait, when it changes, but for a figure that grows."""
+        why = self.machine.reason
+        for replica_id in self._waiting:
+            said = self._said.get(replica_id, "")
+            if replica_id in self._streams and said[:40] != why[:40]:
+                self._said[replica_id] = why
+                self._streams[replica_id].send(m.LighthouseSays(why))
 
     def _called(self, call: Call) -> None:
         event = call.request
+        if not self.knows_token and isinstance(event, m.Call):
+            call.answer(m.LighthouseRefused(event.member.replica_id, "FAILED_PRECONDITION", "another token"))
+            return
         if isinstance(event, m.Call):
             replica_id = event.member.replica_id
             self._waiting.setdefault(replica_id, []).append(call)
@@ -93,6 +143,9 @@ class LighthouseNode:
 
     def _opened(self, hello: m.StreamOpened, end: End) -> None:
         replica_id = hello.replica_id
+        if not self.knows_token:
+            end.close()
+            return
         old = self._streams.get(replica_id)
         self._streams[replica_id] = end
         end.message = lambda message: self._heard(end, *message)
@@ -120,18 +173,25 @@ class LighthouseNode:
         if why is None:
             return heard_s > self.world.now_s - 3.0
         beat_s = self.machine.config.times.beat_s
-        return heard_s > self.world.now_s - 2 * beat_s and not why.startswith("all others waited")
+        return heard_s > self.world.now_s - 2 * beat_s and not why.startswith(("others waited", "others went on"))
 
     # -- effects ----------------------------------------------------------------------------------------------------
 
     def _persist(self, effect: m.Persist) -> None:
+        if self.cluster.state_owner != self.number:
+            self.world.seen["lighthouse found its state file taken over"] += 1
+            self.world.kill(self.process)
+            return
         self.cluster.state_file = effect.saved
         if self.dies_writing:
             self.world.seen["lighthouse died between writing and answering"] += 1
             self.world.kill(self.process)
 
     def _answer(self, effect: m.Answer) -> None:
-        self.cluster.truth.issued(effect.quorum, effect.replica_ids, {*self._waiting, *self._streams})
+        late = self.disk_s > 0.0  # who listened when it was decided may have gone
+        self.cluster.truth.issued(
+            effect.quorum, effect.replica_ids, {*self._waiting, *self._streams, *(effect.replica_ids if late else ())}
+        )
         if effect.replica_ids == effect.quorum.ids != self._members:  # a new one, not an old answer again
             heard = {i for i in self._streams if self._counts(i)}
             asked = {*effect.quorum.ids, *self._waiting}
@@ -168,10 +228,11 @@ class LighthouseNode:
 class GroupNode:
     """One start of a group: its server, its ranks, and the launcher that starts it again when it ends."""
 
-    def __init__(self, cluster: Cluster, name: str, number: int) -> None:
+    def __init__(self, cluster: Cluster, name: str, number: int, site: str = "", *, shape: str = "") -> None:
+        """site: where it runs, if not where its name always did. shape: what it is said to train, if not what the job does."""
         self.cluster, self.world, self.network, self.truth = cluster, cluster.world, cluster.network, cluster.truth
-        self.name = name
-        self.process = Process(f"{name}.{number}", name, name)
+        self.name, self.site, self.shape = name, site or name, shape
+        self.process = cluster.new_process(f"{name}.{number}", self.site, self.site)
         self.address = f"http://{self.process.name}"
         world_size = cluster.setting.world_size
         config = GroupConfig(
@@ -181,13 +242,17 @@ class GroupNode:
             store_address=f"{self.process.name}:1",
             times=cluster.times,
         )
-        self.machine = cluster.machines.group(config, self.world.now_s)
+        self.machine = cluster.machines.group(config, self.process.now_s(self.world))
         self.slow = 1.0
         self.ended = False
         self.left = False
         self.wish = False  # a rank was asked to leave
+        self.stuck = False  # its processes cannot be killed
+        self.harmed = False  # by a fault of its own: it may end of it
         self.nan_attempts = 0
         self._departed = 0
+        self._awaits_s: float | None = None  # since when all its ranks have been in the sums
+        self._answered_s = self.world.now_s  # the last beat
         self.compute_s = cluster.dice.between(0.9, 1.1)
         self._quorum: m.Quorum | None = None
         self._stream: End | None = None
@@ -197,19 +262,33 @@ class GroupNode:
         self._newest: tuple[int, m.Ballot | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self.inside = Inside(self.world, world_size)
+        self.says: dict[int, tuple[bool, bool]] = {}  # on a commit, of each rank: yes, and a change
+        self.agreed: dict[m.Ballot, tuple[bool, bool]] = {}  # the same of all, of the newest two
+        self.told: dict[m.Ballot, bool] = {}  # rank 0: the server says yes
         self.able = True  # to use what it has computed
-        steps = [StepConfig(group_rank=rank, restores=True, **cluster.setting.step) for rank in range(world_size)]
+        steps = [
+            StepConfig(group_rank=rank, restores=True, shape=(("layout", shape or "ours"),), **cluster.setting.step)
+            for rank in range(world_size)
+        ]
         self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: self._call_lighthouse,
             m.OpenStream: self._open_stream,
+            m.CloseStream: self._close_stream,
             m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.part),
             m.FailRank: self._fail_rank,
             m.RestoreRank: lambda e: self._answer(e.group_rank, None, m.WantsRestore(e.settled)),
+            m.LetRankGo: lambda e: self._answer(e.group_rank, None, m.Go()),
+            m.TellWaits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.NotifyRank: self._notify_rank,
             m.EndGroup: lambda e: self.end(e.reason),
         }
+
+    @property
+    def process_id(self) -> str:
+        """Its first replica_id."""
+        return self.machine.config.replica_id
 
     def start(self) -> None:
         self.network.listen(self.address, Service(self.process, self._called, self._opened))
@@ -223,14 +302,21 @@ class GroupNode:
             self.world.after(self.cluster.dice.between(0.0, 0.3), rank.process, rank.start)
 
     def feed(self, event: m.Event) -> None:
-        out = self.machine.handle(event, self.world.now_s)
+        out = self.machine.handle(event, self.process.now_s(self.world))
         self.cluster.saw(self.process.name, event, out)
         for effect in out.effects:
             if self.process.alive:
                 self._do[type(effect)](effect)
 
     def _tick(self) -> None:
-        self.feed(m.Tick())
+        since_s = max(rank.waits_since_s for rank in self.ranks) if self._waits_in_sums else None
+        if since_s != self._awaits_s:
+            for awaited in (False, True):
+                if awaited == (since_s is not None) or self._awaits_s is not None:
+                    self.feed(m.SumsAwaited(awaited and since_s is not None))
+            self._awaits_s = since_s
+        if not (self.machine.is_idle and self.cluster.skips_idle_ticks):
+            self.feed(m.Tick())
         self.world.after(0.5, self.process, self._tick)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
@@ -277,8 +363,15 @@ class GroupNode:
 
     def _notify_rank(self, effect: m.NotifyRank) -> None:
         end = self._rank_streams.get(effect.group_rank)
-        if end is not None:
+        if end is not None and self.cluster.notices_late_s:
+            late_s = self.cluster.dice_of_threads.between(0.0, self.cluster.notices_late_s)
+            self.world.after(late_s, self.process, end.send, effect.notice)
+        elif end is not None:
             end.send(effect.notice)
+
+    def _tell_waits(self, effect: m.TellWaits) -> None:
+        for end in self._rank_streams.values():
+            end.send(m.Waits(effect.reason, effect.waited_s))
 
     # -- the collectives inside -------------------------------------------------------------------------------------
 
@@ -293,6 +386,13 @@ class GroupNode:
         if not summed:
             self._tell_wish()
         return OPTIMIZER_S
+
+    def agree(self, ballot: m.Ballot) -> float:
+        for known in (self.agreed, self.told):
+            while len(known) > 1:
+                del known[next(iter(known))]
+        self.agreed[ballot] = all(yes for yes, _ in self.says.values()), any(change for _, change in self.says.values())
+        return 0.001
 
     def _tell_wish(self) -> None:
         """What one rank was asked to do rides along in the sum of figures."""
@@ -313,12 +413,17 @@ class GroupNode:
                 self._heard(reply if reply is not None else m.LighthouseFailed("no answer"))
 
         if number == self._asked and not self.ended:
+            if self._knows_no_address():
+                self.world.after(0.1, self.process, answered, None)
+                return
             self.network.call(self.process, LIGHTHOUSE, call, answered, timeout_s=20.0)
 
     def _heard(self, event: m.Event) -> None:
         if isinstance(event, m.LighthouseAnswered):
             self._quorum = event.quorum
             self.cluster.name_of(self).shrink = False
+        elif isinstance(event, m.BeatAnswered):
+            self._answered_s = self.world.now_s
         self.feed(event)
 
     def _open_stream(self, effect: m.OpenStream) -> None:
@@ -327,17 +432,32 @@ class GroupNode:
         self._stream_id = effect.replica_id
         self._connect(effect.replica_id)
 
+    def _close_stream(self, effect: m.CloseStream) -> None:
+        self._stream_id = ""
+        if self._stream is not None:
+            self._stream.close()
+
     def _connect(self, replica_id: str) -> None:
         if self.ended or replica_id != self._stream_id:
             return
         hello = m.StreamOpened(replica_id, self._quorum, self._settled())
-        stream = self._stream = self.network.open(self.process, LIGHTHOUSE, hello)
+        known = not self.cluster.names_away
+        stream = self._stream = self.network.open(self.process, LIGHTHOUSE, hello) if known else None
         again = self.cluster.dice.between(0.2, 0.6)
         if stream is None:
             self.world.after(again, self.process, self._connect, replica_id)
             return
         stream.message = self._heard
         stream.closed = lambda: self.world.after(again, self.process, self._connect, replica_id)
+
+    def _knows_no_address(self) -> bool:
+        """Its name does not resolve, and there is no connection left."""
+        return self.cluster.names_away and not self.is_connected
+
+    @property
+    def is_connected(self) -> bool:
+        """To a lighthouse that lives."""
+        return self._stream is not None and self._stream.open and self._stream.other.process.alive
 
     def break_connection(self) -> None:
         """To the lighthouse."""
@@ -346,7 +466,12 @@ class GroupNode:
 
     def _beat(self) -> None:
         if self._stream is not None and self._stream.open:
-            self._stream.send((self.world.now_s, self._report()))
+            if self.world.now_s - self._answered_s > KEEPALIVE_S:
+                self._answered_s = self.world.now_s
+                self.world.seen["lighthouse: a silent connection was given up"] += 1
+                self._open_stream(m.OpenStream(self._stream_id))
+            else:
+                self._stream.send((self.process.now_s(self.world), self._report()))
         self.world.after(self.cluster.times.beat_s, self.process, self._beat)
 
     def _report(self) -> m.Report:
@@ -356,18 +481,25 @@ class GroupNode:
             self.machine.replica_id,
             m.VOID if void else machine.step,
             machine.commit_quorum_id,
-            all(rank.waiting for rank in self.ranks),
+            self._waits_in_sums,
             0.3,
             self._settled(),
+            min(rank.launched for rank in self.ranks),
+            blame=tuple(sorted({other for rank in self.ranks for other in rank.prober.unreachable})),
         )
+
+    @property
+    def _waits_in_sums(self) -> bool:
+        return all(rank.waiting or rank.past_sums for rank in self.ranks) and any(rank.waiting for rank in self.ranks)
 
     def _settled(self) -> int:
         return max(rank.machine.settled for rank in self.ranks)
 
     def wants_to_leave(self) -> None:
-        """Scale-down, SIGTERM: the ranks go after their next commit, and nobody starts them again."""
+        """Scale-down, SIGTERM: the ranks go after their next commit, or when they have waited for others; nobody starts them again."""
         self.cluster.name_of(self).wanted = False
         self.wish = True
+        self.feed(m.WantsToLeave())
 
     def rank_left(self) -> None:
         self._departed += 1
@@ -388,6 +520,9 @@ class GroupNode:
         if not self.ended:
             self.ended = True
             self.truth.ends(self, reason, inside=len(self.inside.here))
+            self.cluster.liveness.ends(
+                self, self.process.name, reason, member=any(rank.is_member for rank in self.ranks)
+            )
             self.world.note(self.process.name, f"ends: {reason}")
             self.leave(clean=False, reason=reason)
             self.world.after(0.01, None, self.kill)
@@ -395,6 +530,7 @@ class GroupNode:
     def kill(self) -> None:
         """Everything of the group goes, also what was stopped; the launcher notices."""
         self.ended = True
-        for process in (*(rank.process for rank in self.ranks), self.process):
-            self.world.kill(process)
+        if not self.stuck:
+            for process in (*(rank.process for rank in self.ranks), self.process):
+                self.world.kill(process)
         self.cluster.gone(self)

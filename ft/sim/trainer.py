@@ -11,6 +11,7 @@ end of a heal, votes that wait aside) still reach the machine; what comes of the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.protocol import messages as m
@@ -32,8 +33,26 @@ class Trainer:
         self.wish = False  # some rank of the group was asked to leave, and its ranks have told each other
         self.queue: deque[m.Effect] = deque()
         self._running = False
+        self.hang_at = ""  # where it is to hang next: call, forward, reduction, vote
+        self.hangs = False
+        self._wakes: Callable[[], None] = lambda: None
         self._late, self._dice = rank.cluster.setting.late_threads, rank.cluster.dice_of_threads
         self._summed = False  # this step's figures are summed over the group's ranks
+
+    def hangs_in(self, place: str, go_on: Callable[[], None]) -> bool:
+        """True when the thread stops here, for now: `go_on` is what it was about to do. The process lives, its other threads too."""
+        if self.hang_at != place:
+            return False
+        self.hang_at, self.hangs, self._wakes = "", True, go_on
+        self.waits = ("a hang", place)
+        self.rank.world.seen[f"hang: {place}"] += 1
+        return True
+
+    def wake(self) -> None:
+        self.hang_at = ""
+        if self.hangs:
+            self.hangs, self.waits = False, None
+            self._wakes()
 
     @property
     def is_idle(self) -> bool:
@@ -42,6 +61,8 @@ class Trainer:
 
     def begin(self) -> None:
         """The loop's next turn."""
+        if self.hangs_in("call", self.begin):
+            return
         self.waits, machine = None, self.rank.machine
         if self.wish:
             self.wish = False
@@ -61,13 +82,14 @@ class Trainer:
         if self._late and queue and self._dice.chance(0.05):
             self.waits = ("a core", "")
             self.rank.world.seen["wait: for a core"] += 1
-            self.rank.world.after(self._dice.between(0.0, 0.3), process, self._goes_on)
+            self.rank.world.after(self._dice.between(0.0, 0.3), process, self.goes_on)
         while queue and self.waits is None and process.alive:
             effect = queue.popleft()
             do[type(effect)](effect)
         self._running = False
 
-    def _goes_on(self) -> None:
+    def goes_on(self) -> None:
+        """With what the machine wants, and waits for nothing."""
         self.waits = None
         self.run()
 
@@ -80,6 +102,8 @@ class Trainer:
 
     def compute(self, effect: m.Compute) -> None:
         group = self.rank.group
+        if self.hangs_in("forward", lambda: self.compute(effect)):
+            return
         self.waits = ("inside", None)
 
         def computed() -> None:

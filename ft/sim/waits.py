@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def check(group: GroupNode) -> None:
-    """To be looked at now and then: who is stuck stays so. A rank that is stopped, or dead, is another's affair."""
+    """To be looked at now and then: who is stuck stays so. A rank that is stopped, or dead, or hangs, is another's affair."""
     ranks = group.ranks
     processes = [group.process, *(rank.process for rank in ranks)]
-    if any(process.stopped or not process.alive for process in processes):
+    if any(process.stopped or not process.alive for process in processes) or any(r.trainer.hangs for r in ranks):
         return
     stuck = {rank.group_rank: rank for rank in ranks}
     while ends := [place for place, rank in stuck.items() if _ends(rank, stuck)]:

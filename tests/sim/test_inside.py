@@ -31,7 +31,7 @@ class Ranks:
         self.group.ranks = [self._rank(place) for place in range(size)]
 
     def _rank(self, place: int) -> Any:
-        trainer = SimpleNamespace(waits=None, queue=[], aside=set())
+        trainer = SimpleNamespace(waits=None, queue=[], aside=set(), hangs=False)
         machine = SimpleNamespace(phase=Phase.VOTING)
         process = Process(f"g/{place}", "g", "g")
         return SimpleNamespace(

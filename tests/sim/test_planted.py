@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ft.sim import runs
-from tests.sim.planted import BUGS
+from tests.sim import mended, planted
+
+BUGS = {**planted.BUGS, **mended.BUGS}
 
 
 @pytest.mark.timeout(600)  # seconds on an idle machine
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_found(name: str):
     bug = BUGS[name]
-    found = runs.run(bug.seed, bug.groups, bug.steps, machines=bug.machines)
+    found = runs.run(bug.seed, bug.groups, bug.steps, bug.fault_class, machines=bug.machines)
     assert bug.found in found.failure
-    assert not runs.run(bug.seed, bug.groups, bug.steps).failure  # it is the bug that was found
+    assert not runs.run(bug.seed, bug.groups, bug.steps, bug.fault_class).failure  # it is the bug that was found

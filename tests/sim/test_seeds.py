@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from ft.sim import runs
+from ft.sim.cluster import Cluster, setting
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(int(os.environ.get("PHAROS_SEEDS", "1000")))
 REGRESSIONS = [
-    tuple(int(word) for word in line.split()[:3])
+    (*map(int, line.split()[:3]), "" if len(parts := line.split('"')) < 2 else parts[1])
     for line in (Path(__file__).parent / "regressions.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
@@ -36,9 +37,9 @@ def test_many_seeds():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "groups", "steps"), REGRESSIONS)
-def test_seeds_that_failed_once(seed: int, groups: int, steps: int):
-    run = runs.run(seed, groups, steps)
+@pytest.mark.parametrize(("seed", "groups", "steps", "fault_class"), REGRESSIONS)
+def test_seeds_that_failed_once(seed: int, groups: int, steps: int, fault_class: str):
+    run = runs.run(seed, groups, steps, fault_class)
     assert not run.failure, runs.tell(run)
 
 
@@ -55,6 +56,18 @@ def test_one_seed_is_one_run():
     """Also when sets of names have another order in memory."""
     first = told(7, "1")
     assert len(first.splitlines()) > 200 and first == told(7, "2") != told(8, "1")
+
+
+@pytest.mark.parametrize(("seed", "fault_class"), [(3, ""), (14, "a trainer hangs"), (2, "lighthouse away")])
+def test_idle_ticks_that_are_skipped_change_nothing(seed: int, fault_class: str):
+    """The same events and effects, at the same times."""
+    told: list[list[str]] = []
+    for skips in (True, False):
+        lines: list[str] = []
+        drawn = setting(seed, 3, 40, fault_class)
+        Cluster(drawn, trace=lines.append, skips_idle_ticks=skips).run()
+        told.append(lines)
+    assert len(told[0]) > 200 and told[0] == told[1]
 
 
 def test_torch_is_never_imported():

@@ -179,10 +179,40 @@ def test_a_collective_needs_everybody():
     for rank, process in enumerate(processes[:2]):
         work.join(process, (1,), ("sum",), rank, 3, rank, lambda all_, rank=rank: got.update({rank: all_}))
     until(world, 10.0)
-    assert got == {} and work.absent(processes[0], (1,), ("sum",), ("a", "b", "c")) == ("c",)
+    assert got == {}
     work.join(processes[2], (1,), ("sum",), 2, 3, 2, lambda all_: got.update({2: all_}))
     until(world, 1.0)
     assert got == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
+
+
+def meet(work: Collectives, processes: list[Process], got: dict[str, object], store: str):
+    for rank, process in enumerate(processes):
+        name = process.name
+        work.join(process, (1,), ("meet",), rank, 3, 0, lambda all_, name=name: got.update({name: all_}), store=store)
+
+
+def test_a_pair_that_is_cut_hinders_that_pair_alone_where_the_store_is_elsewhere():
+    world, work, processes, got = collective(1)
+    cut = Cut(frozenset("a"), frozenset("b"), one_way=True)
+    work.network.cut(cut)
+    meet(work, processes, got, store="c")
+    until(world, 10.0)
+    assert got == {"c": [0, 0, 0]}
+    work.network.mend(cut)
+    until(world, 1.0)
+    assert sorted(got) == ["a", "b", "c"]
+
+
+def test_nobody_is_through_where_one_cannot_reach_the_store():
+    world, work, processes, got = collective(1)
+    cut = Cut(frozenset("a"), frozenset("b"))
+    work.network.cut(cut)
+    meet(work, processes, got, store="b")
+    until(world, 10.0)
+    assert got == {}
+    work.network.mend(cut)
+    until(world, 1.0)
+    assert sorted(got) == ["a", "b", "c"]
 
 
 def test_after_a_death_each_survivor_completes_fails_or_hangs():
