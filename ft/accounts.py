@@ -23,6 +23,11 @@ class Accounts(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
+    def long_phase(self) -> tuple[str, float] | None:
+        """One whose length has nothing to do with a step's, in words, and the seconds since it began; None: it is none. Any thread may
+        ask."""
+        ...
+
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
         """What was counted for one phase was another's."""
         ...
@@ -39,6 +44,9 @@ class NoAccounts:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def long_phase(self) -> tuple[str, float] | None:
+        return None
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None: ...
 

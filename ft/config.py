@@ -77,7 +77,7 @@ class FaultTolerance:
         "machine stays bad); where nobody can tell, as of two groups, all end and go on from the newest checkpoint",
     ] = "heal"
     max_retries: Annotated[int, "failed attempts in a row after which a group ends; -1: never", ">= -1"] = -1
-    # The ladder: each length is below the next (heal_grace_s may equal takeover_s, stall_s collective_s).
+    # The ladder: each length is below the next (heal_grace_s may equal takeover_s, takeover_s collective_s); stall_s is not of it.
     beat_s: Annotated[float, "a group says that it is alive, every so many seconds", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[
         float, "seconds of silence after which a group is lost; the lighthouse's --heartbeat_timeout_ms", "> 0"
@@ -91,7 +91,10 @@ class FaultTolerance:
         ">= 0",
     ] = 30.0
     stall_s: Annotated[
-        float, "seconds that others wait in a reduction before the one that is missing is lost", "> 0"
+        float,
+        "seconds that any other waits, for a reduction or a quorum, before those that do not are lost; most others wait for ten, or "
+        "five median steps; the lighthouse's --stall_s",
+        "> 0",
     ] = 60.0
     collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
     heal_copy_bytes: Annotated[

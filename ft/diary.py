@@ -4,6 +4,7 @@ start.py makes a Diarist in place of a Manager; proofs/drill.py reads FOLDER/dia
 `at_s` (the machine's monotonic clock), `pid` and `step`:
 
     start                    a life of this rank begins
+    quorum                   its part in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
     commit                   commit_id, contributors (groups), and `digest`: of this rank's weights as the next step finds them
     refused                  a step was thrown away, with its gradients
     extended                 a step goes on, its gradients kept, with slots that a dead group left
@@ -60,6 +61,12 @@ class Diarist(Manager):
     def _drop_gradients(self, effect: m.DropGradients) -> None:
         super()._drop_gradients(effect)
         self._thrown = True
+
+    def _configure(self, effect: m.Configure) -> None:
+        super()._configure(effect)
+        part = effect.part
+        names = [replica_id.partition(":")[0] for replica_id in part.participants]
+        self._write_line("quorum", quorum_id=part.quorum_id, participants=names, heals=part.heal)
 
     def _load_state(self, effect: m.LoadState) -> None:
         super()._load_state(effect)

@@ -26,7 +26,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`hear` gets HealEnded, from the fetch's thread. Everything else belongs to the trainer's thread."""
+    """`hear` gets HealEnded, from the fetch's thread. `end_offer` may come from any; everything else belongs to the trainer's."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Healer:
         self._state, self._transport = state, transport
         self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
         self._fetching: threading.Thread | None = None
+        self._ended_quorum = 0  # the newest that was said to be over
         self._over = threading.Event()  # the fetch is of no use any more
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
@@ -58,8 +59,15 @@ class Healer:
             readers = [part.members[rank] for rank in part.heals]
             snapshot = self._state.snapshot()
             self._transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
+            if part.quorum_id <= self._ended_quorum:  # said before there was an offer to end
+                self._transport.end_offer(part.quorum_id, "its quorum is over")
         else:
             self._transport.withdraw("nobody was to need it any more")
+
+    def end_offer(self, quorum_id: int, reason: str) -> None:
+        """That quorum is over: who reads the state for it is dead, or heals anew in the next one. A commit that waits for him goes on."""
+        self._ended_quorum = max(self._ended_quorum, quorum_id)
+        self._transport.end_offer(quorum_id, reason)
 
     @property
     def all_is_sent(self) -> bool:

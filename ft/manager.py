@@ -22,9 +22,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ft.accounts import Accounts, Events, NoAccounts, no_events
+from ft.agreement import Agreement
 from ft.digest import digest
 from ft.gradients import Gradients
-from ft.group_calls import GroupCalls
+from ft.group_calls import GroupCalls, ServersWord
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import State
 from ft.healing.http_transport import HttpTransport
@@ -33,6 +34,7 @@ from ft.inbox import Inbox
 from ft.membership import Wish, join
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
+from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import in_tail
 from ft.protocol.ledger import Ledger
@@ -40,8 +42,8 @@ from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
 from ft.rpc.clients import GroupClient
 from ft.rpc.driver import Seen
-from ft.seam import Commit, Deal, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
-from ft.teller import Teller
+from ft.seam import BadInput, Commit, Deal, Going, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
+from ft.teller import Status, Teller
 
 HEALS = (Phase.AWAITING, Phase.CLOSING)  # where nothing but the end of a heal is waited for
 SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account's
@@ -52,7 +54,11 @@ SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account'
     m.LoadState: "heal",
     m.DropHeld: "heal",
 }
-CLOSE_S = 1.0  # for groups to end: it takes milliseconds, or gloo's own timeout (inline.form_gloo), which goes with the process
+STRANGERS_KEPT = 64
+PROBE = 0.6  # of heartbeat_timeout_s: so long without an answer is a cut link, beside the moment until it is looked
+CLOSE_S = (
+    1.0  # for groups to end: it takes milliseconds, or gloo's own timeout (gloo.form_gloo), which goes with the process
+)
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
@@ -75,6 +81,7 @@ class Options:
     max_failures: int | None = None  # failed attempts in a row; None: any number
     skip_unable: bool = False
     init_sync: bool = True  # initial states differ: at step 0 all heal from one
+    long_phase_s: float = 0.0  # the first step, a checkpoint, a validation, a trace: nobody is lost before, though others wait; 0: not told
     quorum_s: float | None = None  # a call for a quorum fails after; None: it waits for as long as it takes
     dies_with_group: bool = (
         True  # the group's server may kill this process; False where several groups live in one, as in tests
@@ -84,6 +91,7 @@ class Options:
 class Manager:
     """`group`: the process group to other groups' ranks; configured and closed here. `store`: this group's own, where it has several ranks.
     `restore`: loads the newest valid checkpoint, and with it this manager's state (load_state_dict), or does nothing if there is none.
+    `agreement`: of the ranks of this group, if there are several; without it each of them votes on each step at the group's server.
     `accounts`, `happened`: are told where the time goes, and what happened (accounts.py).
     `seen`: gets every event of the machine with what came of it.
 
@@ -97,6 +105,7 @@ class Manager:
         options: Options,
         *,
         store: Store | None = None,
+        agreement: Agreement | None = None,
         transport: Transport | None = None,
         gradients: Gradients | None = None,
         shape: Sequence[tuple[str, str]] = (),
@@ -114,6 +123,7 @@ class Manager:
             happened,
             lambda *what: self._client.happened(*what),
             options.inner_steps,
+            options.long_phase_s,
         )
         self.gradients = gradients or Gradients(
             keep=options.keep_gradients,
@@ -124,6 +134,7 @@ class Manager:
         self._membership = join(wish, store)
         self.replica_id = self._membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=wish.times.heal_grace_s)
+        self._prober = Prober(wish.host, PROBE * wish.times.heartbeat_timeout_s)
         self._healer = Healer(
             self._state,
             transport or HttpTransport(wish.host, self.replica_id, wish.access, heal),
@@ -134,11 +145,15 @@ class Manager:
         )
         self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
         self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
-        self._calls = GroupCalls(self._client, wish, self._gone)
+        self._word = ServersWord(wish.group_rank)
+        self._calls = GroupCalls(self._client, wish, self._gone, self._word, agreement)
         self._machine: Step
         self._inbox: Inbox
         self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
         self._part: m.Part | None = None
+        self._launched = 0  # reductions in the newest quorum
+        self._was_in = False  # a generation that stood
+        self._strangers: dict[str, None] = {}  # members of another shape than this group's
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
         self._weights: list[Tensor] = []
@@ -146,6 +161,7 @@ class Manager:
         self._deal: Deal | None = None
         self._restored: dict[str, Any] | None = None
         self.settled = 0  # up to this step there is one history
+        self._saved: bool | None = None  # the last step of the run is; None: it is not over
         self.left = False  # the others know that this group goes, and the step is committed: close
         self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.AskQuorum: self._ask_quorum,
@@ -167,10 +183,12 @@ class Manager:
             m.Stop: self._stop,
         }
         self._new_machine()
-        self._client.watch(self._inbox.hear, self._ended, pid=None if options.dies_with_group else 0)
+        self._prober.start(lambda: group.waits_since_s, self._cut)
+        pid = None if options.dies_with_group else 0
+        self._client.watch(self._hear, self._ended, pid=pid, on_waits=self._word.hear)
         threading.Thread(
             target=self._teller.report_for_ever,
-            args=(wish.times.beat_s, self._closed, self._report),
+            args=(wish.times.beat_s, self._closed, self._report, self._news),
             name="ft-report",
             daemon=True,
         ).start()
@@ -305,17 +323,51 @@ class Manager:
         if self._machine.phase is Phase.BOUNDARY:
             self._inbox.feed(m.Restored(self._restored))
 
+    @property
+    def confirmed_s(self) -> float:
+        return self._word.heard_s
+
+    def want_to_leave(self) -> None:
+        self._client.want_to_leave()
+
     def leave(self) -> None:
         """The next step tells the others; `left` says when it has. To be called by all ranks of the group at the same step's boundary."""
         self._inbox.feed(m.Leaving())
+
+    @property
+    def is_broken(self) -> bool:
+        return self._machine.is_broken
+
+    @property
+    def finished(self) -> bool:
+        return self._machine.finished
+
+    def regroup(self, until: int) -> None:
+        """Forms a generation anew after the last step. A step that was dealt beyond it is not computed: it goes with the old one."""
+        deal = self._deal
+        if deal is None:
+            self.begin_step(until=until)
+        else:
+            self.commit(self.reduce([0.0] * len(deal.slots), 0.0, True))
+            self.begin_step(until=until)
+
+    def finish(self, *, saved: bool) -> None:
+        self._saved = saved
+
+    def tell(self, lane: str, words: str) -> None:
+        """On the live page. From any thread; it may get lost."""
+        self._client.happened(lane, max(0, self._step), words)
 
     def close(self) -> None:
         if self._closed.is_set():
             return
         self._closed.set()
         with suppress(TimeoutError, RuntimeError):  # its server may be gone
-            self._client.leave(clean=self.left, reason="done" if self.left else "closed")
+            clean = self.left and self._saved is not False
+            why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"
+            self._client.leave(clean=clean, reason=why, finished=self._saved is True)
         self._client.close()
+        self._prober.close()
         self._healer.close()
         with suppress(MustExit):
             self._group.shutdown(CLOSE_S)
@@ -325,7 +377,7 @@ class Manager:
 
     def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
         """Does what the machine wants until it is the trainer's turn, and says what for. before_vote: or until all that is left is this
-        rank's own word that the step holds; then None. Raises Stopped, GroupEnded, MustExit."""
+        rank's own word that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
         while self._turn is None and not (before_vote and _says_that_it_holds(self._inbox.next())):
             with self._teller.spends("heal" if self._machine.phase in HEALS else ""):
                 effect = self._inbox.take()
@@ -336,6 +388,7 @@ class Manager:
     def _take_compute(self, effect: m.Compute) -> None:
         assert self._part is not None
         self._open((self._part.quorum_id, effect.attempt, effect.step))
+        self._teller.computes()
         self._turn = effect
 
     def _take_commit(self, effect: m.CommitStep) -> None:
@@ -352,25 +405,36 @@ class Manager:
         self.gradients.prepare()
         self._group.prepare()
         member = replace(
-            effect.call.member, commit_failures=int(effect.call.failed), writes_checkpoint=self.writes is not None
+            effect.call.member,
+            commit_failures=int(effect.call.failed),
+            writes_checkpoint=self.writes is not None,
+            reconfigure_handles=(self._prober.handle,),
         )
         call = replace(
             effect.call,
             member=member,
             checkpoint_metadata=self._healer.address,
-            shape=(*self._shape, *self.gradients.shape),
+            shape=self._alike,
+            blame=self._blame,
         )
-        if (event := self._calls.quorum(call, self._options.quorum_s)) is not None:
+        event = self._calls.quorum(call, self._options.quorum_s)
+        if isinstance(event, m.Go):
+            raise Going(holds=not self._machine.void)
+        if event is not None:
             self._inbox.feed(event)
 
     def _configure(self, effect: m.Configure) -> None:
         """The fetch begins last: its start takes milliseconds of this process, and the others wait for the group, not for the state."""
         part = self._part = effect.part
         self.replica_id = part.replica_id
+        self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
         self._teller.quorum(part)
         with self._teller.spends("heal"):
             self._healer.offer(part)
+        if not part.known:
+            self._launched = 0
         configured = m.Configured(part.quorum_id, ok=True) if part.known else self._form(part)
+        self._membership.sweep(part.quorum_id)
         if part.heal:
             with self._teller.spends("heal"):
                 self._healer.fetch(part)
@@ -383,17 +447,56 @@ class Manager:
                 store,
                 part.replica_rank,
                 len(part.members),
-                wanted=lambda: self._stopped_quorum != part.quorum_id,
+                quorum_id=part.quorum_id,
+                shape=self._alike,
+                holders=[rank for rank, member in enumerate(part.members) if member in part.participants],
             )
         except RendezvousFailed as error:
-            absent = tuple(part.members[rank] for rank in error.absent if rank < len(part.members))
-            return m.Configured(part.quorum_id, ok=False, reason=str(error), blame=absent)
+            if error.strangers:
+                self._meet_strangers(part, {part.members[rank] for rank in error.strangers}, str(error))
+                return m.Configured(part.quorum_id, ok=False, reason=str(error))
+            # Without a word of the others this one has to find out by itself with whom it cannot work, unless it knows by now.
+            known = not set(part.members).isdisjoint(self._prober.unreachable)
+            self._prober.look(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
+            return m.Configured(part.quorum_id, ok=False, reason=str(error))
+        self._was_in = True
         return m.Configured(part.quorum_id, ok=True)
 
+    def _meet_strangers(self, part: m.Part, strangers: set[str], why: str) -> None:
+        """Whatever the lighthouse knows of shapes, the others' ranks and strangers' are not to meet again: both sides say so for as long as
+        they live. Raises BadInput for a newcomer; a former member waits until those who are like it are back."""
+        others = set(part.members) - strangers if part.replica_id in strangers else strangers
+        self._strangers = dict.fromkeys([*self._strangers, *sorted(others)][-STRANGERS_KEPT:])
+        if part.replica_id not in strangers:
+            log.warning("%s: they are left out (%s)", why, ", ".join(sorted(strangers)))
+        elif self._was_in:
+            log.error("%s: this is rank %d, which waits until the others are like it", why, part.replica_rank)
+        else:
+            raise BadInput(f"group {self._wish.name} cannot take part: {why}; it is rank {part.replica_rank}")
+
+    @property
+    def _alike(self) -> m.Shape:
+        """The shape that all groups must have alike."""
+        return (*self._shape, *self.gradients.shape)
+
+    @property
+    def _blame(self) -> tuple[str, ...]:
+        """With whom this rank cannot work now."""
+        return tuple(dict.fromkeys([*self._prober.unreachable, *self._strangers]))
+
     def _stop_waiting(self, effect: m.StopWaiting) -> None:
-        """From any thread: whoever waits on that generation is woken. What is complete stays so."""
-        self._stopped_quorum = effect.quorum_id
-        self._group.interrupt(effect.reason)
+        """From any thread: whoever waits on that generation is woken, however late this comes. What is complete stays so."""
+        self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
+        self._group.interrupt(effect.reason, effect.quorum_id)
+
+    def _cut(self, members: tuple[str, ...]) -> None:
+        """No connection to them comes about, and this rank waits for them: nothing that waits on that generation will end by itself. In the
+        prober's thread."""
+        part = self._part
+        if part is not None and set(members) <= set(part.members):
+            why = f"no connection to {' and '.join(members)} comes about"
+            log.warning("%s", why)
+            self._group.interrupt(why, part.quorum_id)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
         self._teller.failed(self._machine.reason)
@@ -411,6 +514,7 @@ class Manager:
 
     def _launch(self, effect: m.LaunchTail) -> None:
         self._open((effect.quorum_id, effect.attempt, effect.step))
+        self._launched += 1
         self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
         try:
             with self._teller.waits("heal" if self._machine.void else "waiting"):
@@ -438,10 +542,18 @@ class Manager:
 
     def _cast_vote(self, effect: m.CastVote) -> None:
         """Waits for the group's word; not where other ranks may need this one first (Step.waits_aside), nor before what is to be done."""
-        if self._machine.waits_aside(effect.vote) or self._inbox.next() is not None:
-            threading.Thread(target=self._vote_aside, args=(effect.vote,), name="ft-vote", daemon=True).start()
+        vote = effect.vote
+        aside, busy = self._machine.waits_aside(vote), self._inbox.next() is not None
+        outcome = None
+        with self._teller.votes() if vote.kind == "commit" else nullcontext():
+            if self._machine.is_for_all(vote):
+                outcome = self._calls.agreed(vote, able=not busy)
+            if outcome is None and not aside and not busy:
+                outcome = self._calls.outcome(vote)
+        if outcome is not None:
+            self._inbox.feed(outcome)
         else:
-            self._inbox.feed(self._calls.outcome(effect.vote))
+            threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
 
     def _vote_aside(self, vote: m.Vote) -> None:
         try:
@@ -484,29 +596,45 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------------ beside the step
 
+    def _hear(self, event: m.Event) -> None:
+        """In the stream's thread. A generation that is over takes its offer along: else a commit waits for readers that are dead."""
+        if isinstance(event, m.MemberLost | m.Abandoned):
+            self._healer.end_offer(event.quorum_id, event.reason)
+        self._inbox.hear(event)
+
     def _ended(self, why: str) -> None:
         """The server is gone, or has ended the group: nobody may wait for anything any more. In the stream's thread."""
         if not self._closed.is_set():
             log.error("this rank ends: %s", why)
+            if self._part is not None:
+                self._healer.end_offer(self._part.quorum_id, why)
             self._group.interrupt(why)
             self._inbox.fail(GroupEnded(why))
             self._gone.set()
 
-    def _report(self, figures: dict[str, float], waiting: bool) -> None:
+    def _news(self, status: Status) -> object:
+        """Figures that a rank which reports seldom sends at once: heal progress, the reduction it waits in, unreachable members."""
+        return self._healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
+
+    def _report(self, figures: dict[str, float], status: Status) -> None:
         """Where this rank is. The lighthouse tells by it who keeps the others waiting."""
         machine = self._machine
         report = m.Report(
             replica_id=self.replica_id,
             step=VOID if machine.void else machine.step,
             commit_quorum_id=machine.commit_quorum_id,
-            waiting=waiting,
+            waiting=status.waiting,
+            phase_limit_s=status.phase_limit_s,
             median_step_s=self._teller.median_step_s,
             settled=self.settled,
+            launched=self._launched,
+            blame=self._blame,
         )
         done_bytes, total_bytes = self._healer.progress
         self._client.report(
             report,
-            phase=machine.phase.value,
+            phase=status.phase or machine.phase.value,
+            summed=status.summed,
             healed_bytes=self._healer.received_bytes,
             heal_done_bytes=done_bytes,
             heal_total_bytes=total_bytes,

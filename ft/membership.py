@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ft.process_groups.store import serve
+from ft.process_groups.store import serve, sweep
 from ft.protocol.messages import Times
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.clients import is_torchfts
@@ -50,6 +51,11 @@ class Membership:
     address: str  # of the group's server
     server: GroupProcess | None = None
     meeting: TCPStore | None = None
+
+    def sweep(self, quorum_id: int) -> None:
+        """That generation stands, or was given up: what those before it left in the store goes, in a thread."""
+        if self.meeting is not None:
+            threading.Thread(target=sweep, args=(self.meeting, quorum_id), name="ft-sweep", daemon=True).start()
 
     def close(self) -> None:
         if self.server:

@@ -67,6 +67,23 @@ class Rounds:
     def left(self) -> bool:
         return self._manager.left
 
+    def tell(self, lane: str, words: str) -> None:
+        self._manager.tell(lane, words)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._manager.is_broken
+
+    @property
+    def finished(self) -> bool:
+        return self._manager.finished
+
+    def regroup(self, until: int) -> None:
+        self._manager.regroup(until // self.inner_steps)
+
+    def finish(self, *, saved: bool) -> None:
+        self._manager.finish(saved=saved)
+
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         """Only what is the same in all groups between two rounds: not the model, nor the inner optimizer."""
         self._manager.register(name, get, set)
@@ -92,7 +109,7 @@ class Rounds:
         """Slots are batches, one for each of inner_steps optimizer steps."""
         deal = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
         if self._resets or self._gradients.dropped:  # a window that was computed before counts no more
-            self._reset()
+            self.reset()
         self._round, self._done, self._window = deal.step, 0, deal.slots
         batch = self._manager.slot_size // self.inner_steps
         slots = tuple(slot + place * batch for slot in deal.slots for place in range(self.inner_steps))
@@ -120,7 +137,7 @@ class Rounds:
             return None
         fragment = self._fragments[(self._manager.step - 1) % len(self._fragments)]
         if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
-            self._reset()
+            self.reset()
         means = [local_of(_gradient(outer)) for outer in fragment.outer]
         torch._foreach_div_(means, float(len(commit.slots)))  # a group has one at most
         fragment.step(means)
@@ -140,6 +157,13 @@ class Rounds:
                 f"{self.inner_steps} steps that a group makes by itself"
             )
         self._manager.load_state_dict({**state, "step": rounds})
+
+    @property
+    def confirmed_s(self) -> float:
+        return self._manager.confirmed_s
+
+    def want_to_leave(self) -> None:
+        self._manager.want_to_leave()
 
     def leave(self) -> None:
         self._manager.leave()
@@ -204,9 +228,10 @@ class Rounds:
     def _heal(self, state: dict[str, Any]) -> None:
         for place, fragment in enumerate(self._fragments):
             fragment.load_state_dict(state[str(place)])
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Local weights are the outer ones again: what was computed since leaves no trace."""
         for fragment in self._fragments:
             fragment.reset()
         self._resets = self._gradients.dropped = False

@@ -62,6 +62,15 @@ class GroupEnded(RuntimeError):
     """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
 
 
+class Going(RuntimeError):
+    """This group was asked to leave while it waited for others, and all its ranks go now. `holds`: a state that it has committed, which
+    nobody else may have; else it was about to receive one."""
+
+    def __init__(self, *, holds: bool) -> None:
+        super().__init__("asked to leave while it waited for other groups")
+        self.holds = holds
+
+
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint has the same keys at every time; what varies in form is one value."""
     return {**state, "ledger": json.dumps(state["ledger"])}
@@ -116,7 +125,11 @@ class Seam(Protocol):
 
     def commit(self, sums: Sums) -> Commit | None:
         """Whether the step holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises Stopped
-        where it never will, as `reduce` and `begin_step` do; and GroupEnded."""
+        where it never will, as `reduce` and `begin_step` do; and GroupEnded, and Going."""
+        ...
+
+    def tell(self, lane: str, words: str) -> None:
+        """Something that people must see, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,9 +138,38 @@ class Seam(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    @property
+    def confirmed_s(self) -> float:
+        """time.monotonic() at which the group's server said last that all ranks of this group are there, and none keeps it waiting: others
+        do, or the lighthouse. -inf: never."""
+        ...
+
+    def want_to_leave(self) -> None:
+        """From any thread, and by one rank or several: SIGTERM has come. Where the group waits for others, it waits no longer, and all its
+        ranks get Going. Elsewhere the loop sees to it, with `leave`."""
+        ...
+
     def leave(self) -> None:
         """This group is to go on purpose (SIGTERM, scale-down). At a step's boundary, by all its ranks at the same one. The loop goes on
         until `left`: others may have to be told in a step."""
+        ...
+
+    @property
+    def is_broken(self) -> bool:
+        """Somebody of the newest quorum is gone: who writes has to be settled anew."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Another group has said that the run's last step is saved."""
+        ...
+
+    def regroup(self, until: int) -> None:
+        """After step `until`, the last: settles who is there, and so who writes, once more. By all ranks of the group. Raises Going."""
+        ...
+
+    def finish(self, *, saved: bool) -> None:
+        """Sets the word on the run's last step that `close` tells the other groups."""
         ...
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any
 
 from ft.protocol.ledger import Ledger
@@ -23,7 +24,7 @@ class SoloManager:
         self._step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
-        self.left, self.writes = False, ("", 0)
+        self.left, self.writes, self.confirmed_s = False, ("", 0), -inf
         self._until: int | None = None
 
     @property
@@ -70,8 +71,22 @@ class SoloManager:
         self._step = state["step"]
         self._ledger.load_state_dict(state["ledger"], keep_deal=False)
 
+    def want_to_leave(self) -> None:
+        """There is nobody to wait for."""
+
     def leave(self) -> None:
         self.left = True
+
+    is_broken = finished = False
+
+    def regroup(self, until: int) -> None:
+        """There is nobody else."""
+
+    def finish(self, *, saved: bool) -> None:
+        """Nobody else is to hear."""
+
+    def tell(self, lane: str, words: str) -> None:
+        """There is no page."""
 
     def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ from ft.seam import Seam
 from ft.solo import SoloManager
 
 if TYPE_CHECKING:
+    from ft.agreement import Agreement
     from ft.process_groups.base import ProcessGroup
     from ft.rounds import OuterOptimizer
 
@@ -24,12 +25,15 @@ def open_manager(
     slot_size: int,
     folder: Path,
     store: Any = None,
+    agreement: Agreement | None = None,
+    long_phase_s: float = 0.0,
     shape: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
     accounts: Accounts | None = None,
     happened: Events = no_events,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `shape`: what all groups must have alike, by name.
+    `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most that a first step or a checkpoint may take.
     `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`, `happened`: see accounts.py.
     Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
     RuntimeError where the group's server does not start."""
@@ -68,6 +72,7 @@ def open_manager(
         digest_interval=-(-settings.digest_interval // inner_steps),
         leave_if_odd=settings.on_corruption == "leave",
         max_failures=None if settings.max_retries < 0 else settings.max_retries,
+        long_phase_s=long_phase_s,
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
@@ -78,6 +83,7 @@ def open_manager(
         wish,
         options,
         store=store,
+        agreement=agreement,
         shape=shape,
         gradients=None
         if settings.semi_sync_method == "none"

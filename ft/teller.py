@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 from ft.accounts import Accounts, Events
 from ft.protocol import messages as m
 from ft.protocol.messages import name_of
 
 KEPT = 21  # steps of whose lengths the median is told
+SELDOM_S = 30.0  # between two reports of a rank that has nothing new to say; rank 0 reports once a beat, for all
 log = logging.getLogger("pharos.manager")
 
 
+@dataclass(frozen=True)
+class Stands:
+    """A rank's wait: its place, and since when (time.monotonic())."""
+
+    where: Literal[
+        "", "sums", "vote"
+    ]  # nowhere; for other groups, in a reduction; for its own, whose others may be in one
+    since_s: float = math.inf
+
+
+NOWHERE = Stands("")
+
+
+@dataclass(frozen=True)
+class Status:
+    """Figures that are told at once when they change. `phase`: a long one, and what it may take; "" and 0: it is none."""
+
+    waiting: bool = False
+    summed: bool = False
+    phase: str = ""
+    phase_limit_s: float = 0.0
+
+
 class Teller:
-    """`step`: of the state that the trainer holds. `inner_steps`: that a commit stands for, where the protocol counts commits. `tell`: a
-    lane of the lighthouse's page, the protocol's step, and words. All of it is the trainer's thread's, but for `report_for_ever`, which
-    only reads."""
+    """`step`: of the state that the trainer holds. `inner_steps`: that a commit stands for, where the protocol counts commits.
+    `long_phase_s`: the most that a phase may take whose length has nothing to do with a step's, the first step among them; 0: not told.
+    `tell`: a lane of the lighthouse's page, the protocol's step, and words. All of it is the trainer's thread's, but for `report_for_ever`,
+    which only reads."""
 
     def __init__(
         self,
@@ -31,10 +59,13 @@ class Teller:
         happened: Events,
         tell: Callable[[str, int, str], None],
         inner_steps: int = 1,
+        long_phase_s: float = 0.0,
     ) -> None:
         self._group_rank, self._step, self._accounts, self._happened = group_rank, step, accounts, happened
-        self._tell, self._inner_steps = tell, inner_steps
-        self._waits_since_s: float | None = None  # for other groups, in a reduction
+        self._tell, self._inner_steps, self._long_phase_s = tell, inner_steps, long_phase_s
+        self._stands = NOWHERE
+        self._sums_began_s = 0.0
+        self._first_began_s: float | None = None  # the first step, until it is committed
         self._waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
         self._steps: deque[float] = deque(maxlen=KEPT)  # seconds
         self._began_s = self._committed_s = time.monotonic()
@@ -55,18 +86,33 @@ class Teller:
     @contextmanager
     def waits(self, account: str) -> Iterator[None]:
         """Around the wait for a step's sums."""
-        self._waits_since_s = began_s = time.monotonic()
+        self._sums_began_s = began_s = time.monotonic()
+        self._stands = Stands("sums", began_s)
         try:
             with self._accounts.phase(account):
                 yield
         finally:
-            self._waits_since_s = None
+            self._stands = NOWHERE
         self._waits.append(time.monotonic() - began_s)
         # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
         self._accounts.move(min(self._waits), account, "reduce")
 
+    @contextmanager
+    def votes(self) -> Iterator[None]:
+        """Around the wait for the group's word on a step whose sums this rank has."""
+        self._stands = Stands("vote", self._sums_began_s)
+        try:
+            yield
+        finally:
+            self._stands = NOWHERE
+
+    def computes(self) -> None:
+        if self._first_began_s is None:
+            self._first_began_s = time.monotonic()
+
     def committed(self, mean_loss: float) -> None:
         now_s = time.monotonic()
+        self._first_began_s = math.inf
         self._steps.append(now_s - self._committed_s)
         self._mean_loss, self._committed_s = mean_loss, now_s
 
@@ -127,15 +173,39 @@ class Teller:
 
     # ---- once a beat
 
+    def status(self, beat_s: float) -> Status:
+        """A wait counts from half a beat on: nearly every step has a shorter one."""
+        now_s, stands = time.monotonic(), self._stands
+        waiting = now_s - stands.since_s > beat_s / 2
+        phase, seconds = self._long_phase(now_s) or ("", 0.0)
+        limit_s = self._long_phase_s if seconds < self._long_phase_s else 0.0  # one that takes too long is none
+        return Status(waiting, waiting and stands.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
+
+    def _long_phase(self, now_s: float) -> tuple[str, float] | None:
+        if (phase := self._accounts.long_phase()) is not None:
+            return phase
+        first_s = self._first_began_s
+        return None if first_s is None or first_s == math.inf else ("first step", now_s - first_s)
+
     def report_for_ever(
-        self, beat_s: float, closed: threading.Event, send: Callable[[dict[str, float], bool], None]
+        self,
+        beat_s: float,
+        closed: threading.Event,
+        send: Callable[[dict[str, float], Status], None],
+        news: Callable[[Status], object],
     ) -> None:
-        """`send` gets the figures, and whether this rank waits for other groups. In a thread of its own."""
-        while not closed.wait(beat_s):
-            since_s = self._waits_since_s
+        """In a thread of its own. Rank 0 sends once a beat; the others where `status` or `news` has changed: many ranks that all send once
+        a beat cost their group's server more than all else that it does."""
+        sent, sent_s = object(), -math.inf
+        while not closed.wait(beat_s / 2):
+            now_s, status = time.monotonic(), self.status(beat_s)
+            said = (status, news(status))
+            if said == sent and now_s - sent_s < (0.9 * beat_s if self._group_rank == 0 else SELDOM_S):
+                continue
+            sent, sent_s = said, now_s
             figures = {
                 "goodput_s": self._accounts.goodput_s,
-                "wall_s": time.monotonic() - self._began_s,
+                "wall_s": now_s - self._began_s,
                 "mean_loss": self._mean_loss,
             }
-            send(figures, since_s is not None and time.monotonic() - since_s > beat_s / 2)
+            send(figures, status)

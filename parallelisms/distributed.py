@@ -32,7 +32,9 @@ class CommConfig:
     ] = ENV
     init_timeout_seconds: Annotated[int, "longest start: rendezvous, first step, checkpoint, seconds", ">= 1"] = 300
     train_timeout_seconds: Annotated[
-        int, "longest later step, seconds; past it the hang is told and the run ends", ">= 1"
+        int,
+        "longest later step, seconds, without those in which other groups are waited for; past it the hang is told and the run ends",
+        ">= 1",
     ] = 100
     trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000
 
@@ -129,6 +131,15 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
         dist.init_process_group("mpi", timeout=timeout)
     else:
         dist.init_process_group(backend, store=store, rank=global_rank, world_size=world_size, timeout=timeout)
+
+
+def host_group(world: World, *, timeout_s: float) -> dist.ProcessGroup | None:
+    """A process group of all ranks for small tensors of the CPU, beside the one that trains; None for one rank alone. To be called by all
+    ranks. timeout_s: of a collective; that of the world lies beyond it."""
+    if world.world_size == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return group
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from scripts.launch import RESTARTS_WITHIN_S
 from training.log import Log
 from training.signals import Signals
 
@@ -99,6 +100,7 @@ class Agent(LocalElasticAgent):
         # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
         super().__init__(spec, output, exit_barrier_timeout=60)
         self._ranks = ranks
+        self._restarted_s: list[float] = []  # within the last RESTARTS_WITHIN_S
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._ranks.starting():
@@ -109,9 +111,20 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._ranks.note_failures()
         result: RunResult = super()._monitor_workers(worker_group)
-        if self._ranks.asked_to_stop and result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            raise Stopped(result)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            if self._ranks.asked_to_stop:
+                raise Stopped(result)
+            self._note_restart(worker_group.spec, time.monotonic())
         return result
+
+    def _note_restart(self, spec: WorkerSpec, now_s: float) -> None:
+        """Before torch counts one: those that are long past are given back. The limit grows with what is left of it, for torch makes the
+        number of a start, which no two may share, of the difference."""
+        recent = [at_s for at_s in self._restarted_s if now_s - at_s < RESTARTS_WITHIN_S]
+        past = len(self._restarted_s) - len(recent)
+        spec.max_restarts += past
+        self._remaining_restarts += past
+        self._restarted_s = [*recent, now_s] if self._remaining_restarts > 0 else recent
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)

@@ -16,7 +16,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -26,6 +28,10 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 if TYPE_CHECKING:
     from configs.schema import Config
+
+RESTARTS_WITHIN_S = (
+    24 * 3600.0
+)  # in any so long MAX_RESTARTS are allowed: who is preempted once a day goes on for years
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def check(config: Config, *, world_size: int, environ: Mapping[str, str] = os.en
     from ft.config import Environment
 
     check(config, world_size=world_size)
-    check_saved(config, config.run_folder)
+    check_saved(config, config.run_folder, world_size=world_size)
     Environment.read(environ).check(config.fault_tolerance)
 
 
@@ -220,12 +226,15 @@ def run_here(argv: list[str], logs: Path) -> int:
     return 0
 
 
+LINES_KEPT = 10_000  # of a log that cannot be written
+
+
 class LogFile:
     """Appends to a file of a run once that run has a folder: a start that is refused leaves nothing behind."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._early: list[str] = []
         self._lock = threading.Lock()
 
@@ -235,13 +244,16 @@ class LogFile:
             return
         with self._lock:
             self._early.append(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
-            if self._file is None:
-                if not self._path.parent.parent.is_dir():
-                    return
-                self._path.parent.mkdir(exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
-            self._file.write("".join(self._early))
-            self._early.clear()
+            if self._file is None and not self._path.parent.parent.is_dir():
+                return
+            with suppress(OSError):  # a full disk: it is written with what comes when there is room again
+                if self._file is None:
+                    self._path.parent.mkdir(exist_ok=True)
+                    self._file = self._path.open("ab", buffering=0)
+                waits = "".join(self._early).encode(errors="replace")
+                rest = waits[self._file.write(waits) :]
+                self._early = [rest.decode(errors="replace")] if rest else []
+            del self._early[:-LINES_KEPT]
 
 
 class Tee:

@@ -44,13 +44,14 @@ class Group:
     command: list[str]
     env: dict[str, str]
     log: Path
-    restarts: int
+    restarts: int  # within any RESTARTS_WITHIN_S
     shown: bool = True  # on the console
     process: subprocess.Popen[str] | None = None
     code: int | None = None  # of its end, for good
     started_s: float = 0.0
     again_at_s: float = 0.0
     short_lives: int = 0
+    restarted_s: list[float] = field(default_factory=list)  # within the last RESTARTS_WITHIN_S
     readers: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> int:
@@ -73,14 +74,22 @@ class Group:
         return process.pid
 
     def _show(self, lines: IO[str]) -> None:
-        """A line in one write, so those of several groups don't mix."""
-        with lines, self.log.open("a", encoding="utf-8") as log:
+        """A line in one write, so those of several groups don't mix. A full disk costs lines, and not the group its pipe."""
+        lost = 0  # lines since the log could last be written
+        with lines:
             for line in lines:
                 if self.shown:
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
-                log.write(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line))
-                log.flush()
+                    with suppress(OSError):
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
+                try:
+                    with self.log.open("a", encoding="utf-8") as log:
+                        if lost:
+                            log.write(f"pharos: {lost} lines could not be written here\n")
+                        log.write(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line))
+                    lost = 0
+                except OSError:
+                    lost += 1
 
     def look(self, now_s: float) -> str:
         """Starts it again where that is due; what is to be said of it."""
@@ -91,12 +100,18 @@ class Group:
             return f"group {self.name} starts again (process {self.start()})" if due else ""
         if (code := self.ended()) is None:
             return ""
+        from scripts.launch import RESTARTS_WITHIN_S
+
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         self.short_lives = self.short_lives + 1 if now_s - self.started_s < SHORT_LIFE_S else 0
-        if code in (0, 2) or self.restarts == 0 or self.short_lives == SHORT_LIVES:
+        self.restarted_s = [at_s for at_s in self.restarted_s if now_s - at_s < RESTARTS_WITHIN_S]
+        too_often = len(self.restarted_s) >= self.restarts
+        if code in (0, 2) or too_often or self.short_lives == SHORT_LIVES:
             self.code = 1 if code < 0 else code
+            if too_often and self.restarts:
+                how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS allows no more"
             return "" if code == 0 else f"group {self.name} failed for good ({how})"
-        self.restarts -= 1
+        self.restarted_s.append(now_s)
         self.process, self.again_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_lives - 1)
         return f"group {self.name} died ({how})"
 
@@ -311,10 +326,13 @@ def start_lighthouse(
         "--join_timeout_ms": "5000",
         "--heartbeat_timeout_ms": str(round(settings.heartbeat_timeout_s * 1000)),
         "--takeover_s": f"{settings.takeover_s:g}" if settings.takeover_s else "never",
+        "--stall_s": f"{settings.stall_s:g}",
+        **({"--num_replica_groups": env["NUM_REPLICA_GROUPS"]} if "NUM_REPLICA_GROUPS" in env else {}),
         "--state_file": str(config.run_folder / "groups" / "lighthouse.json"),
         "--token_file": env["PHAROS_TOKEN_FILE"],
     }
-    words = [word for flag in flags.items() for word in flag]
+    # Whoever starts all groups anew may lower what the last ones were promised.
+    words = [*(word for flag in flags.items() for word in flag), "--lower_terms"]
     log = (config.run_folder / "groups" / "lighthouse.log").open("a")
     process = subprocess.Popen(
         [*through, sys.executable, "-m", "ft.rpc.lighthouse_main", *words],

@@ -17,8 +17,11 @@ usage() {
     "  --quorum_tick_ms MS        how often waiting calls are looked at; 100" \
     "  --heartbeat_timeout_ms MS  a group that is silent for so long is lost; 5000" \
     "  --http HOST:PORT|none      the live page, /status.json, /metrics; default: the addresses of --bind, the port after its" \
-    "  --state_file FILE|none     what a restart must know; ./lighthouse-PORT.json" \
+    "  --state_file FILE|none     what a restart must know; outputs/lighthouse-PORT.json" \
     "  --takeover_s S|never       after so long without any member of the last quorum others may go on; 30" \
+    "  --stall_s S                a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; 60" \
+    "  --num_replica_groups N     that the job is meant to have, for people; more may come; 0" \
+    "  --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's" \
     "  --recover                  the state file is lost: learn from the groups of the running job" \
     "  --token_file FILE          the job's token (or PHAROS_TOKEN)" \
     "  --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority" \

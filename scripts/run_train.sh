@@ -28,7 +28,7 @@ usage() {
     "  NODE_RANK          this node's place, 0 to NNODES-1; unset: in order of arrival" \
     "  RDZV_ENDPOINT      host:port of node 0, where nodes meet" \
     "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. Every rank's is in <run>/logs" \
-    "  MAX_RESTARTS       how often failed ranks are started again, default 0" \
+    "  MAX_RESTARTS       how often failed ranks are started again in any 24 h, default 0" \
     "  STOP_GRACE         seconds that ranks have to save after SIGTERM or Ctrl-C, default 120; a second signal ends them at once" \
     "  OMP_NUM_THREADS    threads per rank, default: this machine's cores divided by its ranks" \
     "" \

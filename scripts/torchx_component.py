@@ -19,7 +19,7 @@ def lighthouse(
     image: str = "pharos:latest",
     root: str = ".",
     bind: str = "[::]:29510",
-    state_file: str = "lighthouse.json",
+    state_file: str = "",
     max_retries: int = 100,
 ) -> specs.AppDef:
     """The server that tells replica groups who takes part; it runs until it is cancelled.
@@ -30,7 +30,7 @@ def lighthouse(
         image: a container with the repository, and a Python with requirements-lighthouse.lock
         root: where in it the repository is
         bind: host and port that the groups reach it by
-        state_file: what a restart must know, on a disk that outlives the container
+        state_file: what a restart must know, on a disk that outlives the container; default outputs/lighthouse-PORT.json
         max_retries: how often it is started again
     """
     role = specs.Role(
@@ -44,8 +44,7 @@ def lighthouse(
             bind,
             "--token_file",
             token_file,
-            "--state_file",
-            state_file,
+            *(["--state_file", state_file] if state_file else []),
         ],
         env={"PHAROS_NO_INSTALL": "1"},
         max_retries=max_retries,

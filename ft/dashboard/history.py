@@ -19,9 +19,9 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.plan import heals
 
-Lane = Literal["membership", "heal", "commit", "corruption"]
+Lane = Literal["membership", "heal", "commit", "corruption", "storage"]
 Grade = Literal["good", "info", "bad"]
-LANES: tuple[Lane, ...] = ("membership", "heal", "commit", "corruption")
+LANES: tuple[Lane, ...] = ("membership", "heal", "commit", "corruption", "storage")
 MOST_EVENTS, MOST_POINTS, MOST_SIZES, MOST_GONE = 400, 1000, 400, 4096
 MOST_TEXT = 300  # characters of an event
 NAMED = 6  # groups that an event names; of more it says how many
@@ -141,7 +141,9 @@ class History:
 
     def told(self, replica_id: str, happened: Any) -> None:
         """A pharos_pb2.Happened. All groups see the same: whoever says it first is named."""
-        text = happened.text if happened.lane == "corruption" else f"a step failed: {happened.text}"
+        text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
+        if happened.lane == "storage":  # each group's own
+            text = f"{replica_id}: {text}"
         self.add(happened.lane, "bad", text, step=happened.step)
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:

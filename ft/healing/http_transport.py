@@ -49,6 +49,11 @@ class HttpTransport:
             self._offer = None  # the server keeps it, to tell its readers why
         return outcome
 
+    def end_offer(self, quorum_id: int, reason: str) -> None:
+        offer = self._offer
+        if offer is not None and offer.quorum_id == quorum_id:
+            offer.withdraw(reason)
+
     def withdraw(self, reason: str) -> None:
         if self._offer is not None:
             self._offer.withdraw(reason)

@@ -22,6 +22,7 @@ from ft.healing.transport import Fenced
 
 SEAL_BYTES = 16
 MAX_READERS = 64
+LOOK_S = 0.1  # between looks, of a fence that waits for a reader's lock, whether the offer is over
 
 
 class Withdrawn(RuntimeError):
@@ -155,16 +156,18 @@ class Offer:
             with ExitStack() as held:
                 # each is held for one chunk's send over HTTP, for some messages in a group
                 for lock in [lock for reader in self._readers.values() for lock in reader.locks]:
-                    if lock.acquire(timeout=max(0.1, deadline - time.monotonic())):
-                        held.callback(lock.release)
-                    else:
-                        return self._end("a reader held its chunk longer than heal_grace_s")
+                    while not lock.acquire(timeout=LOOK_S):
+                        if self.over or time.monotonic() > deadline:
+                            return self._end("a reader held its chunk longer than heal_grace_s")
+                    held.callback(lock.release)
                 if self._unsent_bytes() > copy_bytes:
                     return self._end("the source commits, and its readers were too slow for heal_grace_s")
                 self._aside = self._copies()
                 return Fenced.COPIED if self._aside else Fenced.FREE
 
     def withdraw(self, reason: str) -> None:
+        """From any thread: nobody gets anything more of it that he would believe, and a fence that waits for readers ends."""
+        self.over = self.over or reason  # first: the fence may have the lock, and look
         with self._changed:
             self._end(reason)
 
@@ -190,5 +193,7 @@ class Offer:
 
     def _end(self, reason: str) -> Fenced:
         self.over = self.over or reason
+        if self._aside:
+            self._aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
         self._changed.notify_all()
         return Fenced.WITHDRAWN

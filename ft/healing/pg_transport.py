@@ -85,6 +85,11 @@ class PgTransport:
             self.withdraw("the source went on")
         return outcome
 
+    def end_offer(self, quorum_id: int, reason: str) -> None:
+        offer = self._offer
+        if offer is not None and offer.quorum_id == quorum_id:
+            offer.withdraw(reason)
+
     def withdraw(self, reason: str) -> None:
         if self._offer is not None:
             self._offer.withdraw(reason)

@@ -81,6 +81,10 @@ class Transport(Protocol):
         """Afterwards the offered tensors may change. Never waits longer than heal_grace_s, whatever the readers do."""
         ...
 
+    def end_offer(self, quorum_id: int, reason: str) -> None:
+        """From any thread: that quorum is over, and so is its offer, if that is what there is. A fence that waits for it ends."""
+        ...
+
     def withdraw(self, reason: str) -> None:
         """The offer is over, at once: its readers get nothing more that they would believe."""
         ...

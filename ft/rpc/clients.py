@@ -56,11 +56,13 @@ class GroupClient:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore:
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Go:
         """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
         reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
         if reply.WhichOneof("reply") == "restore":
             return m.WantsRestore(reply.restore.settled)
+        if reply.WhichOneof("reply") == "go":
+            return m.Go()
         return codec.from_message(m.Part, reply.part)
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
@@ -74,27 +76,34 @@ class GroupClient:
         ask = pharos_pb2.AskMetadata(group_rank=group_rank)
         return str(self._call("CheckpointMetadata", ask, pharos_pb2.Metadata, timeout_s).checkpoint_metadata)
 
-    def leave(self, *, clean: bool, reason: str, timeout_s: float = 5.0) -> None:
+    def leave(self, *, clean: bool, reason: str, finished: bool = False, timeout_s: float = 5.0) -> None:
         """For the whole group: after it, ranks may close in any order. Raises TimeoutError, RuntimeError."""
-        self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason), pharos_pb2.Done, timeout_s)
+        self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason, finished=finished), pharos_pb2.Done, timeout_s)
 
     def kill(self, reason: str, timeout_s: float = 5.0) -> None:
         """Ends the group: its trainers are killed. Raises TimeoutError, RuntimeError."""
         self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
 
     def watch(
-        self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
+        self,
+        on_notice: Callable[[m.Notice], None],
+        on_end: Callable[[str], None],
+        *,
+        pid: int | None = None,
+        on_waits: Callable[[m.Waits], None] = lambda waits: None,
     ) -> None:
         """Opens this rank's stream. From then on the group ends if this stream does, unless it has left; `on_end` is called once if the
-        server goes, and the rank is to exit. Both are called from a thread of their own, and must not raise. pid: the process that is
-        killed when the group ends, by default this one; 0: none."""
+        server goes, and the rank is to exit. All are called from a thread of their own, and must not raise. pid: the process that is
+        killed when the group ends, by default this one; 0: none. on_waits: is told once a beat what the group waits for."""
         assert self._thread is None, "one stream a rank"
         hello = pharos_pb2.RankHello(
             group_rank=self.group_rank, pid=os.getpid() if pid is None else pid, host=this_host()
         )
         self._send(pharos_pb2.RankUp(hello=hello))
         self._watching = self._channel.stream_stream("/pharos.Group/Watch")(self._sent(), metadata=self._metadata)
-        self._thread = threading.Thread(target=self._watch, args=(on_notice, on_end), name="group-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=(on_notice, on_end, on_waits), name="group-watch", daemon=True
+        )
         self._thread.start()
 
     def report(self, report: m.Report, **figures: Any) -> None:
@@ -110,6 +119,10 @@ class GroupClient:
     def give_up(self, quorum_id: int, reason: str) -> None:
         """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
         self._send(pharos_pb2.RankUp(give_up=pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason)))
+
+    def want_to_leave(self) -> None:
+        """This rank was asked to leave: where its group waits for others, it is to wait no longer."""
+        self._send(pharos_pb2.RankUp(wants_to_leave=pharos_pb2.Done()))
 
     def close(self) -> None:
         """May be called twice."""
@@ -141,14 +154,22 @@ class GroupClient:
                 return
             yield up.SerializeToString()
 
-    def _watch(self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None]) -> None:
+    def _watch(
+        self,
+        on_notice: Callable[[m.Notice], None],
+        on_end: Callable[[str], None],
+        on_waits: Callable[[m.Waits], None],
+    ) -> None:
         why = ""
         try:
             for data in self._watching:
                 down = codec.parse(pharos_pb2.RankDown, data)
-                if down.WhichOneof("down") == "notice":
+                which = down.WhichOneof("down")
+                if which == "notice":
                     on_notice(codec.notice_from(down.notice))
-                else:
+                elif which == "waits":
+                    on_waits(codec.from_message(m.Waits, down.waits))
+                elif which == "ended":
                     why = down.ended.reason
             why = why or "the group's server closed the stream"
         except grpc.RpcError as error:

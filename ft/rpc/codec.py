@@ -27,13 +27,21 @@ P = TypeVar("P", bound=Message)
 
 MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_TEXTS = {"reason": 4 << 10, "data": 64 << 10, "checkpoint_metadata": 64 << 10, "reconfigure_handles": 64 << 10}
+MAX_DIGESTS = 256  # one for each key that groups must have alike
+MAX_NAMED = 65_536  # members blamed by one call or report
 MAX_WORDS = 500  # characters of what is told to people
 LANES = (
     "commit",
     "corruption",
-)  # of the page's timeline, for what ranks have seen: a step that failed, weights that differ
+    "storage",
+)  # of the page's timeline, for what ranks have seen: a step that failed, weights that differ, files that cannot be written
 ORDERS = ("drain", "kill")
-NOTICES = {m.MemberLost: "member_lost", m.Abandoned: "abandoned", m.ChangeAnnounced: "change_announced"}
+NOTICES = {
+    m.MemberLost: "member_lost",
+    m.Abandoned: "abandoned",
+    m.ChangeAnnounced: "change_announced",
+    m.Finished: "finished",
+}
 
 
 def parse(message_type: type[P], data: bytes) -> P:
@@ -77,13 +85,18 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
     """What a group beats with: its figures go to people, and into the machine's sums. Raises ValueError."""
     if len(message.phase) > MAX_TEXT:
         raise ValueError(f"phase: {len(message.phase)} characters, legal is up to {MAX_TEXT}")
-    for name in ("median_step_s", "goodput_s", "wall_s", "healed_bytes", "heal_done_bytes", "heal_total_bytes"):
+    for name in ("median_step_s", "phase_limit_s", "goodput_s", "wall_s", *_HEALED):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
-    for name in ("step", "settled", "commit_quorum_id"):
+    for name in ("step", "settled", "commit_quorum_id", "launched"):
         if not m.VOID <= getattr(message, name) <= MAX_STEP:
             raise ValueError(f"{name} = {getattr(message, name)}: legal is {m.VOID} to {MAX_STEP}")
+    if len(message.blame) > MAX_NAMED:
+        raise ValueError(f"blame: {len(message.blame)} members, legal is up to {MAX_NAMED}")
     return from_message(m.Report, message)
+
+
+_HEALED = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 
 
 def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
@@ -121,6 +134,8 @@ def refused_from(message: pharos_pb2.Refused) -> m.LighthouseRefused:
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     """As a group reports it. Raises ValueError for what no honest one does."""
+    if len(message.shape) > MAX_DIGESTS:
+        raise ValueError(f"a shape of {len(message.shape)} digests: legal is up to {MAX_DIGESTS}")
     quorum = from_message(m.Quorum, message)
     for member in quorum.members:
         if problem := absurd(m.Call(member, known=quorum.quorum_id)):
@@ -276,6 +291,7 @@ class Roster:
     """A quorum without its members' states and deals: what stays the same from one quorum to the next while nobody comes or goes."""
 
     members: tuple[m.Member, ...] = ()  # with states and deals of some quorum, which mean nothing here
+    shape: m.Shape = ()
     id: str = ""
     lasting: tuple[tuple[Any, ...], ...] = ()  # what `id` names, of each member
 
@@ -283,9 +299,10 @@ class Roster:
     def of(quorum: m.Quorum, before: Roster | None = None) -> Roster:
         """before: returned if it is the same."""
         lasting = tuple(map(_lasting, quorum.members))
-        if before and before.lasting == lasting:
+        if before and before.lasting == lasting and before.shape == quorum.shape:
             return before
-        return Roster(quorum.members, hashlib.sha256(repr(lasting).encode()).hexdigest()[:32], lasting)
+        named = repr((lasting, quorum.shape)).encode()
+        return Roster(quorum.members, quorum.shape, hashlib.sha256(named).hexdigest()[:32], lasting)
 
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
         """The quorum that `same` stands for, to whoever holds this roster."""
@@ -305,7 +322,7 @@ class Roster:
             )
             for x in self.members
         )
-        return m.Quorum(same.quorum_id, members, state, same.epoch)
+        return m.Quorum(same.quorum_id, members, state, same.epoch, self.shape)
 
 
 _PASSING = ("step", "commit_quorum_id", "commit_id", "dealt", "deal_id")

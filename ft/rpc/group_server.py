@@ -17,7 +17,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,6 +97,70 @@ class Settings:
 Place = tuple[int, m.Ballot | None]  # whose answer it is: (group_rank, ballot, or None for a quorum)
 
 
+class RankReports:
+    """The newest report of each rank, and what they come to. A report costs the same, however many ranks there are."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._of: dict[int, Any] = {}  # pharos_pb2.Report
+        self._waiting = self._summed = 0  # ranks that wait in the sums of a step, or past them; those past them
+        self._bytes = dict.fromkeys(("healed_bytes", "heal_done_bytes", "heal_total_bytes"), 0)
+        self._long: dict[int, Any] = {}  # of ranks in a long phase
+        self._blames: dict[int, tuple[str, ...]] = {}  # by ranks that cannot work with somebody
+
+    def hear(self, rank: int, report: Any) -> None:
+        before = self._of.get(rank, _NO_REPORT)
+        self._of[rank] = report
+        self._waiting += report.waiting - before.waiting
+        self._summed += (report.waiting and report.summed) - (before.waiting and before.summed)
+        for name in self._bytes:
+            self._bytes[name] += getattr(report, name) - getattr(before, name)
+        if report.phase_limit_s:
+            self._long[rank] = report
+        else:
+            self._long.pop(rank, None)
+        self.blame(rank, report.blame)
+
+    def blame(self, rank: int, others: Collection[str]) -> None:
+        """Replaces what the rank said before of those it cannot work with."""
+        if others and 0 <= rank < self._world_size:
+            self._blames[rank] = tuple(others)
+        else:
+            self._blames.pop(rank, None)
+
+    @property
+    def blamed(self) -> list[str]:
+        """Members that some rank cannot work with."""
+        return sorted({other for others in self._blames.values() for other in others}) if self._blames else []
+
+    @property
+    def waiting(self) -> bool:
+        """All ranks wait in the collective with other groups, or past it; and some in it: else they wait for nobody else."""
+        return self._waiting == self._world_size > self._summed
+
+    @property
+    def settled(self) -> int:
+        return max((report.settled for report in self._of.values()), default=0)
+
+    def together(self) -> Any:
+        """Rank 0's figures, what those of all add up to, and the longest phase that one of them is in."""
+        report = pharos_pb2.Report()
+        if self._of:
+            report.CopyFrom(self._of[min(self._of)])
+        if self._long:
+            longest = max(self._long.values(), key=lambda one: one.phase_limit_s)
+            report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
+        for name, total in self._bytes.items():
+            setattr(report, name, total)
+        report.waiting, report.settled, report.summed = self.waiting, self.settled, False
+        report.launched = min((one.launched for one in self._of.values()), default=0)
+        report.blame[:] = self.blamed
+        return report
+
+
+_NO_REPORT = pharos_pb2.Report()
+
+
 class GroupService:
     """Drives one machine. `end` is called once, with a reason, when the group is over: "" if it left."""
 
@@ -112,10 +177,13 @@ class GroupService:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
         self._waiting: dict[Place, list[Pending]] = {}
+        self._calls: Counter[int] = Counter()  # of each rank, those that wait
         self._feeding: tuple[Place, Pending] | None = None  # the call that is being fed
         self._streams: dict[int, Outbox] = {}
-        self._reports: dict[int, Any] = {}  # pharos_pb2.Report
+        self._reports = RankReports(config.world_size)
+        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # the outcome that was told last, as a message
         self._beaten = pharos_pb2.Report()  # the newest that was sent
+        self._dying_since_s: float | None = None  # a trainer was killed, and is not gone
         self._gave_up = 0  # the quorum id that this group gave up last
         self.left = False  # or is about to end
         self._drained = False  # its trainers were asked to leave: a second SIGTERM would end them at once
@@ -123,10 +191,13 @@ class GroupService:
         carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
             m.OpenStream: lambda e: self.link.open_stream(e.replica_id, self._settled),
+            m.CloseStream: lambda e: self.link.close_stream(),
             m.AnswerRank: lambda e: self._give(
                 (e.group_rank, None), pharos_pb2.RankReply(part=codec.to_message(e.part))
             ),
             m.RestoreRank: lambda e: self._give((e.group_rank, None), _restore(e.settled)),
+            m.LetRankGo: lambda e: self._give((e.group_rank, None), pharos_pb2.RankReply(go=pharos_pb2.Done())),
+            m.TellWaits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
             m.NotifyRank: self._notify_rank,
@@ -164,6 +235,7 @@ class GroupService:
 
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
+        self._reports.blame(call.group_rank, call.blame)  # newer than what the rank has reported
         return await self._ask((call.group_rank, None), call, context)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
@@ -171,14 +243,18 @@ class GroupService:
         return await self._ask((vote.group_rank, vote.key), vote, context)
 
     async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
-        if sum(len(calls) for (rank, _), calls in self._waiting.items() if rank == place[0]) >= CALLS_PER_RANK:
+        if self._calls[place[0]] >= CALLS_PER_RANK:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()
+        self._calls[place[0]] += 1
         self._waiting.setdefault(place, []).append(pending)
         try:
             self._feed(place, pending, event)
             return await pending.wait(context)
         finally:
+            self._calls[place[0]] -= 1
+            if not self._calls[place[0]]:
+                del self._calls[place[0]]
             waiting = self._waiting.get(place, [])
             if pending in waiting:  # the rank stopped waiting; for a vote it simply asks again
                 waiting.remove(pending)
@@ -204,7 +280,7 @@ class GroupService:
         if self.left:  # another rank has said so
             return b""
         self.left = True
-        await self.link.leave(self.machine.replica_id, clean=leave.clean, reason=leave.reason)
+        await self.link.leave(self.machine.replica_id, clean=leave.clean, reason=leave.reason, finished=leave.finished)
         await self.link.close()
         if not self._streams:
             self._end("")
@@ -263,9 +339,14 @@ class GroupService:
         which = up.WhichOneof("up")
         if which == "report":
             codec.report_from(up.report)
-            self._reports[rank] = up.report
-            if self._report().waiting != self._beaten.waiting:
+            awaited = self._reports.waiting
+            self._reports.hear(rank, up.report)
+            if self._reports.waiting != awaited:
+                self.driver.feed(m.SumsAwaited(not awaited))
+            if self._reports.waiting != self._beaten.waiting or self._reports.blamed != list(self._beaten.blame):
                 self.spawn(self._beat())
+        elif which == "wants_to_leave":
+            self.driver.feed(m.WantsToLeave())
         elif which == "happened":
             self.spawn(self.link.tell(codec.check_happened(up.happened)))
         elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
@@ -287,24 +368,22 @@ class GroupService:
         """A group of which a trainer is stopped does not beat: it is as good as dead. False: so it is."""
         if any(process.is_stopped() for process in self.processes.values()):
             return False
+        dying = [rank for rank, process in self.processes.items() if process.is_dying()]
+        self._dying_since_s = (self._dying_since_s or now_s()) if dying else None
+        timeout_s = self.config.times.heartbeat_timeout_s
+        if self._dying_since_s is not None and now_s() - self._dying_since_s >= timeout_s:
+            self.end(f"ranks {dying} were killed {timeout_s:g} s ago, and are not gone: the name is to be free")
         self._beaten = self._report()
         await self.link.beat(self._beaten)
         return True
 
     def _report(self) -> pharos_pb2.Report:
-        """Of all ranks: rank 0's figures, what they add up to, and whether all of them wait."""
-        report = pharos_pb2.Report()
-        if self._reports:
-            report.CopyFrom(self._reports[min(self._reports)])
-        report.replica_id = self.machine.replica_id
-        report.waiting = len(self._reports) == self.config.world_size and all(r.waiting for r in self._reports.values())
-        for name in ("healed_bytes", "heal_done_bytes", "heal_total_bytes"):
-            setattr(report, name, sum(getattr(r, name) for r in self._reports.values()))
-        report.settled, report.sent_s = self._settled(), now_s()
+        report = self._reports.together()
+        report.replica_id, report.sent_s = self.machine.replica_id, now_s()
         return report
 
     def _settled(self) -> int:
-        return max((report.settled for report in self._reports.values()), default=0)
+        return self._reports.settled
 
     # ---- effects
 
@@ -318,8 +397,11 @@ class GroupService:
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
+        if outcome is not self._voted[0]:
+            self._voted = outcome, codec.to_message(outcome).SerializeToString()
         ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-        self._give((effect.group_rank, ballot), codec.to_message(outcome))
+        for pending in self._waiting.pop((effect.group_rank, ballot), []):
+            pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
         """Of the call that is being fed, if it is this rank's; else of its call for a quorum."""
@@ -333,6 +415,12 @@ class GroupService:
         if effect.group_rank in self._streams:
             notice = codec.notice_message(effect.notice)
             self._streams[effect.group_rank].send(pharos_pb2.RankDown(notice=notice).SerializeToString())
+
+    def _tell_waits(self, effect: m.TellWaits) -> None:
+        waits = pharos_pb2.Waits(reason=effect.reason, waited_s=effect.waited_s)
+        message = pharos_pb2.RankDown(waits=waits).SerializeToString()
+        for outbox in self._streams.values():
+            outbox.send(message)
 
     # ---- an operator's orders
 

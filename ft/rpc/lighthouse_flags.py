@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,7 @@ from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint, Tls, check_token, endpoints, read_token, try_to_listen
 
 DEFAULT_PORT = 29510
+RUNS = Path("outputs")  # job.dump_folder's default
 MOST_MS = 24 * 3600 * 1000
 
 
@@ -29,6 +31,7 @@ class Options:
     at: Sequence[Endpoint]
     access: Access
     state: Path | None
+    lower_terms: bool
     recover: bool  # whether the groups of a running job are asked for what the state file would have said
     http: Sequence[Endpoint]  # empty: none
     http_asked: bool  # else a taken port is no reason not to start
@@ -63,16 +66,19 @@ def read_options(argv: Sequence[str]) -> Options:
     at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)
     for place in at:
         try_to_listen(place)
-    state = _state_path(given.state_file, at[0].port, given.recover)
-    times = Times(heartbeat_timeout_s=given.heartbeat_timeout_ms / 1000, takeover_s=given.takeover_s)
+    times = Times(
+        heartbeat_timeout_s=given.heartbeat_timeout_ms / 1000, takeover_s=given.takeover_s, stall_s=given.stall_s
+    )
     config = LighthouseConfig(
         min_replicas=given.min_replicas,
         join_timeout_s=given.join_timeout_ms / 1000,
         tick_s=given.quorum_tick_ms / 1000,
         times=times,
+        num_replica_groups=given.num_replica_groups,
     )
     http = _http_at(given.http, at, access)
-    return Options(config, at, access, state, given.recover, http, given.http is not None)
+    state = _state_path(given.state_file, at[0].port, given.recover)  # last, for it may make the folder
+    return Options(config, at, access, state, given.lower_terms, given.recover, http, given.http is not None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--state_file",
         metavar="FILE|none",
-        help="what a restart must know; default ./lighthouse-PORT.json, none with port 0",
+        help="what a restart must know; default outputs/lighthouse-PORT.json, none with port 0",
     )
     add(
         "--recover",
@@ -128,6 +134,25 @@ def parser() -> argparse.ArgumentParser:
         type=_takeover,
         default=30.0,
         help="after so long without any previous member others may go on; default 30",
+    )
+    add(
+        "--stall_s",
+        metavar="S",
+        type=_seconds,
+        default=60.0,
+        help="a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; default 60",
+    )
+    add(
+        "--num_replica_groups",
+        metavar="N",
+        type=_whole(0, 1 << 20),
+        default=0,
+        help="that the job is meant to have, for people; more may come; default 0: not said",
+    )
+    add(
+        "--lower_terms",
+        action="store_true",
+        help="let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's; else its own stay",
     )
     add(
         "--token_file",
@@ -154,12 +179,16 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 def _takeover(text: str) -> float | None:
     if text == "never":
         return None
+    return _seconds(text, ", or never")
+
+
+def _seconds(text: str, else_: str = "") -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= MOST_MS / 1000:
-        raise argparse.ArgumentTypeError(f"{text}: must be seconds above 0, or never")
+        raise argparse.ArgumentTypeError(f"{text}: must be seconds above 0{else_}")
     return seconds
 
 
@@ -190,7 +219,7 @@ def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
         return None
     if asked is None and port == 0:
         return None  # nobody could find it again
-    path = Path(asked or f"lighthouse-{port}.json")
+    path = Path(asked) if asked else _usual_state_path(port)
     if not path.parent.is_dir():
         raise ValueError(f"--state_file {path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -202,6 +231,16 @@ def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
     if not recover:
         state_file.read_or_refuse(path)
     return path
+
+
+def _usual_state_path(port: int) -> Path:
+    """Returns the state file's default place: among the runs; the working folder where an older one is there, not to be forgotten."""
+    before = Path(f"lighthouse-{port}.json")
+    if before.exists():
+        return before
+    with suppress(OSError):  # told when it is tried
+        RUNS.mkdir(exist_ok=True)
+    return RUNS / before
 
 
 def _http_at(asked: str | None, at: Sequence[Endpoint], access: Access) -> Sequence[Endpoint]:

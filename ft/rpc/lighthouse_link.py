@@ -49,6 +49,10 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        (
+            "grpc.dns_min_time_between_resolutions_ms",
+            1000,
+        ),  # or one at a new address would be found after half a minute
         ("grpc.enable_http_proxy", 0),  # what groups say to each other is nothing for a proxy
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -88,6 +92,11 @@ class Wire(ABC):
         if self._presence:
             self._presence.cancel()
         self._presence = self._spawn(for_ever)
+
+    def close_stream(self) -> None:
+        """Nobody is to count on us, until it is opened again."""
+        if self._presence:
+            self._presence.cancel()
 
     async def close(self) -> None:
         for task in (self._question, self._presence):
@@ -132,6 +141,7 @@ class Link(Wire):
     def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.Roster) -> m.Event:
         which = reply.WhichOneof("answer")
         times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
+        terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
         if which == "restore":
             return m.LighthouseWantsRestore(reply.restore.settled)
         if which == "same":
@@ -141,11 +151,11 @@ class Link(Wire):
             roster = codec.Roster.of(quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
             self._quorum, self._roster = quorum, roster
-        return m.LighthouseAnswered(quorum, times)
+        return m.LighthouseAnswered(quorum, times, terms)
 
-    async def leave(self, replica_id: str, *, clean: bool, reason: str) -> None:
+    async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         """Best effort: a lighthouse that does not hear it notices that the stream breaks."""
-        leave = codec.to_message(m.Leave(replica_id, clean, reason[:500])).SerializeToString()
+        leave = codec.to_message(m.Leave(replica_id, clean, reason[:500], finished)).SerializeToString()
         try:
             await self._unary("/pharos.Lighthouse/Leave", leave, LEAVE_S)
         except grpc.RpcError as error:
@@ -198,6 +208,8 @@ class Link(Wire):
             self._hear(self._read(down.answer, self._roster))
         elif which == "refused":
             self._hear(codec.refused_from(down.refused))
+        elif which == "waits":
+            self._hear(m.LighthouseSays(down.waits[: codec.MAX_WORDS]))
         elif which == "order":
             self._obey(down.order)
         elif which == "send_quorum" and self._quorum:

@@ -42,7 +42,7 @@ async def _run(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        place = Place(options.at, options.access, options.state, options.recover)
+        place = Place(options.at, options.access, options.state, options.lower_terms, options.recover)
         service, port = await stack.enter_async_context(serve(options.config, place))
         _say_where(place, port)
         gc.set_threshold(10_000)  # or a round of 1,000 calls would set it off forty times, to find nothing

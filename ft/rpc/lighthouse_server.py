@@ -32,6 +32,7 @@ class Place:
     at: Sequence[Endpoint]
     access: Access = field(default_factory=Access)
     state: Path | None = None
+    lower_terms: bool = False  # the config's count, though the state's may be higher
     recover: bool = False  # no state file: wait for the reports of a job that may be running
 
 
@@ -44,9 +45,17 @@ async def serve(
     for at in place.at:
         if at.port:
             try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
-    keeper = state_file.Keeper(place.state, _take_over(place.state)) if place.state else None
+    owner = _take_over(place.state) if place.state else ""
     saved = _read_state(place)
-    service = LighthouseService(config, keeper=keeper, saved=saved, fresh=not place.recover, seen=seen)
+    keeper = state_file.Keeper(place.state, owner, saved) if place.state else None
+    service = LighthouseService(
+        config,
+        keeper=keeper,
+        saved=saved and state_file.reserved(saved),
+        fresh=not place.recover,
+        lower_terms=place.lower_terms,
+        seen=seen,
+    )
     server, port = listen(place.access, service.routes, place.at)
     await server.start()
     try:

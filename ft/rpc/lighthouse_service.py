@@ -30,9 +30,8 @@ from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Outbox, Pending, Refused,
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
-MAX_NAMED = 65_536  # members blamed by one call
-MAX_DIGESTS = 256  # one for each key that groups must have alike
 CALLS_PER_ID = 64
+REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
 
 _STATUS = {
@@ -83,9 +82,16 @@ class LighthouseService:
         keeper: state_file.Keeper | None = None,
         saved: m.Saved | None = None,
         fresh: bool = True,
+        lower_terms: bool = False,
         seen: Seen | None = None,
     ) -> None:
-        self.config, self.keeper = config, keeper
+        epoch = uuid.uuid4().hex[:12]
+        self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_terms=lower_terms)
+        if (asked := config.terms) != self.machine.config.terms:
+            log.warning(
+                "the job's terms stay, for --lower_terms is not given: %s, not %s", self.machine.config.terms, asked
+            )
+        self.config, self.keeper = self.machine.config, keeper
         self.streams: dict[str, Outbox] = {}
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
@@ -94,12 +100,13 @@ class LighthouseService:
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._waiting: dict[str, list[_Waiting]] = {}
         self._waiting_bytes = 0
+        self._refusals: dict[str, str] = {}  # what each was told last
         self._forms: _Forms | None = None  # of the newest quorum that was answered
         self._seen, self._said, self._logged_id = seen, "", 0
-        self._times = codec.to_message(config.times)
+        self._words = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
         # An answer costs more than the beat itself, and a group goes by how old the last one is against half of takeover_s: by default
         # each third beat is answered, and four answers in a row may be lost.
-        self._answer_every_s = (config.times.takeover_s or 30.0) / 12
+        self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: self._persist,
             m.Answer: self._answer,
@@ -107,8 +114,6 @@ class LighthouseService:
             m.MustRestore: self._must_restore,
             m.Notify: self._notify,
         }
-        epoch = uuid.uuid4().hex[:12]
-        self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh)
         self.driver = Driver(
             self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._look_at_deadlines
         )
@@ -151,6 +156,8 @@ class LighthouseService:
             raise Refused(_FULL, f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
         if self._waiting_bytes + size > MAX_WAITING:
             raise Refused(_FULL, f"calls of {self._waiting_bytes} bytes in all are waiting already")
+        if replica_id in self.streams:
+            self.streams[replica_id].told = ""  # of an earlier call's wait
         self._waiting.setdefault(replica_id, []).append(waiting)
         self._waiting_bytes += size
         try:
@@ -239,6 +246,9 @@ class LighthouseService:
             self.driver.feed(report)
             if self.onlooker:
                 self._show(self.onlooker.reported, up.report)
+            if hello.replica_id in self._waiting and outbox.told != self.machine.reason:
+                outbox.told = self.machine.reason
+                outbox.send(pharos_pb2.Down(waits=outbox.told[: codec.MAX_WORDS]).SerializeToString())
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
@@ -278,7 +288,7 @@ class LighthouseService:
         """Each form of the answer is made at most once, however many wait for it or ask for it again."""
         if self._forms is None or self._forms.quorum is not effect.quorum:
             self.issued_at = time.time()
-            self._forms = _Forms(effect.quorum, self._times, self.issued_at, self._forms)
+            self._forms = _Forms(effect.quorum, self._words, self.issued_at, self._forms)
         forms = self._forms
         for replica_id in effect.replica_ids:
             calls = self._waiting.pop(replica_id, ())
@@ -297,7 +307,7 @@ class LighthouseService:
             self.streams[effect.replica_id].send(pharos_pb2.Down(refused=refused).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:
-        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), times=self._times)
+        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)
         for replica_id in effect.replica_ids:
             for waiting in self._waiting.pop(replica_id, []):
                 waiting.give(reply.SerializeToString())
@@ -318,7 +328,7 @@ class LighthouseService:
                 self.issued, self._said = self.issued + 1, out.reason
                 self._log_quorum(effect.quorum, out.reason)
             elif isinstance(effect, m.Refuse):
-                log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
+                self._log_refusal(effect)
             elif isinstance(effect, m.Notify):
                 log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
         if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
@@ -328,6 +338,15 @@ class LighthouseService:
             self._show(self.onlooker.saw, event, out)
         if self._seen:
             self._seen(now_s, event, out)
+
+    def _log_refusal(self, effect: m.Refuse) -> None:
+        """Whoever was a member asks again and again: what it is told is said once."""
+        words = _NUMBER.sub("#", effect.reason)
+        if self._refusals.get(effect.replica_id) != words:
+            self._refusals[effect.replica_id] = words
+            log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
+        while len(self._refusals) > REFUSALS_KEPT:
+            del self._refusals[next(iter(self._refusals))]
 
     def _show(self, note: Callable[..., None], *what: Any) -> None:
         """A fault of the page ends the page, and never the job."""
@@ -355,9 +374,9 @@ class LighthouseService:
 class _Forms:
     """One quorum as each kind of caller wants it, made when the first one asks."""
 
-    def __init__(self, quorum: m.Quorum, times: Any, created_s: float, before: _Forms | None) -> None:
-        """before: of the last quorum, which mostly has the same roster."""
-        self.quorum, self._times, self._created_s = quorum, times, created_s
+    def __init__(self, quorum: m.Quorum, words: dict[str, Any], created_s: float, before: _Forms | None) -> None:
+        """words: that go with each answer. before: of the last quorum, which mostly has the same roster."""
+        self.quorum, self._words, self._created_s = quorum, words, created_s
         self._before = before.__dict__.get("roster") if before else None  # if anybody has asked for it
 
     def of(self, waiting: _Waiting) -> bytes:
@@ -377,7 +396,7 @@ class _Forms:
     @cached_property
     def short(self) -> bytes:
         same = codec.same_roster(self.quorum)
-        return bytes(pharos_pb2.QuorumReply(same=same, times=self._times).SerializeToString()) if same else self.full
+        return bytes(pharos_pb2.QuorumReply(same=same, **self._words).SerializeToString()) if same else self.full
 
     @cached_property
     def full(self) -> bytes:
@@ -389,7 +408,7 @@ class _Forms:
 
     @property
     def _reply(self) -> Any:
-        return pharos_pb2.QuorumReply(quorum=codec.to_message(self.quorum), times=self._times)
+        return pharos_pb2.QuorumReply(quorum=codec.to_message(self.quorum), **self._words)
 
 
 def _check(call: m.Call) -> None:
@@ -401,7 +420,7 @@ def _check(call: m.Call) -> None:
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
-    if len(call.blame) > MAX_NAMED or len(call.shape) > MAX_DIGESTS or call.known < 0:
+    if len(call.blame) > codec.MAX_NAMED or len(call.shape) > codec.MAX_DIGESTS or call.known < 0:
         raise ValueError("more members blamed, or more digests, than there can be")
     _check_step(member.dealt, member.restored or 0, member.commit_failures)
 

@@ -36,6 +36,17 @@ class Process:
             return False
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
+    def is_dying(self) -> bool:
+        """It was killed, and is not gone: it waits in the kernel, for a file server that is away, say, and nothing ends that. False where
+        nobody can say."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        said = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        killed = any(int(said.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
+        return killed or said.get("State", "").split()[:1] == ["Z"]
+
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 

@@ -263,6 +263,7 @@ class Outbox:
         self._writer = asyncio.ensure_future(self._write())
         self._over = False
         self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
+        self.told = ""  # for its owner: why the reader waits, as it was told last
         self._too_slow: Refused | None = None
 
     def send(self, message: bytes) -> None:

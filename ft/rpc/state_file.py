@@ -4,6 +4,11 @@ Persist must be done before what comes after it: an id that was seen must not co
 answered. A quorum that keeps its id (members that ask again at a later step) is written within a second instead, for all that is lost
 with it is how far the job is known to have come, which members report anyway.
 
+A disk that is full, read-only or slow stops no job: the file stands for RESERVED ids more than it says. Up to there quorums are answered
+without it, and whoever starts from the file gives out none of them (`reserved`); so no id comes twice, and ids leap after each restart.
+What such a restart has not read are the newest members: they report the quorum that they are in, and until then the claims of those in the
+file hold. One that restarts while the disk is still full answers no new quorum until there is room.
+
 Another lighthouse may take the file over while this one is stopped, say, and nobody knows whether it will wake: no lock then, which the
 one that is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then
 reads. Who writes prepares a file of its own name, looks whose the state is, then renames it. So either the other one has read what was
@@ -19,12 +24,15 @@ import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ft.protocol import messages as m
 
 FORMAT = "pharos lighthouse 1"
+RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
+PATIENCE_S = 1.0  # with a disk that is slow, where the file reserves the id
 LAZY_S = 1.0
 RETRY_S = 1.0
 log = logging.getLogger("pharos.lighthouse")
@@ -44,6 +52,11 @@ def read(path: Path) -> m.Saved | None:
         return m.Saved.from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a state file of this version: {error!r}") from None
+
+
+def reserved(saved: m.Saved) -> m.Saved:
+    """The state to go on from: none of the ids that the file stands for is free."""
+    return replace(saved, last_id=saved.last_id + RESERVED) if saved.last_id else saved
 
 
 def read_or_refuse(path: Path) -> m.Saved | None:
@@ -118,13 +131,14 @@ def _partial(path: Path, owner: str) -> Path:
 class Keeper:
     """Writes in a thread of its own, one after the other; the loop never waits for a disk.
 
-    A disk that refuses is told, and tried again each second: until then no quorum is answered, and running steps go on.
-    `owner`: as take_over said. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes
-    later.
+    A disk that refuses is told, and tried again each second; quorums are answered as long as the file reserves their ids, then no more, and
+    running steps go on. `owner`: as take_over said. `saved`: what the file says. When another one has taken over, what waits for the disk
+    fails by TakenOver, and so does all that comes later.
     """
 
-    def __init__(self, path: Path, owner: str = "") -> None:
-        self.path, self._owner = path, owner
+    def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None) -> None:
+        self.path, self._owner, self._written = path, owner, saved
+        self._retrying: asyncio.Future[None] | None = None
         self._over: TakenOver | None = None
         self.trouble = ""  # why the last attempt failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
@@ -143,6 +157,8 @@ class Keeper:
         return asyncio.ensure_future(self._until_written(saved))
 
     async def close(self) -> None:
+        if self._retrying:
+            self._retrying.cancel()
         if self._lazy:
             self._lazy.cancel()
             self._write_lazily()
@@ -155,22 +171,53 @@ class Keeper:
 
     async def _until_written(self, saved: m.Saved) -> None:
         loop = asyncio.get_running_loop()
-        while not await loop.run_in_executor(self._thread, self._try, saved):
+        while True:
+            attempt = loop.run_in_executor(self._thread, self._try, saved)
+            covered = self._covers(saved)
+            done, _ = await asyncio.wait([attempt], timeout=PATIENCE_S if covered else None)
+            if done and attempt.result():
+                return
             if self._over:
                 raise self._over
+            if covered:
+                self._retrying = self._retrying or asyncio.ensure_future(self._until_well())
+                return
             await asyncio.sleep(RETRY_S)
+
+    def _covers(self, saved: m.Saved) -> bool:
+        """The file stands for that, too."""
+        there = self._written
+        return (
+            there is not None
+            and (there.epoch, there.kind) == (saved.epoch, saved.kind)
+            and there.settled <= saved.settled
+            and saved.last_id <= there.last_id + RESERVED
+        )
+
+    async def _until_well(self) -> None:
+        assert self._newest
+        loop = asyncio.get_running_loop()
+        while not self._over and not await loop.run_in_executor(self._thread, self._try, self._newest):
+            await asyncio.sleep(RETRY_S)
+        self._retrying = None
 
     def _try(self, saved: m.Saved) -> bool:
         try:
-            write(self.path, saved, self._owner)
+            try:
+                write(self.path, saved, self._owner)
+            except OSError:
+                _look(self.path, self._owner)  # another one may have room
+                raise
         except TakenOver as error:
             self._over = error
             return False
         except OSError as error:
             if str(error) != self.trouble:
-                log.error("%s cannot be written, so no quorum is answered: %s", self.path, error)
+                free = self._written.last_id + RESERVED - saved.last_id if self._written else 0
+                log.error("%s cannot be written, %d more quorums are answered: %s", self.path, max(0, free), error)
             self.trouble = str(error)
             return False
+        self._written = saved
         if self.trouble:
             log.warning("%s is written again", self.path)
         self.trouble = ""

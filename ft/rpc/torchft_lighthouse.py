@@ -62,7 +62,7 @@ class LinkOverTorchft(Wire):
     async def tell(self, happened: Any) -> None:
         """torchft's page shows none of it."""
 
-    async def leave(self, replica_id: str, *, clean: bool, reason: str) -> None:
+    async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         """torchft's lighthouse takes no leave: it notices that the beats end."""
 
     async def close(self) -> None:

@@ -1,5 +1,5 @@
-"""The lighthouse, its groups, and a browser: Debian's chromium, which is installed where this user may, else the tests of the page itself
-are skipped."""
+"""The lighthouse, its groups, and a browser: Debian's chromium, which is installed where that is wanted and this user may, else the tests
+of the page itself are skipped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.page_job import Herd
+from tests import system_packages
 from tests.dashboard.house import House
 
 INSTALL_S = 300
@@ -58,8 +59,8 @@ def _chromium() -> str:
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
             return found
-    if os.environ.get("PHAROS_NO_INSTALL") == "1":
-        pytest.skip("no chromium here, and PHAROS_NO_INSTALL=1")
+    if why := system_packages.refusal():
+        pytest.skip(f"no chromium here: {why}")
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         pytest.skip("no chromium here, and this user cannot install Debian's")
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}

@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from ft.agreement import Agreement
 from ft.manager import Manager, Options
 from ft.membership import Wish
 from ft.process_groups.base import ProcessGroup
@@ -93,7 +96,10 @@ class Rank(Trained):
     group: Callable[[], ProcessGroup] = ProcessGroupGloo
     make: Callable[..., Manager] = Manager
     every_step: bool = False
+    agrees: bool = False  # the ranks of the group among themselves (ft/agreement.py)
     times: m.Times = field(default_factory=m.Times)
+    host: str = "127.0.0.1"
+    access: Access = field(default_factory=Access)
 
     manager: Manager = field(init=False)
     progress: Progress = field(init=False)
@@ -126,8 +132,8 @@ class Rank(Trained):
             group_rank=self.group_rank,
             world_size=self.world_size,
             lighthouse=self.lighthouse,
-            host="127.0.0.1",
-            access=Access(),
+            host=self.host,
+            access=self.access,
             times=self.times,
             every_step=self.every_step,
         )
@@ -137,6 +143,7 @@ class Rank(Trained):
             wish,
             options,
             store=self.store,
+            agreement=self.agreement() if self.agrees else None,
             accounts=self.progress,
             happened=lambda event, step, **what: self.told.append((event, step, what)),
             seen=lambda *what: self.seen.append(what),
@@ -149,6 +156,11 @@ class Rank(Trained):
         while not self.manager.left and (self.until is None or self.manager.step < self.until):
             self.at(self, self.manager.step)
             self.train_step()
+
+    def agreement(self) -> Agreement:
+        gloo = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
+        store = PrefixStore("agreement", self.store)
+        return Agreement(gloo(store, self.group_rank, self.world_size, timedelta(seconds=LIMIT_S)))
 
     @property
     def together_commits(self) -> list[int]:
@@ -193,7 +205,10 @@ def kill_server(manager: Manager) -> None:
     server = manager._membership.server
     assert server
     os.kill(server.pid, signal.SIGKILL)
-    assert manager._gone.wait(LIMIT_S)
+    until_s = time.monotonic() + LIMIT_S
+    # where the trainer waits for an answer of the server, it may close before the stream says that the server is gone; then nobody does
+    while not (manager._gone.wait(0.01) or manager._closed.is_set()):
+        assert time.monotonic() < until_s
 
 
 class Job:

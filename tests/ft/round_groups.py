@@ -111,7 +111,7 @@ class Group(Trained):
             lighthouse=self.lighthouse,
             host="127.0.0.1",
             access=Access(),
-            times=m.Times(stall_s=31.0),  # as short as the ladder allows
+            times=m.Times(),
         )
         window = BATCH * self.schedule.inner_steps
         self.manager = Manager(

@@ -17,17 +17,18 @@ from ft.healer import Healer
 from ft.manager import Manager, Options
 from ft.membership import Wish
 from ft.process_groups.baby import ProcessGroupBabyGloo
+from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
-from ft.protocol import compare
+from ft.protocol import compare, lighthouse
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
-from ft.protocol.step import Step, StepConfig
+from ft.protocol.step import Phase, Step, StepConfig
 from ft.protocol.tail import Tail
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
-from ft.seam import GroupEnded, Stopped, from_checkpoint, to_checkpoint
+from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
 from tests.ft.groups import LIMIT_S, SLOT, Rank, job
 
 
@@ -139,6 +140,24 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tm
     assert "extended" in events and "refused" not in events, "nothing was thrown away"
 
 
+def test_a_late_word_on_a_generation_leaves_the_next_alone():
+    """The notice's thread may be anywhere between the machine's word and the group when the trainer's has formed the next one."""
+    quorums: list[int] = []
+
+    def late(rank: Rank, step: int) -> None:
+        if rank.manager.part and rank.manager.part.quorum_id not in quorums:
+            quorums.append(rank.manager.part.quorum_id)
+            rank.manager._stop_waiting(m.StopWaiting(min(quorums[0], quorums[-1] - 1), "b was lost"))
+        if step == 2 and not newcomer:
+            newcomer.extend(made.group("b", steps=4, together=2))
+
+    newcomer: list[Rank] = []
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=4, together=2, at=late)[0]
+        assert a.join().error is None and newcomer[0].join().error is None
+        assert len(quorums) >= 2 and not a.seen_of(m.AbandonGeneration)
+
+
 def test_a_newcomer_heals_and_takes_part():
     def waits(rank: Rank, step: int) -> None:
         if step == 4:
@@ -173,6 +192,62 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
         for rank in ranks:
             gave = [len(who) for _, members, who in rank.commits if members == 2]
             assert gave[:2] == [1, 2], "zeros once, and no step more"
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lighthouse that compares nothing, as if it had forgotten all."""
+    monkeypatch.setattr(lighthouse, "unlike", lambda event, ours: None)
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
+def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup], monkeypatch: pytest.MonkeyPatch):
+    """A newcomer with other settings ends with exit code 2, whatever the lighthouse has forgotten."""
+    forgetful(monkeypatch)
+    settings = partial(Manager, shape=(("optimizer.lr", "1"), ("data", "text")))
+    others = partial(Manager, shape=(("optimizer.lr", "2"), ("data", "text")))
+    trained, refused, last = threading.Event(), threading.Event(), dict[str, int]()
+
+    def ends(rank: Rank, step: int) -> None:
+        """All at one step, for nobody is further than the next one."""
+        if len(rank.together_commits) == 3:
+            trained.set()
+        if refused.is_set():
+            rank.steps = last.setdefault("step", step + 3) - rank.together_commits[0] + 1
+
+    with job(min_replicas=2) as made:
+        together = {"steps": 1 << 30, "together": 2, "make": settings, "group": kind, "at": ends}
+        ranks = [made.group(name, **together)[0] for name in "ab"]
+        assert trained.wait(LIMIT_S)
+        stranger = made.group("c", steps=1, make=others, group=kind)[0].join()
+        refused.set()
+        assert isinstance(stranger.error, BadInput), stranger.error
+        assert "rank 2 has another optimizer.lr than the job" in str(stranger.error)
+        assert not stranger.seen_of(m.LaunchTail)
+        for rank in ranks:
+            assert rank.join().error is None
+            assert {size for _, size, _ in rank.commits} == {2}
+            assert len(rank.seen_of(m.AbandonGeneration)) == 1
+
+
+def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    forgetful(monkeypatch)
+
+    def changes(rank: Rank, step: int) -> None:
+        if len(rank.together_commits) == 3:
+            rank.manager._shape = (("optimizer.lr", "2"),)
+            rank.manager._group.interrupt("its sockets break")
+
+    with job(min_replicas=2) as made:
+        together = {"steps": 20, "together": 3, "make": partial(Manager, shape=(("optimizer.lr", "1"),))}
+        ranks = [made.group(name, **together)[0] for name in "ab"]
+        stranger = made.group("c", **{**together, "at": changes})[0]
+        for rank in ranks:
+            assert rank.join().error is None
+            assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
+        assert stranger.thread.is_alive() and stranger.manager._machine.phase is Phase.ASKING
+        assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
 
 
 def test_baby_groups_do_the_same():

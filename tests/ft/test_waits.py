@@ -1,13 +1,18 @@
-"""What a newcomer may not let the others wait for."""
+"""What a newcomer may not let the others wait for; and a group that waits, for others or for its server's word."""
 
 from __future__ import annotations
+
+import threading
+from typing import Any
 
 import pytest
 
 from ft import scratch
+from ft.group_calls import VOTE_TRIES, GroupCalls, ServersWord
 from ft.protocol import messages as m
 from ft.rpc.driver import now_s
-from tests.ft.groups import job
+from ft.seam import Going, GroupEnded
+from tests.ft.groups import Rank, job
 
 
 def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.MonkeyPatch):
@@ -25,3 +30,68 @@ def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.Monk
         assert rank.error is None
     parts_s = [at_s for at_s, event, _ in rank.seen if isinstance(event, m.Part)]
     assert len(made_s) == scratch.READY and max(made_s) < parts_s[0]
+
+
+def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold():
+    """One of two groups dies, both are needed: one rank of the other is asked to leave."""
+
+    def dies(rank: Rank, step: int) -> None:
+        if (rank.name, rank.group_rank) == ("b", 0) and len(rank.together_commits) == 3:
+            rank.kill()
+
+    with job(min_replicas=2) as made:
+        more: dict[str, Any] = {"size": 2, "steps": 99, "together": 2, "agrees": True, "times": m.Times(beat_s=0.2)}
+        a, _ = (made.group(name, at=dies, **more) for name in "ab")
+        while not any(isinstance(event, m.MemberLost) for _, event, _ in a[0].seen):
+            a[0].thread.join(0.05)
+        a[1].manager.want_to_leave()
+        for rank in a:
+            error = rank.join().error
+            assert isinstance(error, Going) and error.holds
+        assert a[0].commits == a[1].commits and a[0].manager.step == a[0].commits[-1][0]
+        for rank in a:
+            rank.error = None  # what it holds is what its ledger says
+
+
+class Silent:
+    """A server that answers no vote in time: `tries` of them."""
+
+    def __init__(self, answers_at: int) -> None:
+        self.answers_at, self.tries = answers_at, 0
+
+    def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
+        self.tries += 1
+        if self.tries < self.answers_at:
+            raise TimeoutError("deadline")
+        return m.Outcome("commit", 1, 0, 0, "yes")
+
+
+def calls(client: Silent, word: ServersWord) -> GroupCalls:
+    return GroupCalls(client, None, threading.Event(), word)  # type: ignore[arg-type]
+
+
+VOTE = m.Vote(0, "commit", 1, 0, 0, "yes")
+
+
+def test_a_vote_that_the_server_holds_is_no_try():
+    word = ServersWord(0)
+    word.hear(m.Waits("the commit waits", 5.0))
+    assert calls(Silent(answers_at=10 * VOTE_TRIES), word).outcome(VOTE).verdict == "yes"
+
+
+def test_a_vote_that_nobody_says_anything_about_is_given_up():
+    client = Silent(answers_at=10 * VOTE_TRIES)
+    with pytest.raises(GroupEnded, match="no outcome"):
+        calls(client, ServersWord(0)).outcome(VOTE)
+    assert client.tries == VOTE_TRIES
+
+
+@pytest.mark.parametrize("group_rank", [0, 1])
+def test_what_is_waited_for_is_said_once_a_minute_by_one_rank(group_rank: int, caplog: pytest.LogCaptureFixture):
+    word = ServersWord(group_rank)
+    with caplog.at_level("INFO", "pharos.manager"):
+        for second in (*range(200), *range(30)):
+            word.hear(m.Waits("no quorum: min_replicas is 2", float(second)))
+    said = [line.partition(":")[0] for line in caplog.messages]
+    seconds = [10, 60, 120, 180, 10] if group_rank == 0 else []
+    assert said == [f"waiting for {second} s" for second in seconds]

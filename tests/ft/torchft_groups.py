@@ -6,8 +6,6 @@ tells whose gradients were in it.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from ft import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
+from tests.ft.groups import kill_server
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
 
@@ -75,10 +74,7 @@ class Group:
 
     def kill(self) -> None:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
-        server = self.manager._membership.server
-        assert server
-        os.kill(server.pid, signal.SIGKILL)
-        assert self.manager._gone.wait(LIMIT_S)
+        kill_server(self.manager)
 
     def _train(self) -> None:
         self.model = Sum(self.start)

@@ -76,6 +76,34 @@ def test_the_only_source_dies(world: World):
     assert failed.value.touched and failed.value.blame == ("source-0",) and not joiner.loaded
 
 
+def test_a_fence_does_not_outlast_its_quorum(world: World):
+    """Its reader holds a chunk, or has not come at all: the end of the quorum, told by another thread, releases the commit."""
+    config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
+    for comes in (False, True):
+        source = world.source(large(1), config=config)
+        offer = source._offer
+        assert offer is not None
+        if comes:
+            reader = offer.reader("j")
+            offer.done("j")
+            assert offer.join(reader).acquire(timeout=10)
+        fence = world.start(source.fence)
+        while not offer.fencing:
+            assert not fence.done()
+        source.end_offer(2, "the quorum before has failed")
+        assert not offer.over
+        source.end_offer(3, "j is lost")
+        assert fence.result(60) is Fenced.WITHDRAWN and offer.over == "j is lost"
+
+
+def test_an_offer_that_is_over_keeps_no_copies(world: World):
+    source = world.source(large(1), config=HealConfig(heal_grace_s=600.0))
+    offer = source._offer
+    assert offer is not None and source.fence() is Fenced.COPIED and offer._aside
+    source.end_offer(3, "j is lost")
+    assert not offer._aside
+
+
 def test_nobody_there(world: World):
     gone = world.transport("a")
     gone.close()

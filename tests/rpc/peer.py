@@ -127,9 +127,9 @@ class Peer:
     @contextmanager
     def lighthouse(self, min_replicas: int, **options: int) -> Iterator[str]:
         """torchft's; its address."""
-        address = self.run(_start, "LighthouseServer", {"bind": "[::]:0", "min_replicas": min_replicas, **options})
+        address = self.run(_start, "LighthouseServer", {"bind": "127.0.0.1:0", "min_replicas": min_replicas, **options})
         try:
-            yield f"http://localhost:{address.rpartition(':')[2]}"  # it names the machine, which need not resolve
+            yield f"http://127.0.0.1:{address.rpartition(':')[2]}"  # it names the machine, which need not resolve
         finally:
             self.run(_stop, address)
 
@@ -139,8 +139,8 @@ class Peer:
         settings = {
             "replica_id": replica_id,
             "lighthouse_addr": lighthouse,
-            "hostname": "localhost",
-            "bind": "[::]:0",
+            "hostname": "127.0.0.1",
+            "bind": "127.0.0.1:0",
             "store_addr": f"{replica_id}:1",
             "world_size": world_size,
             "heartbeat_interval": timedelta(milliseconds=100),
@@ -201,7 +201,7 @@ class ScriptedLighthouse:
         handlers = {name: grpc.unary_unary_rpc_method_handler(answer) for name, answer in answers.items()}
         routes = grpc.method_handlers_generic_handler("torchft.LighthouseService", handlers)
         self._server.add_generic_rpc_handlers((routes,))
-        self.address = f"http://localhost:{self._server.add_insecure_port('localhost:0')}"
+        self.address = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
     def _answer(self, request: bytes, context: Any) -> bytes:

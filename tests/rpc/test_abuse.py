@@ -111,7 +111,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("[::]:0", 2, quorum_tick_ms=10)
+    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10)
     yield server
     server.shutdown()
 
@@ -379,7 +379,9 @@ def test_the_token_is_compared_whole_and_in_constant_time(monkeypatch: pytest.Mo
 def test_who_waits_when_it_stops_is_told():
     """And nobody is lost by it: the ends of their streams are the server's doing."""
     events: list[m.Event] = []
-    lighthouse = LighthouseServer("[::]:0", 2, quorum_tick_ms=10, seen=lambda now_s, event, out: events.append(event))
+    lighthouse = LighthouseServer(
+        "127.0.0.1:0", 2, quorum_tick_ms=10, seen=lambda now_s, event, out: events.append(event)
+    )
     wire = Wire(lighthouse.address())
     call = wire.pharos(m.Call(m.Member("a:1")))
     stream = Stream(wire, "b:1")

@@ -106,7 +106,7 @@ def test_a_reply_to_torchft(reply: TorchftReply):
 def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:
     state = {"step": step, "commit_quorum_id": 3, "commit_id": f"c{step}", "dealt": 2, "deal_id": f"d{step}"}
     ours = tuple(m.Member(f"{name}:1", f"http://{name}", **state, **same) for name in names)  # type: ignore[arg-type]
-    return m.Quorum(4, ours, (step, 3, f"c{step}"), "epoch")
+    return m.Quorum(4, ours, (step, 3, f"c{step}"), "epoch", (("layout", "1"),))
 
 
 def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
@@ -120,6 +120,14 @@ def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
 @pytest.mark.parametrize("change", [{"names": "abc"}, {"names": "ac"}, {"writes_checkpoint": True}, {"restored": 0}])
 def test_another_roster_has_another_id(change: dict[str, object]):
     assert codec.Roster.of(_quorum(7)).id != codec.Roster.of(_quorum(7, **change)).id  # type: ignore[arg-type]
+
+
+def test_another_layout_has_another_roster():
+    """Whoever holds the short answer's roster must report the job's own layout to the next lighthouse."""
+    quorum = _quorum(7)
+    roster = codec.Roster.of(quorum)
+    other = replace(quorum, shape=(("layout", "2"),))
+    assert codec.Roster.of(other).id != roster.id and codec.Roster.of(other, roster).shape == other.shape
 
 
 @pytest.mark.parametrize("change", [{"step": 8}, {"commit_id": "x"}, {"dealt": 1}, {"deal_id": "x"}])
@@ -140,6 +148,8 @@ def test_what_is_no_message_or_no_known_word_is_told():
         codec.quorum_from(codec.to_message(_quorum(1, names="ba")))
     with pytest.raises(ValueError, match="world size"):
         codec.quorum_from(codec.to_message(_quorum(1, world_size=1 << 40)))
+    with pytest.raises(ValueError, match="a shape of 257 digests"):
+        codec.quorum_from(codec.to_message(replace(_quorum(1), shape=(("layout", "1"),) * 257)))
 
 
 def test_the_generated_modules_are_of_these_proto_files():

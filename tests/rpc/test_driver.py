@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -233,6 +234,42 @@ def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path:
         assert not keeper.trouble and state_file.read(folder / "state.json") == SAVED
 
     _keep(folder / "state.json", story)
+
+
+@pytest.mark.parametrize("failing", ["full", "slow"])
+def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+):
+    """And whoever starts from what is on it gives out none of those ids."""
+    monkeypatch.setattr(state_file, "RETRY_S", 0.001)
+    monkeypatch.setattr(state_file, "PATIENCE_S", 0.01)
+    path, real, goes_on = tmp_path / "state.json", state_file.write, threading.Event()
+
+    def fails(path: Path, saved: m.Saved, owner: str = "") -> None:
+        if goes_on.is_set():
+            return real(path, saved, owner)
+        if failing == "slow":
+            assert goes_on.wait(50)
+            return real(path, saved, owner)
+        raise OSError(28, "No space left on device")
+
+    async def story(keeper: state_file.Keeper) -> None:
+        await (keeper.keep(SAVED) or asyncio.sleep(0))
+        monkeypatch.setattr(state_file, "write", fails)
+        for number in (1, 2, state_file.RESERVED):
+            await asyncio.wait_for(keeper.keep(replace(SAVED, last_id=SAVED.last_id + number)), 50)
+        found = state_file.read(path)
+        assert found == SAVED and state_file.reserved(found).last_id == SAVED.last_id + state_file.RESERVED
+        one_more = replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1)
+        waits = keeper.keep(one_more)
+        assert waits is not None
+        await asyncio.sleep(0.05)
+        assert not waits.done(), "an id that nothing reserves is on disk before it is answered"
+        goes_on.set()
+        await asyncio.wait_for(waits, 50)
+        assert state_file.read(path) == one_more and not keeper.trouble
+
+    _keep(path, story)
 
 
 def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -149,7 +149,7 @@ class House:
     """A lighthouse whose job has begun."""
 
     def __init__(self, path: str, call: bytes) -> None:
-        self._server = LighthouseServer("[::]:0", 1, quorum_tick_ms=10)
+        self._server = LighthouseServer("127.0.0.1:0", 1, quorum_tick_ms=10)
         self.address = self._server.address()
         self.wire = Wire(self.address)
         self.wire.send(path, call)

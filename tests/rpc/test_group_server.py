@@ -26,7 +26,8 @@ from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import GroupService, Settings
+from ft.rpc.group_server import GroupService, RankReports, Settings
+from ft.rpc.processes import Process
 from tests.rpc.wire import WAIT_S, Wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,7 @@ def quorum(*teams: Team, known: int = 0, failed: bool = False) -> list[Any]:
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("[::]:0", 2, quorum_tick_ms=10)
+    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10)
     yield server
     server.shutdown()
 
@@ -177,7 +178,7 @@ def test_a_lighthouse_that_is_gone_is_told_to_the_ranks_at_once(
 
 
 def test_a_wrong_token_is_told_to_the_ranks(lighthouse: LighthouseServer):
-    guarded = LighthouseServer("[::]:0", 1, token="0123456789abcdef")
+    guarded = LighthouseServer("127.0.0.1:0", 1, token="0123456789abcdef")
     team = Team(guarded.address(), "a")
     with pytest.raises(RuntimeError, match="this job has a token"):
         quorum(team)
@@ -335,6 +336,9 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
             def is_stopped(self) -> bool:
                 return next(looks, False)
 
+            def is_dying(self) -> bool:
+                return False
+
         async def beat(report: object) -> None:
             beaten.set()
 
@@ -346,3 +350,127 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
         return len([*looks])
 
     assert asyncio.run(beats()) == 0
+
+
+def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
+    """It waits for a file server that is away; the server is its child and would beat for as long."""
+
+    async def ends() -> str:
+        over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        times = m.Times(beat_s=0.01, heartbeat_timeout_s=0.05)
+        config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=times)
+        service = GroupService(config, "http://127.0.0.1:1", Access(), over.set_result)
+
+        class Trainer:
+            def is_stopped(self) -> bool:
+                return False
+
+            def is_dying(self) -> bool:
+                return True
+
+        service.processes[0] = Trainer()  # type: ignore[assignment]
+        beating = asyncio.create_task(service._beat_for_ever())
+        try:
+            return await asyncio.wait_for(over, WAIT_S)
+        finally:
+            beating.cancel()
+
+    assert asyncio.run(ends()).startswith("ranks [0] were killed 0.05 s ago, and are not gone")
+
+
+def test_who_is_dying_is_told_by_the_signals_that_wait(monkeypatch: pytest.MonkeyPatch):
+    process = Process(os.getpid())
+    assert not process.is_dying()
+    read = Path.read_text
+    for line, dying in (
+        ("SigPnd:\t0000000000000100", True),
+        ("ShdPnd:\t0000000000000100", True),
+        ("ShdPnd:\t0000000000004000", False),  # SIGTERM
+        ("State:\tZ (zombie)", True),
+        ("State:\tD (disk sleep)", False),
+    ):
+        text = f"Name:\tpython\n{line}\n"
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, text=text, **how: text if path.name == "status" else read(path, **how)
+        )
+        assert process.is_dying() is dying, line
+
+
+def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(lighthouse: LighthouseServer):
+    """The lighthouse wants two groups; the words are its own, and come with each wait."""
+    a, b, waits = Team(lighthouse.address(), "a"), Team(lighthouse.address(), "b"), queue.Queue[m.Waits]()
+
+    def wait_for_b() -> None:
+        while "min_replicas is 2" not in waits.get(timeout=WAIT_S).reason:
+            pass
+
+    def ask(threads: ThreadPoolExecutor, known: int) -> list[Future[Any]]:
+        calls = [
+            m.RankCall(rank, m.Member(""), known=known, failed=known > 0, number=1 + known) for rank in range(RANKS)
+        ]
+        return [threads.submit(a.ranks[call.group_rank].quorum, call, WAIT_S) for call in calls]
+
+    try:
+        b.watch()
+        for rank in a.ranks:
+            rank.watch(a.heard.put, a.heard.put, pid=0, on_waits=waits.put)
+        with ThreadPoolExecutor(RANKS) as threads:
+            answers = ask(threads, 0)
+            wait_for_b()
+            known = quorum(b)[0].quorum_id
+            assert {answer.result(WAIT_S).quorum_id for answer in answers} == {known}
+            b.ranks[0].leave(clean=False, reason="gone")
+            waits.queue.clear()
+            answers = ask(threads, known)
+            wait_for_b()
+            a.ranks[1].want_to_leave()
+            assert [answer.result(WAIT_S) for answer in answers] == [m.Go(), m.Go()]
+    finally:
+        a.close()
+        b.close()
+
+
+def test_one_rank_votes_for_all(team: Callable[..., Team]):
+    a, b = team("a"), team("b")
+    a.watch(), b.watch()
+    first = quorum(a, b)[0].quorum_id
+    outcome = a.ranks[0].vote(m.Vote(0, "commit", first, 0, 0, "yes", whole=True), WAIT_S)
+    assert outcome.verdict == "yes" and a.ranks[1].vote(m.Vote(1, "commit", first, 0, 0, "yes"), WAIT_S) == outcome
+
+
+def test_reports_of_ranks_come_to_one():
+    ranks = RankReports(3)
+    word = pharos_pb2.Report
+    ranks.hear(0, word(step=7, waiting=True, healed_bytes=5))
+    ranks.hear(1, word(waiting=True, summed=True, settled=4, healed_bytes=6))
+    assert not ranks.waiting, "the third has said nothing"
+    ranks.hear(2, word(waiting=True))
+    assert ranks.waiting and ranks.together().healed_bytes == 11
+    ranks.hear(0, word(step=7, waiting=True, summed=True))
+    ranks.hear(2, word(waiting=True, summed=True, phase="checkpoint", phase_limit_s=300.0))
+    together = ranks.together()
+    assert not together.waiting, "none is in the sums any more: they wait for nobody else"
+    assert (together.step, together.settled, together.phase, together.phase_limit_s) == (7, 4, "checkpoint", 300.0)
+    ranks.hear(2, word())
+    assert ranks.together().phase_limit_s == 0 and not ranks.together().summed
+
+
+def test_a_report_costs_the_same_however_many_ranks_there_are():
+    """Counted: the calls that are made to take one in."""
+
+    def calls(size: int) -> int:
+        ranks, count = RankReports(size), 0
+        for rank in range(size):
+            ranks.hear(rank, pharos_pb2.Report(waiting=True))
+
+        def profile(frame: object, event: str, _: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        ranks.hear(1, pharos_pb2.Report(waiting=False))
+        assert not ranks.waiting
+        sys.setprofile(None)
+        return count
+
+    assert calls(2) == calls(64)

@@ -36,6 +36,8 @@ N = ["--min_replicas", "1"]
         (["--min_replicas", "x"], "--min_replicas: x: must be a whole number from 1"),
         ([*N, "--quorum_tick_ms", "0"], "--quorum_tick_ms: 0: must be a whole number from 1"),
         ([*N, "--takeover_s", "0"], "--takeover_s: 0: must be seconds above 0, or never"),
+        ([*N, "--stall_s", "never"], "--stall_s: never: must be seconds above 0"),
+        ([*N, "--num_replica_groups", "-1"], "--num_replica_groups: -1: must be a whole number from 0"),
         ([*N, "--bind", "here"], "--bind here: must be HOST:PORT"),
         ([*N, "--bind", "127.0.0.1:99999"], "must be HOST:PORT"),
         (
@@ -86,7 +88,9 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert at()[0] == "127.0.0.1:0" and set(at()[1:]) <= {"[::1]:0"}
     assert at("--bind", "localhost:0") == ["localhost:0"]
     options = lighthouse_flags.read_options([*N, "--takeover_s", "never", "--http", "none"])
-    assert options.config.times.takeover_s is None and options.http == []
+    assert options.config.times.takeover_s is None and options.http == [] and not options.lower_terms
+    options = lighthouse_flags.read_options([*N, "--stall_s", "90", "--num_replica_groups", "3", "--lower_terms"])
+    assert options.config.times.stall_s == 90 and options.config.terms == m.Terms(1, 30.0, 3) and options.lower_terms
     config = lighthouse_flags.read_options(N).config
     assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Times())
 
@@ -123,7 +127,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         stream.beat()
         quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
         stream.beat(step=3, phase="training", mean_loss=1.25)
-        assert state_file.read(tmp_path / "state.json") == m.Saved(quorum.epoch, 1, 0, "pharos", quorum)
+        assert state_file.read(tmp_path / "state.json") == m.Saved(quorum.epoch, 1, 0, "pharos", quorum, m.Terms())
         assert process.stderr
         page = next(found[1] for line in process.stderr if (found := re.search(r"(http://\S+)/status\.json", line)))
         for path in ("/status.json", "/metrics"):
@@ -148,15 +152,26 @@ def _get(url: str) -> str:
         return str(answer.read().decode())
 
 
+def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lighthouse_flags, "try_to_listen", lambda *_: None)
+    flags = [*N, "--bind", "127.0.0.1:29510", "--http", "none"]
+    assert lighthouse_flags.read_options(flags).state == Path("outputs/lighthouse-29510.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "the working folder stays as it was"
+    of_before = Path("lighthouse-29510.json")
+    state_file.write(of_before, m.Saved("epoch", last_id=7))
+    assert lighthouse_flags.read_options(flags).state == of_before, "what it says is not forgotten"
+
+
 def test_killed_and_started_again_ids_go_on(tmp_path: Path):
     ids = []
     for failed in (False, True):
         with _started("--state_file", "state.json", "--http", "none", folder=tmp_path) as (address, _):
             wire = Wire(address)
-            quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"), known=len(ids), failed=failed)))
+            quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"), known=ids[-1] if ids else 0, failed=failed)))
             ids.append(quorum.quorum_id)
             wire.close()  # the block ends with SIGKILL
-    assert ids == [1, 2]
+    assert ids == [1, 2 + state_file.RESERVED], "beyond all ids that may have been given out without a disk"
 
 
 def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
@@ -168,8 +183,8 @@ def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
         stopped.send_signal(signal.SIGSTOP)
         with _started(*flags, folder=tmp_path) as (other, _):
             wires.append(Wire(other))
-            for known in (1, 2):
-                call = m.Call(m.Member("a:1"), known=known, failed=True, number=known)
+            for number in (1, 2):
+                call = m.Call(m.Member("a:1"), known=ids[-1], failed=True, number=number)
                 ids.append(quorum_of(wires[1].pharos(call)).quorum_id)
         stopped.send_signal(signal.SIGCONT)
         with pytest.raises(grpc.RpcError):
@@ -180,10 +195,11 @@ def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
         )
     with _started(*flags, folder=tmp_path) as (address, _):
         wires.append(Wire(address))
-        ids.append(quorum_of(wires[2].pharos(m.Call(m.Member("a:1"), known=3, failed=True, number=3))).quorum_id)
+        ids.append(quorum_of(wires[2].pharos(m.Call(m.Member("a:1"), known=ids[-1], failed=True, number=3))).quorum_id)
     for wire in wires:
         wire.close()
-    assert ids == [1, 2, 3, 4]
+    leap = state_file.RESERVED
+    assert ids == [1, 2 + leap, 3 + leap, 4 + 2 * leap]
 
 
 def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

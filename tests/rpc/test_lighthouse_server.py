@@ -38,7 +38,7 @@ class House:
 
     def __init__(self, **options: Any) -> None:
         self.token = options.get("token", "")
-        self.server = LighthouseServer("[::]:0", **{"min_replicas": 1, "quorum_tick_ms": 10, **options})
+        self.server = LighthouseServer("127.0.0.1:0", **{"min_replicas": 1, "quorum_tick_ms": 10, **options})
         self._wires: list[Wire] = []
 
     def wire(self, token: str | None = None) -> Wire:
@@ -195,14 +195,19 @@ def test_a_newer_stream_takes_the_place_of_the_older(house: Any):
     assert quorum_of(one.wire().pharos(m.Call(m.Member("a:1")))).ids == ("a:1",), "and nobody was lost"
 
 
-def test_ids_go_on_after_a_restart(house: Any, tmp_path: Path):
+SHAPE, OTHER_SHAPE = (("layout", "1"),), (("layout", "2"),)
+ODD = ("FAILED_PRECONDITION", "b:1 has another layout than the job")
+
+
+def test_ids_and_the_layout_go_on_after_a_restart(house: Any, tmp_path: Path):
     state = tmp_path / "state.json"
     one = house(state=state)
-    first = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
+    first = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"), shape=SHAPE)))
     one.close()
     two = house(state=state)
     stream = Stream(two.wire(), "a:1", first)
     stream.beat()
+    assert two.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), shape=OTHER_SHAPE))) == ODD
     call = m.Call(m.Member("a:1", step=0), known=first.quorum_id, failed=True)
     second = quorum_of(two.wire().pharos(call))
     assert second.quorum_id > first.quorum_id and second.epoch == first.epoch
@@ -221,16 +226,17 @@ def test_what_was_written_until_the_state_is_taken_over_counts(
     monkeypatch.setattr(state_file, "take_over", late)
     one = house(state=tmp_path / "state.json")
     quorum = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
-    assert (quorum.quorum_id, quorum.epoch) == (8, "the epoch")
+    assert (quorum.quorum_id, quorum.epoch) == (8 + state_file.RESERVED, "the epoch")
 
 
 def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):
-    known = m.Quorum(41, (_member("a:1", step=7, commit_id="c"),), (7, 40, "c"), "the epoch")
+    known = m.Quorum(41, (_member("a:1", step=7, commit_id="c"),), (7, 40, "c"), "the epoch", SHAPE)
     one = house()
     stream = Stream(one.wire(), "a:1", known, settled=7)
     assert stream.next("send_quorum")
     stream.send(quorum=codec.to_message(known))
     stream.beat(step=7)
+    assert one.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), shape=OTHER_SHAPE))) == ODD
     call = m.Call(_member("a:1", step=7, commit_quorum_id=40, commit_id="c"), known=41, failed=True)
     quorum = quorum_of(one.wire().pharos(call))
     assert (quorum.quorum_id, quorum.epoch) == (42, "the epoch")

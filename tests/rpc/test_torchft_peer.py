@@ -30,7 +30,7 @@ def cleanup() -> Iterator[ExitStack]:
 
 
 def our_lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str:
-    server = ft.LighthouseServer("[::]:0", min_replicas, **options)
+    server = ft.LighthouseServer("127.0.0.1:0", min_replicas, **options)
     cleanup.callback(server.shutdown)
     return server.address()
 

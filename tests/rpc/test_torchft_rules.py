@@ -79,7 +79,7 @@ def lighthouse(whose: str, request: pytest.FixtureRequest) -> Iterator[Callable[
                 peer: Peer = request.getfixturevalue("peer")
                 groups = Groups(stack.enter_context(peer.lighthouse(min_replicas, **options)))
             else:
-                server = LighthouseServer("[::]:0", min_replicas, **options)
+                server = LighthouseServer("127.0.0.1:0", min_replicas, **options)
                 stack.callback(server.shutdown)
                 groups = Groups(server.address())
             stack.callback(groups.wire.close)

@@ -12,7 +12,7 @@ import pytest
 
 from ft import LighthouseServer
 
-socket.gethostname = lambda: "localhost"  # before torchft asks: the machine's own name need not resolve
+socket.gethostname = lambda: "127.0.0.1"  # before torchft asks: the machine's own name need not resolve
 import torchft._torchft as extension  # type: ignore[import-not-found]  # noqa: E402
 
 made = 0

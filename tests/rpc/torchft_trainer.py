@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-socket.gethostname = lambda: "localhost"  # before torchft asks: the machine's own name need not resolve
+socket.gethostname = lambda: "127.0.0.1"  # before torchft asks: the machine's own name need not resolve
 from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
@@ -29,7 +29,7 @@ STEP_S = 0.02  # what a step takes beside the computing, so that a group which s
 def main(group: int, seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager = Manager(
@@ -43,7 +43,7 @@ def main(group: int, seed: int) -> None:
         replica_id=f"group{group}",
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr="127.0.0.1",
         store_port=store.port,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,

@@ -53,16 +53,18 @@ class Member(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_id: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., restored: _Optional[int] = ..., writes_checkpoint: bool = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ..., init_sync: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
-    __slots__ = ("quorum_id", "members", "reference", "epoch")
+    __slots__ = ("quorum_id", "members", "reference", "epoch", "shape")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     reference: State
     epoch: str
-    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
+    shape: _containers.RepeatedCompositeFieldContainer[Digest]
+    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., epoch: _Optional[str] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
 
 class Times(_message.Message):
     __slots__ = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "stall_s", "collective_s")
@@ -81,6 +83,16 @@ class Times(_message.Message):
     stall_s: float
     collective_s: float
     def __init__(self, beat_s: _Optional[float] = ..., heartbeat_timeout_s: _Optional[float] = ..., rendezvous_s: _Optional[float] = ..., heal_grace_s: _Optional[float] = ..., takeover_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., collective_s: _Optional[float] = ...) -> None: ...
+
+class Terms(_message.Message):
+    __slots__ = ("min_replicas", "takeover_s", "num_replica_groups")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICA_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    takeover_s: float
+    num_replica_groups: int
+    def __init__(self, min_replicas: _Optional[int] = ..., takeover_s: _Optional[float] = ..., num_replica_groups: _Optional[int] = ...) -> None: ...
 
 class Digest(_message.Message):
     __slots__ = ("what", "digest")
@@ -116,15 +128,25 @@ class ChangeAnnounced(_message.Message):
     reason: str
     def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class Finished(_message.Message):
+    __slots__ = ("quorum_id", "replica_id")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    replica_id: str
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ...) -> None: ...
+
 class Notice(_message.Message):
-    __slots__ = ("member_lost", "abandoned", "change_announced")
+    __slots__ = ("member_lost", "abandoned", "change_announced", "finished")
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     CHANGE_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     member_lost: MemberLost
     abandoned: Abandoned
     change_announced: ChangeAnnounced
-    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[Abandoned, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ...) -> None: ...
+    finished: Finished
+    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[Abandoned, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("member", "known", "failed", "blame", "shape", "number")
@@ -151,16 +173,18 @@ class QuorumRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., roster: _Optional[str] = ...) -> None: ...
 
 class QuorumReply(_message.Message):
-    __slots__ = ("quorum", "same", "restore", "times")
+    __slots__ = ("quorum", "same", "restore", "times", "terms")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     SAME_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
     same: SameRoster
     restore: Restore
     times: Times
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ...) -> None: ...
+    terms: Terms
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., terms: _Optional[_Union[Terms, _Mapping]] = ...) -> None: ...
 
 class SameRoster(_message.Message):
     __slots__ = ("quorum_id", "epoch", "reference", "dealt", "deal_id")
@@ -205,7 +229,7 @@ class Hello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss", "heal_done_bytes", "heal_total_bytes")
+    __slots__ = ("replica_id", "step", "commit_quorum_id", "waiting", "median_step_s", "settled", "sent_s", "phase", "healed_bytes", "goodput_s", "wall_s", "mean_loss", "heal_done_bytes", "heal_total_bytes", "phase_limit_s", "launched", "summed", "blame")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +244,10 @@ class Report(_message.Message):
     MEAN_LOSS_FIELD_NUMBER: _ClassVar[int]
     HEAL_DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HEAL_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHASE_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHED_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
+    BLAME_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     step: int
     commit_quorum_id: int
@@ -234,7 +262,11 @@ class Report(_message.Message):
     mean_loss: float
     heal_done_bytes: int
     heal_total_bytes: int
-    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ..., heal_done_bytes: _Optional[int] = ..., heal_total_bytes: _Optional[int] = ...) -> None: ...
+    phase_limit_s: float
+    launched: int
+    summed: bool
+    blame: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_id: _Optional[str] = ..., step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., waiting: bool = ..., median_step_s: _Optional[float] = ..., settled: _Optional[int] = ..., sent_s: _Optional[float] = ..., phase: _Optional[str] = ..., healed_bytes: _Optional[int] = ..., goodput_s: _Optional[float] = ..., wall_s: _Optional[float] = ..., mean_loss: _Optional[float] = ..., heal_done_bytes: _Optional[int] = ..., heal_total_bytes: _Optional[int] = ..., phase_limit_s: _Optional[float] = ..., launched: _Optional[int] = ..., summed: bool = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Happened(_message.Message):
     __slots__ = ("lane", "step", "text")
@@ -247,20 +279,22 @@ class Happened(_message.Message):
     def __init__(self, lane: _Optional[str] = ..., step: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Down(_message.Message):
-    __slots__ = ("beat_answered", "send_quorum", "answer", "refused", "notice", "order")
+    __slots__ = ("beat_answered", "send_quorum", "answer", "refused", "notice", "order", "waits")
     BEAT_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     SEND_QUORUM_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     beat_answered: float
     send_quorum: bool
     answer: QuorumReply
     refused: Refused
     notice: Notice
     order: Order
-    def __init__(self, beat_answered: _Optional[float] = ..., send_quorum: bool = ..., answer: _Optional[_Union[QuorumReply, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
+    waits: str
+    def __init__(self, beat_answered: _Optional[float] = ..., send_quorum: bool = ..., answer: _Optional[_Union[QuorumReply, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., waits: _Optional[str] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("kind", "reason")
@@ -281,14 +315,16 @@ class Refused(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., code: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("replica_id", "clean", "reason")
+    __slots__ = ("replica_id", "clean", "reason", "finished")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     CLEAN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     clean: bool
     reason: str
-    def __init__(self, replica_id: _Optional[str] = ..., clean: bool = ..., reason: _Optional[str] = ...) -> None: ...
+    finished: bool
+    def __init__(self, replica_id: _Optional[str] = ..., clean: bool = ..., reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class Evict(_message.Message):
     __slots__ = ("replica_id",)
@@ -333,7 +369,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "heals", "participants", "dealt", "known")
+    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "heals", "participants", "dealt", "known", "handles")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +383,7 @@ class Part(_message.Message):
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     DEALT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     epoch: str
     replica_id: str
@@ -360,18 +397,21 @@ class Part(_message.Message):
     participants: _containers.RepeatedScalarFieldContainer[str]
     dealt: int
     known: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., heals: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., known: bool = ...) -> None: ...
+    handles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., heals: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., known: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankReply(_message.Message):
-    __slots__ = ("part", "restore")
+    __slots__ = ("part", "restore", "go")
     PART_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
+    GO_FIELD_NUMBER: _ClassVar[int]
     part: Part
     restore: Restore
-    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ...) -> None: ...
+    go: Done
+    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., go: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame")
+    __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame", "whole")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +421,7 @@ class Vote(_message.Message):
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     kind: str
     quorum_id: int
@@ -390,7 +431,8 @@ class Vote(_message.Message):
     change: bool
     reason: str
     blame: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ...) -> None: ...
+    whole: bool
+    def __init__(self, group_rank: _Optional[int] = ..., kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ..., whole: bool = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame", "healed")
@@ -415,16 +457,18 @@ class Outcome(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ..., healed: bool = ...) -> None: ...
 
 class RankUp(_message.Message):
-    __slots__ = ("hello", "report", "give_up", "happened")
+    __slots__ = ("hello", "report", "give_up", "happened", "wants_to_leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     GIVE_UP_FIELD_NUMBER: _ClassVar[int]
     HAPPENED_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     report: Report
     give_up: GiveUp
     happened: Happened
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., give_up: _Optional[_Union[GiveUp, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ...) -> None: ...
+    wants_to_leave: Done
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., give_up: _Optional[_Union[GiveUp, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ..., wants_to_leave: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "pid", "host")
@@ -445,12 +489,22 @@ class GiveUp(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class RankDown(_message.Message):
-    __slots__ = ("notice", "ended")
+    __slots__ = ("notice", "ended", "waits")
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     notice: Notice
     ended: Ended
-    def __init__(self, notice: _Optional[_Union[Notice, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, notice: _Optional[_Union[Notice, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
+
+class Waits(_message.Message):
+    __slots__ = ("reason", "waited_s")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    waited_s: float
+    def __init__(self, reason: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("reason",)

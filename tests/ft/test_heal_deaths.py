@@ -1,0 +1,150 @@
+"""Deaths while a joiner heals: a commit waits for a reader that lives, and not for one that is dead, nor where its own group has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+
+from ft.healer import Healer
+from ft.healing.capture import State
+from ft.healing.http_transport import HttpTransport
+from ft.healing.transport import Fenced, HealFailed
+from ft.manager import Manager
+from ft.protocol import messages as m
+from ft.rpc.access import Access
+from ft.seam import GroupEnded
+from tests.ft.groups import LIMIT_S, Job, Rank, job
+
+OPTIONS = {"heal_copy_bytes": 1 << 20}
+MOST_S = 15.0  # of a fence; heal_grace_s is 30
+
+
+class Large(Manager):
+    """With a state of 16 MB, of which 1 MB may be copied aside."""
+
+    def __init__(self, *what: Any, **more: Any) -> None:
+        super().__init__(*what, **more)
+        self.register("ballast", lambda: {"values": torch.zeros(4 << 20)}, lambda state: None)
+
+
+class Fences:
+    """A source's: whose heal each was for, how it ended, and how many seconds it took."""
+
+    def __init__(self) -> None:
+        self.began, self.ended = Queue[str](), list[tuple[str, Fenced, float]]()
+
+    def wait_for(self, reader: str) -> None:
+        while self.began.get(timeout=LIMIT_S) != reader:
+            pass
+
+    def outcomes(self, reader: str) -> list[Fenced]:
+        return [outcome for name, outcome, _ in self.ended if name == reader]
+
+    @property
+    def longest_s(self) -> float:
+        return max(seconds for _, _, seconds in self.ended)
+
+
+class Source(Large):
+    """Says when its commit has come to the fence, and how that went."""
+
+    def __init__(self, *what: Any, fences: Fences, **more: Any) -> None:
+        super().__init__(*what, **more)
+        fence = self._healer._transport.fence
+
+        def timed() -> Fenced:
+            assert self._part is not None
+            (reader,) = (m.name_of(self._part.members[rank]) for rank in self._part.heals)
+            began_s = time.monotonic()
+            fences.began.put(reader)
+            outcome = fence()
+            fences.ended.append((reader, outcome, time.monotonic() - began_s))
+            return outcome
+
+        self._healer._transport.fence = timed  # type: ignore[method-assign]
+
+
+class Reader(Large):
+    """Takes nothing of the state that it is offered, until it is stopped."""
+
+    def __init__(self, *what: Any, **more: Any) -> None:
+        super().__init__(*what, **more)
+        stopped = threading.Event()
+
+        def fetch(*what: Any, **more: Any) -> dict[str, Any]:
+            stopped.clear()  # `stop` is said until this ends
+            assert stopped.wait(LIMIT_S)
+            raise HealFailed("it is stopped", touched=False)
+
+        self._healer._transport.fetch = fetch  # type: ignore[method-assign]
+        self._healer._transport.stop = lambda reason: stopped.set()  # type: ignore[method-assign]
+
+
+def source(made: Job, fences: Fences, at: Callable[[Rank, int], None]) -> Rank:
+    return made.group("a", steps=1 << 30, options=OPTIONS, make=partial(Source, fences=fences), at=at)[0]
+
+
+def reader(made: Job, name: str) -> Rank:
+    return made.group(name, steps=1 << 30, options=OPTIONS, make=Reader)[0]
+
+
+def test_a_commit_waits_for_no_dead_reader():
+    """Three of them, one after the other: each costs the time until its death is known, and not heal_grace_s, 30 s."""
+    readers: dict[str, Rank] = {}
+    fences = Fences()
+
+    def comes(rank: Rank, step: int) -> None:
+        if rank.members == 1 and len(readers) < 3 and all(one.error for one in readers.values()):
+            name = f"b{len(readers)}"
+            readers[name] = reader(made, name)
+
+    with job(min_replicas=1) as made:
+        a = source(made, fences, comes)
+        for name in ("b0", "b1", "b2"):
+            fences.wait_for(name)
+            readers[name].kill()
+            readers[name].join()
+        a.manager.leave()
+        assert a.join().error is None
+        assert all(Fenced.WITHDRAWN in fences.outcomes(name) for name in readers)
+        assert fences.longest_s < MOST_S
+
+
+def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
+    readers: list[Rank] = []
+    fences = Fences()
+
+    def comes(rank: Rank, step: int) -> None:
+        if rank.members == 1 and not readers:
+            readers.append(reader(made, "b"))
+
+    with job(min_replicas=1) as made:
+        a = source(made, fences, comes)
+        fences.wait_for("b")
+        a.kill()
+        assert isinstance(a.join().error, GroupEnded)
+        assert fences.outcomes("b") == [Fenced.WITHDRAWN] and fences.longest_s < MOST_S
+        readers[0].kill()
+        readers[0].join()
+
+
+@pytest.mark.parametrize(("ended", "over"), [(2, False), (3, True)])
+def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool):
+    transport, members = HttpTransport("127.0.0.1", "a:1", Access()), ("a:1", "b:1")
+    part = m.Part(
+        3, "", "a:1", 0, members, "", (7, 2, ""), heal=False, sources=(), heals=(1,), participants=(), dealt=0
+    )
+    with closing(
+        Healer(State(), transport, group_rank=0, access=Access(), grace_s=1.0, hear=lambda event: None)
+    ) as one:
+        one.end_offer(ended, "b is lost")
+        one.offer(part)
+        assert transport._offer is not None and bool(transport._offer.over) is over

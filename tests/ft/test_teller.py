@@ -1,0 +1,98 @@
+"""What a rank reports, and how seldom."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft import teller
+from ft.accounts import NoAccounts, no_events
+from ft.teller import SELDOM_S, Status, Teller
+
+
+class Books(NoAccounts):
+    phase_now: tuple[str, float] | None = None
+
+    def long_phase(self) -> tuple[str, float] | None:
+        return self.phase_now
+
+
+class Clock:
+    """The teller's time, and its event "closed", whose waits take as long as they say."""
+
+    def __init__(self, ends_s: float) -> None:
+        self.now_s, self.ends_s = 100.0, 100.0 + ends_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wait(self, timeout_s: float) -> bool:
+        self.now_s += timeout_s
+        return self.now_s > self.ends_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock(120.0)
+    monkeypatch.setattr(teller, "time", SimpleNamespace(monotonic=made.monotonic))
+    return made
+
+
+def made(group_rank: int, books: Books | None = None, long_phase_s: float = 300.0) -> Teller:
+    return Teller(group_rank, lambda: 0, books or Books(), no_events, lambda *what: None, 1, long_phase_s)
+
+
+def sent(one: Teller, clock: Clock, news: Any = lambda status: None) -> list[tuple[float, Status]]:
+    reports: list[tuple[float, Status]] = []
+    one.report_for_ever(1.0, clock, lambda figures, status: reports.append((clock.now_s, status)), news)  # type: ignore[arg-type]
+    return reports
+
+
+def test_rank_0_reports_once_a_beat_and_the_others_seldom(clock: Clock):
+    assert len(sent(made(0), clock)) == 120
+    clock.ends_s += 120
+    assert len(sent(made(1), clock)) == 120 / SELDOM_S
+
+
+def test_what_is_new_is_told_within_a_beat(clock: Clock):
+    turns = itertools.count()
+    reports = sent(made(1), clock, news=lambda status: next(turns) >= 20)
+    assert [at_s for at_s, _ in reports][:2] == [100.5, 110.5]
+
+
+def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
+    one = made(1)
+    with one.waits("waiting"):
+        assert not one.status(1.0).waiting
+        clock.now_s += 0.6
+        assert one.status(1.0) == Status(waiting=True)
+    assert one.status(1.0) == Status()
+    with one.votes():
+        assert one.status(1.0) == Status(waiting=True, summed=True), "it has waited since the sums began"
+    assert one.status(1.0) == Status()
+
+
+def test_a_long_phase_is_told_until_it_takes_too_long(clock: Clock):
+    books = Books()
+    one = made(0, books)
+    assert one.status(1.0) == Status()
+    books.phase_now = ("checkpoint", 12.0)
+    assert one.status(1.0) == Status(phase="checkpoint", phase_limit_s=300.0)
+    books.phase_now = ("checkpoint", 301.0)
+    assert one.status(1.0) == Status()
+
+
+def test_the_first_step_is_a_long_phase(clock: Clock):
+    one = made(0)
+    one.computes()
+    clock.now_s += 200
+    assert one.status(1.0) == Status(phase="first step", phase_limit_s=300.0)
+    clock.now_s += 101
+    assert one.status(1.0) == Status(), "it takes too long"
+    clock.now_s -= 101
+    one.committed(1.0)
+    one.computes()
+    assert one.status(1.0) == Status()
