@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -31,25 +31,27 @@ from configs.help import help_text
 from configs.load import load
 from configs.saved import check_saved, save, to_toml, what_groups_share
 from configs.schema import Config
+from ft.agreement import Agreement
 from ft.config import Environment, group_folder
-from ft.seam import BadInput, Commit, GroupEnded, Stopped
+from ft.seam import BadInput, Commit, Going, GroupEnded, Stopped
 from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
-from parallelisms.distributed import World, launched_rank, launched_world_size, process_group
+from parallelisms.distributed import BACKSTOP_S, World, host_group, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import let_go
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
-from training.checkpoint import FIGURES, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
+from training.checkpoint import FIGURES, RETRY_S, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
 from training.claim import Claim
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.drill import Corruption
 from training.events import Events
 from training.garbage import GarbageCollection, spare_the_last_look
-from training.log import Log
+from training.last_save import LastSave
+from training.log import Log, let_go_of_output
 from training.loss import IGNORED, cross_entropy_sum
 from training.metrics import Meter
 from training.nonfinite import NonFinite, explain_nonfinite
@@ -60,6 +62,7 @@ from training.relay import Relay
 from training.runlock import RunLock
 from training.sampling import sample_text
 from training.schedule import learning_rate_factor
+from training.scribe import Scribe
 from training.signals import SAVE, STOP, Signals
 from training.sinks import Sinks, open_sinks
 from training.tokenizer import build_tokenizer
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             return explain(argv)
         config = load(argv)
         check(config, world_size=launched_world_size())
-        check_saved(config, config.run_folder)
+        check_saved(config, config.run_folder, world_size=launched_world_size())
         environment = Environment.read(os.environ)
         environment.check(config.fault_tolerance)
     except ValueError as error:
@@ -131,7 +134,8 @@ class Run:
         self.device = world.device.torch_device
         self.progress = Progress()
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
-        self.events = Events(self.group_folder)
+        self.scribe = cleanup.enter_context(closing(Scribe(self.tell_of_storage)))
+        self.events = Events(self.group_folder, self.scribe)
         with self.progress.phase("start"):
             if config.job.description:
                 log.info("about     %s", config.job.description)
@@ -193,14 +197,21 @@ class Run:
             seed=training.seed,
         )
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+        settings, ranks = config.fault_tolerance, self.world.world_size
+        longest_s = max(
+            settings.collective_s, config.comm.init_timeout_seconds
+        )  # of what ranks may wait for one of them in
+        hosts = host_group(self.world, timeout_s=longest_s + BACKSTOP_S) if settings.enable else None
         self.manager = self.cleanup.enter_context(
             closing(
                 open_manager(
-                    config.fault_tolerance,
+                    settings,
                     self.environment,
                     slot_size=self.slot_size,
                     folder=self.group_folder,
                     store=self.world.store,
+                    agreement=Agreement(hosts) if hosts else None,
+                    long_phase_s=config.comm.init_timeout_seconds,
                     shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
                     restore=self.restore,
                     accounts=self.progress,
@@ -209,7 +220,7 @@ class Run:
             )
         )
         self.manager.attach(self.model.parts)
-        ranks = self.world.world_size
+        self.signals.when_asked_to_stop(self.manager.want_to_leave)
         self.log.info(
             "model     %s, %s parameters, %d tokens a step",
             config.model.name,
@@ -244,7 +255,7 @@ class Run:
             "loader": self.loader,
         }
         shared = config.fault_tolerance.enable
-        relay = Relay(folder, lambda: self.manager.writes, self.open_sinks)
+        relay = Relay(folder, lambda: self.manager.writes, self.open_sinks, self.scribe, shared=shared)
         if shared:
             states[FIGURES] = relay
         for name in (*self.HEALED, "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
@@ -257,13 +268,14 @@ class Run:
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
         healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
-        resumed = self.exported if finished or healed else self.checkpointer.load()  # healed, or see `restore`
+        if not (finished or healed):  # healed, or see `restore`
+            self.checkpointer.load()
         self.first_step, self.first_tokens, self.commits = self.manager.step, self.meter.tokens, 0
-        self.mean_loss, self.wishes = nan, 0
+        self.mean_loss, self.wishes, self.save_fails = nan, 0, False
         self.look: ValidationLoss | None = None  # the last one
         if self.world.global_rank == 0:
-            save(config, folder)
-            self.meter.open(relay.sinks() if shared else self.open_sinks(resumed))
+            save(config, folder, batch=self.slot_size)
+            self.meter.open(relay.sinks())
         self.cleanup.enter_context(closing(self.meter))
 
     def weights(self) -> dict[str, Stateful]:
@@ -277,6 +289,13 @@ class Run:
                 self.checkpointer.load()
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
+
+    def tell_of_storage(self, words: str) -> None:
+        """Trouble with files, and its end. In the scribe's thread, mostly."""
+        self.log.warning("storage: %s", words)
+        self.events("storage", self.log.step or 0, words=words)
+        if hasattr(self, "manager"):  # else it has yet to be made
+            self.manager.tell("storage", words)
 
     def open_sinks(self, resumed_step: int | None) -> Sinks:
         """Where figures go that this group is to write."""
@@ -297,26 +316,30 @@ class Run:
         if (reached := max(self.manager.step, self.exported)) >= steps:
             return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
         self.watchdog, profiler, garbage = self.look_after()
-        corruption = self.corruption()
+        corruption, wishes = self.corruption(), 0
         while self.manager.step < steps and not self.manager.left:
-            if not self.train_step():
-                continue  # it did not hold: begin again
+            try:
+                if not self.train_step():
+                    continue  # it did not hold: begin again
+            except Going as going:
+                return self.go(going)
             step, wishes, self.wishes = self.manager.step, self.wishes, 0
             if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
                 self.validate()
             if wishes & STOP:
                 self.manager.leave()
-            if self.checkpointer.due(step) or wishes & SAVE or self.manager.left:
+            if step < steps and (self.checkpointer.due(step) or wishes & SAVE or self.manager.left):
                 self.save()
             if self.commits == FIRST_ESTIMATE and (left_s := self.meter.eta_s(step)) is not None:
                 self.log.info("the other %d steps take about %s at this pace", steps - step, duration(left_s))
             self.watchdog.step_done()
-            profiler.step(step)
+            with self.progress.phase("trace"):
+                profiler.step(step)
             garbage.step(step)
             corruption.step(step)
         if self.manager.step < steps:
             return self.sum_up("stopped at", next_command="the same command goes on")
-        return self.finish()
+        return self.finish(asked=wishes & STOP > 0)
 
     def train_step(self) -> bool:
         """One step over the slots that this group was dealt. False: it does not hold, and nothing became visible."""
@@ -415,7 +438,7 @@ class Run:
     ) -> tuple[list[float], float, bool]:
         """Valid tokens per slot, loss sum, and whether every loss is finite. One small all-reduce, one sync, for all that the ranks
         must agree on; any rank's wishes ride along."""
-        wishes = self.signals.take()
+        wishes = self.signals.take() | SAVE * self.checkpointer.overdue(self.manager.step)
         loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
         counted = losses if self.seat.counts else ()  # of the ranks that see the same sequences one counts them
         tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
@@ -443,21 +466,65 @@ class Run:
         loss, bits = look.nats_per_token, look.bits_per_byte
         self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
 
-    def save(self, *, last: bool = False) -> None:
+    def save(self) -> None:
         if not self.manager.writes:
             return
         with self.progress.phase("checkpoint"):
-            self.meter.sync()  # a checkpoint of a step whose figures a power cut has taken would miss them for ever
-            self.checkpointer.save(self.manager.step, last=last)
+            try:
+                self.write_checkpoint()
+            except (CheckpointFailed, OSError) as failure:
+                if self.manager.left:
+                    raise
+                self.save_fails = True
+                if self.world.global_rank == 0:
+                    self.tell_of_storage(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
+                return
+            if self.save_fails and self.world.global_rank == 0:
+                self.tell_of_storage(f"checkpoint: step {self.manager.step} is saved, after others were not")
+            self.save_fails = False
 
-    def finish(self) -> None:
-        """The last checkpoint, a sample of text, and what the run came to."""
-        self.save(last=True)
+    def write_checkpoint(self, *, last: bool = False) -> None:
+        self.meter.sync()  # a checkpoint of a step whose figures a power cut has taken would miss them for ever
+        self.checkpointer.save(self.manager.step, last=last)
+
+    def go(self, going: Going) -> None:
+        """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
+        if going.holds and self.manager.step:
+            with self.progress.phase("checkpoint"):
+                self.meter.sync()
+                with suppress(CheckpointFailed, OSError):
+                    self.checkpointer.wait()  # an earlier one that failed in the background is made up for by this one
+                self.checkpointer.save(self.manager.step, settled=False)
+        self.log.info("%s", going)
+        self.sum_up("stopped at", next_command="the same command goes on")
+
+    def finish(self, *, asked: bool = False) -> None:
+        """The last checkpoint, a sample of text, and what the run came to. asked: to leave, with the last step."""
+        last = LastSave(
+            self.checkpointer,
+            self.manager,
+            self.progress,
+            save=partial(self.write_checkpoint, last=True),
+            regroup=self.regroup,
+            asked=lambda: asked or self.signals.take() & STOP > 0,
+            tell=self.tell_of_storage if self.world.global_rank == 0 else lambda words: None,
+            say=self.log.info,
+        )
+        last.make(self.manager.step)
         self.sample()
         folder = self.config.run_folder
         self.sum_up(
             "finished", next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
         )
+
+    def regroup(self) -> bool:
+        """After the last step. False: this group was asked to leave while it waited for others."""
+        try:
+            with self.progress.phase("quorum"):
+                self.manager.regroup(self.config.training.steps)
+        except Going:
+            return False
+        return True
 
     def sample(self) -> None:
         seq_len = self.config.training.seq_len
@@ -501,6 +568,7 @@ class Run:
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
             record=lambda: dump_flight_recorder(self.group_folder / TRACES, world.global_rank),
+            confirmed_s=lambda: self.manager.confirmed_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
         cuda = self.device.type == "cuda"
@@ -565,6 +633,10 @@ class SemiSyncRun(Run):
         self.tell(commit, self.grad_norm, self.lr)
         return True
 
+    def go(self, going: Going) -> None:
+        self.manager.reset()
+        super().go(going)
+
     def validate(self) -> None:
         with self.manager.agreed():
             super().validate()
@@ -577,4 +649,5 @@ class SemiSyncRun(Run):
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     spare_the_last_look()
+    let_go_of_output()
     sys.exit(exit_code)

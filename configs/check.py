@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from configs.errors import Problems
@@ -55,6 +57,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
             lambda: _check_pipeline(config),
             lambda: _check_schedule(config),
             lambda: _check_validation(config),
+            lambda: _check_folders(config),
             lambda: _check_run_folder(config),
             lambda: _check_fault_tolerance(config),
             lambda: _check_meeting(config),
@@ -265,6 +268,24 @@ def _check_validation(config: Config) -> None:
         )
 
 
+def _check_folders(config: Config) -> None:
+    """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
+    for key, value, nearest in (
+        ("job.dump_folder", config.job.dump_folder, "./outputs"),
+        ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
+        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, ""),
+        ("metrics.save_tb_folder", config.metrics.save_tb_folder, "tb"),
+        ("profiling.save_traces_folder", config.profiling.save_traces_folder, "profile_traces"),
+        ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder, "memory_snapshot"),
+    ):
+        if url := re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value):
+            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else nearest
+            raise ValueError(
+                f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
+                f'nearest: "{local}"'
+            )
+
+
 def _check_run_folder(config: Config) -> None:
     """Nothing is made yet; but a file in the way is the user's."""
     for folder in (config.run_folder, *config.run_folder.parents):
@@ -303,7 +324,7 @@ def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None
     if training.dataset == "huggingface" or sum(file.size for file in find_source(training).files) > SMALL_BYTES:
         return
     silent = Log(stream=io.StringIO())  # the run itself says it all again
-    with tempfile.TemporaryDirectory() as cache:
+    with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # no room in TMPDIR: the run itself will see
         data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
         for split in ("train", "validation") if config.validation.enable else ("train",):
             data.order(split, seed=training.seed, seq_len=training.seq_len)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from configs.errors import ConfigError, Problems
 from configs.keys import keys_of
 from configs.load import section_types
 from configs.values import to_text
-from training.sinks import replace_file
+from parallelisms.mesh import degrees
+from training.appended import replace_file
 
 if TYPE_CHECKING:
     from configs.schema import Config
 
 FILE_NAME = "config.toml"
+BATCH = "training.global_batch_size"
 # What a run is: with another value of these, what follows would be another run. All else may change between two starts:
 # length, layout, number of ranks, checkpoints, validation, watching, compute precision.
 _IDENTITY = (
@@ -55,10 +58,16 @@ def to_toml(config: Config) -> str:
     return "\n".join(parts)
 
 
-def save(config: Config, folder: Path) -> None:
-    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. Raises OSError."""
+def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
+    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. `batch`: sequences of a step, where
+    training.global_batch_size = -1 leaves that to the ranks. What is there already is not written again, so a group that starts anew on
+    a full disk needs no room. Raises OSError."""
+    if batch is not None:
+        config = replace(config, training=replace(config.training, global_batch_size=batch))
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / FILE_NAME, to_toml(config).encode())
+    path, content = folder / FILE_NAME, to_toml(config).encode()
+    if not path.exists() or path.read_bytes() != content:
+        replace_file(path, content)
 
 
 _LAYOUT = (
@@ -79,8 +88,9 @@ def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
     )
 
 
-def check_saved(config: Config, folder: Path) -> None:
-    """Raises ConfigError if `folder` holds a run that this config would falsify instead of continue it."""
+def check_saved(config: Config, folder: Path, *, world_size: int | None = None) -> None:
+    """Raises ConfigError if `folder` holds a run that this config would falsify instead of continue it. `world_size`: ranks of this start;
+    None: nothing is trained, and what a step is made of is not compared."""
     saved = folder / FILE_NAME
     if not saved.exists():
         return
@@ -89,7 +99,7 @@ def check_saved(config: Config, folder: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"{error}; the first start of this run wrote it: restore it, or remove it") from None
     problems = Problems()
-    for key, old, new in _differences(config, before):
+    for key, old, new in _differences(config, before, world_size):
         problems.add(f"{config.origin.place(key)}: saved {old}, now {new}", line=config.origin.lines.get(key))
     if len(problems):
         problems.add(
@@ -99,13 +109,28 @@ def check_saved(config: Config, folder: Path) -> None:
     problems.raise_any()
 
 
-def _differences(config: Config, before: Document) -> Iterator[tuple[str, str, str]]:
+def _differences(config: Config, before: Document, world_size: int | None) -> Iterator[tuple[str, str, str]]:
     """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
     saved = dict(_flat(before.tables))
     now = dict(_flat(document.parse(to_toml(config), FILE_NAME).tables))
     other_model = saved.get("model.name", config.model.name) != config.model.name
     defaults = type(config)(model=type(config.model)())
     old = {**dict(_flat(document.parse(to_toml(defaults), FILE_NAME).tables)), **saved}
+    batch, left_to_ranks = old[BATCH], config.training.global_batch_size == -1
+    if left_to_ranks and batch != -1:  # what it came to when the run began; how it is cut may change
+        for key in (BATCH, "training.local_batch_size"):
+            now.pop(key)
+            saved.pop(key, None)
+        if world_size is not None and (came_to := _batch(config, world_size)) != batch:
+            training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
+            yield (
+                BATCH,
+                f"{batch} sequences of a step",
+                (
+                    f"-1, which is {came_to}: training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel "
+                    f"rank{'s' * (ranks > 1)}; nearest: --{BATCH}={batch} goes on with the same step on these ranks"
+                ),
+            )
     for key in {**now, **saved}:
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
             continue
@@ -113,6 +138,11 @@ def _differences(config: Config, before: Document) -> Iterator[tuple[str, str, s
             yield key, to_text(saved[key]), "no such key"
         elif old[key] != now[key]:
             yield key, to_text(old[key]), to_text(now[key])
+
+
+def _batch(config: Config, world_size: int) -> int:
+    """Sequences of a step where the ranks make it."""
+    return config.training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
 
 
 def _matters(key: str, config: Config) -> bool:

@@ -8,15 +8,16 @@ at all. Nothing here knows fault tolerance: its ledger is one more state.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from training import checkpoint_files as files
 from training.checkpoint_config import CheckpointConfig
+from training.checkpoint_dues import RETRY_S, Dues
 from training.checkpoint_files import CheckpointFailed, Damaged, Manifest
 from training.checkpoint_ranks import Background, Ranks, Report
 from training.checkpoint_restore import (
@@ -28,13 +29,16 @@ from training.checkpoint_restore import (
     survey,
 )
 from training.checkpoint_states import FIGURES, ModelState, OptimizerState, Stateful
-from training.claim import Alone, Claim
+from training.claim import Alone, Aside, Claim
+from training.progress import Clock
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from training.checkpoint_dcp import Snapshot
     from training.checkpoint_streamed import Streamed
 
-__all__ = ["FIGURES", "CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
+__all__ = ["FIGURES", "RETRY_S", "CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
 
 
 class Checkpointer:
@@ -56,6 +60,7 @@ class Checkpointer:
         config_digest: str = "",
         timeout: timedelta = timedelta(minutes=30),
         claim: Claim | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files. `claim`: others have the
         same folder, of whom one saves at a time; so what lies about is cleared away by who saves, and not by who loads."""
@@ -66,40 +71,66 @@ class Checkpointer:
         self._config_digest = config_digest
         self._claim = claim or Alone()
         self._ranks = Ranks(timeout)
+        self._saved_step: int | None = None  # the newest that this group has saved
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
         self._snapshot: Snapshot | None = None
         self._background: Background | None = None
+        self._dues = Dues(config, self.folder, self._claim, clock)
 
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a checkpoint after `step`."""
-        if not self._writes:
+        if not self._writes or self._dues.is_failing:  # then see `overdue`
             return False
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
-    def save(self, step: int, *, last: bool = False) -> float:
+    def overdue(self, step: int) -> bool:
+        """On rank 0, after `step`: one that was due is not there, for its save failed RETRY_S ago, or whoever was to save it has died. The
+        others are to be told: all ranks save at the same step. It waits for no storage."""
+        if not self._writes or self._ranks.rank != 0:
+            return False
+        failed = self._background is not None and self._background.has_failed
+        return failed or self._dues.missed(step)
+
+    def has(self, step: int) -> bool:
+        """On one rank: the last save of a run that ends with `step` is there, whoever made it, or none is asked for."""
+        return not self._writes or step == self._saved_step or self._dues.newest() >= step
+
+    def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
+        """Asks rank 0 to decide once it knows whether any rank wishes it. By all ranks."""
+        wishes = self._ranks.gather(wish)
+        return self._ranks.first(lambda: decide(any(wishes)))
+
+    def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up.
 
-        `last`: the run is finished with this step. Does nothing when checkpoints are off or hold this step already, or another group saves.
+        `last`: the run is finished with this step. Not `settled`: this group goes, and others may have another history of the step (Aside);
+        nothing can be saved after it. Does nothing when checkpoints are off or hold this step already, or another group saves.
         In an async mode all but the last is written in the background; what fails there is raised by the next `save`,
         `wait` or `close`. Raises CheckpointFailed.
         """
         began = time.perf_counter()
+        self._dues.failed()  # unless it succeeds
         self.wait()
         alone = last and self._config.last_save_model_only
         if not self._writes or (step == self._held_step and not alone):
+            self._dues.begun()
             return time.perf_counter() - began
+        if not settled:
+            self._claim = Aside()
         if not self._ranks.first(lambda: self._take_claim(step)):
             self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
+            self._dues.begun()
             return time.perf_counter() - began
         if alone:
             self._export(step)
-        elif last or self._config.async_mode == "disabled":
+        elif last or not settled or self._config.async_mode == "disabled":
             self._write(step, "full", self._live_states())
         else:
             snapshot, background = self._prepared()
             states = snapshot.take(self._live_states())
             background.start(lambda: self._write(step, "full", states, snapshot))
+        self._dues.begun()
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
@@ -128,6 +159,7 @@ class Checkpointer:
             step: int | None = self._load_own(steps)
         else:
             step = self._load_initial() if self._config.initial_load_path else None
+        self._dues.since = step or 0
         if self._writes and self._config.async_mode != "disabled":
             self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
         return step
@@ -191,10 +223,11 @@ class Checkpointer:
         size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
+        self._saved_step = step
         if kind == "full":
             self._held_step = step
         self._damaged.pop(step, None)
-        what = "" if kind == "full" else ", the weights alone,"
+        what = ", the weights alone," if kind != "full" else "" if self._claim.settled else ", unsettled,"
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
 
@@ -203,7 +236,8 @@ class Checkpointer:
         came after this one has cleared it away, or has saved as much."""
         problems = sorted((report for report in reports if report.problem), key=lambda report: not report.own)
         records = tuple(record for report in reports for record in report.records)
-        manifest = Manifest(step, kind, states, len(reports), torch.__version__, self._config_digest, records)
+        settled = self._claim.settled
+        manifest = Manifest(step, kind, states, len(reports), torch.__version__, self._config_digest, records, settled)
         name = self._claim.name
         try:
             if problems:
@@ -234,8 +268,7 @@ class Checkpointer:
 
     def _is_late(self, step: int) -> bool:
         """Another group saves by now, and has done so: this step, or a later one."""
-        there = (files.newest(self.folder, kind=kind) or 0 for kind in ("full", "model"))
-        return self._claim.is_over() and max(there) >= step
+        return self._claim.is_over() and self._dues.newest() >= step
 
     def _tidy(self, until: int | None = None) -> None:
         """Rank 0: clears away what a killed process left. until: only of steps up to this one, which has been saved, and of no newer
@@ -264,6 +297,10 @@ class Checkpointer:
                 problem = self._restore(path, found, tuple(self._states))
             if not problem:
                 self._held_step = step
+                if isinstance(found, Manifest) and not found.settled:
+                    self._log.info(
+                        "checkpoint: step %d was saved by a group that went while it waited for others", step
+                    )
                 return step
             self._damaged[step] = problem
             self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)

@@ -59,7 +59,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed)."""
+    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). Not `settled`: a group
+    saved it that went while it waited for others, who may have another history of this step."""
 
     step: int
     kind: str
@@ -68,6 +69,7 @@ class Manifest:
     torch: str
     config_digest: str
     files: tuple[FileRecord, ...]
+    settled: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -215,7 +217,8 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
 def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
     """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError.
 
-    The files must be on the disk already. A checkpoint of the same step is replaced; at no instant are both gone.
+    The files must be on the disk already. A checkpoint of the same step is replaced, at no instant are both gone; but one that is not
+    settled replaces none.
     """
     partial, final = _partial(folder, manifest.step, name), step_folder(folder, manifest.step)
     for file in manifest.files:
@@ -229,7 +232,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
         os.fsync(stream.fileno())
     _fsync_folder(partial)
     replaced = _replaced(folder, manifest.step)
-    if final.exists():
+    if manifest.settled and final.exists():
         final.rename(replaced)
     try:
         partial.rename(final)

@@ -73,6 +73,11 @@ class Background:
         assert self._work is None
         self._work = self._thread.submit(work)
 
+    @property
+    def has_failed(self) -> bool:
+        """True when the thread to be joined has ended, and not well. Waits for nothing."""
+        return self._work is not None and self._work.done() and self._work.exception() is not None
+
     def join(self) -> None:
         """Returns when there is no work; raises, once, what it failed with.
 

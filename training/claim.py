@@ -7,10 +7,11 @@ to write notes the quorum in the run's folder first, and one that finds a newer 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from training.sinks import replace_file
+from training.appended import replace_file
 
 CLAIM = ".writer.json"  # in the run's folder: the quorum that the newest writer has its role by
 
@@ -20,28 +21,43 @@ Quorum = tuple[str, int]  # epoch, id: within an epoch ids only grow
 def claim(folder: Path, quorum: Quorum) -> bool:
     """Notes it, unless a newer quorum's writer was here. A look and a note are not one: a group that is stopped between this and what it
     does next may still do that, and so does little at a time."""
-    if is_over(folder, quorum):
+    newest = _newest(folder)
+    if newest[0] == quorum[0] and newest[1] > quorum[1]:
         return False
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / CLAIM, json.dumps(quorum).encode())
+    if newest != quorum:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / CLAIM, json.dumps(quorum).encode())
     return True
 
 
 def is_over(folder: Path, quorum: Quorum) -> bool:
     """A newer quorum's writer was here. One of another epoch is of a job that began anew: whoever comes later is right."""
-    path = folder / CLAIM
-    epoch, newest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else ("", 0)
+    epoch, newest = _newest(folder)
     return bool(epoch == quorum[0] and newest > quorum[1])
+
+
+def _newest(folder: Path) -> Quorum:
+    try:
+        epoch, number = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # not there, or what a disk has made of it
+        return "", 0
+    return str(epoch), int(number)
 
 
 class Claim:
     """A group's right to save. `quorum`: by which it writes, now; None: it does not. One that has no others always may (Alone)."""
 
     shared = True
+    settled = True  # what is saved: it is of the history that the others go on with
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder, self._quorum = folder, quorum
         self._taken: Quorum = ("", 0)
+
+    @property
+    def has_role(self) -> bool:
+        """As this group knows."""
+        return self._quorum() is not None
 
     def take(self) -> bool:
         """At the beginning of a save."""
@@ -66,8 +82,33 @@ class Claim:
         return epoch != self._taken[0] or int(number) <= self._taken[1]
 
 
+class Aside(Claim):
+    """Claim of a group that goes while it waits, whoever has the role: what it saves is unsettled, and its last. A checkpoint of the
+    same step or a later one is worth more, and stays."""
+
+    settled = False
+
+    def __init__(self) -> None:
+        self._name = f"-unsettled.{secrets.token_hex(4)}-0"
+
+    def take(self) -> bool:
+        return True
+
+    def is_over(self) -> bool:
+        return True
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def clears(self, name: str) -> bool:
+        return False
+
+
 class Alone(Claim):
     shared, name = False, ""
+
+    has_role = True
 
     def __init__(self) -> None:
         """Of one group that is all there is."""

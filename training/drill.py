@@ -1,12 +1,14 @@
-"""The fault that only a comparison of weights finds: one bit of one weight flips in memory, when somebody asks for it.
+"""Faults that nobody can do to a trainer from outside, when somebody asks for them: one bit of one weight flips in memory, which only a
+comparison of weights finds; and the main thread sleeps for ever, while all other threads, and the group's server, go on.
 
 Floor 3, of no use but to proofs and tests: nothing of it is there without PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in
 group <id>, write the number of one of its ranks ("0") into <run>/groups/<id>/corrupt, whole at once (write another file, rename it). That
-rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone.
+rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone. The same with the file "hang".
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from training.log import Log
 
-ORDER = "corrupt"  # the file
+ORDER, HANG = "corrupt", "hang"  # the files
 
 
 class Corruption:
@@ -28,18 +30,27 @@ class Corruption:
     def __init__(
         self, folder: Path, group_rank: int, weights: Callable[[], Iterable[Tensor]], *, enabled: bool, log: Log
     ) -> None:
-        self._order, self._rank, self._weights = folder / ORDER, str(group_rank), weights
+        self._folder, self._rank, self._weights = folder, str(group_rank), weights
         self._enabled, self._log = enabled, log
 
     def step(self, step: int) -> None:
         """At the boundary after `step`, on every rank."""
         if not self._enabled:
             return
+        if self._is_ordered(ORDER):
+            flip_bit(next(shard for shard in map(_local, self._weights()) if shard.numel()))
+            self._log.warning("drill: after step %d a bit of this rank's first weight was flipped", step)
+            (self._folder / ORDER).unlink()
+        if self._is_ordered(HANG):
+            self._log.warning("drill: after step %d the main thread of this rank sleeps for ever", step)
+            (self._folder / HANG).unlink()
+            while True:
+                time.sleep(3600)
+
+    def _is_ordered(self, order: str) -> bool:
         with suppress(FileNotFoundError):
-            if self._order.read_text(encoding="ascii").strip() == self._rank:
-                flip_bit(next(shard for shard in map(_local, self._weights()) if shard.numel()))
-                self._log.warning("drill: after step %d a bit of this rank's first weight was flipped", step)
-                self._order.unlink()
+            return (self._folder / order).read_text(encoding="ascii").strip() == self._rank
+        return False
 
 
 def flip_bit(shard: Tensor) -> None:

@@ -7,6 +7,7 @@ logger. Lines go to standard output and nowhere else: the launcher already files
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from typing import TextIO
@@ -34,6 +35,7 @@ class Log:
         self._group = group
         self._stream = sys.stdout if stream is None else stream
         self._lock = threading.Lock()
+        self._missing = ""  # why the last line could not be written
         self.is_terminal = _is_terminal(self._stream)
         self.colour = colour and self.is_terminal
 
@@ -78,12 +80,26 @@ class Log:
         self._put(f"{self.paint(self.prefix(), 'dim')} {level}{text}\n")
 
     def _put(self, text: str) -> None:
+        """Training goes on without a reader (`| head`), and on a full disk; once there is room again a line says that some are missing."""
         with self._lock:
             try:
+                if self._missing:
+                    text = f"{self.prefix()} warning: lines of this log are missing here: {self._missing}\n{text}"
                 self._stream.write(text)
                 self._stream.flush()  # a pipe is block-buffered: without it a killed rank takes its last words along
+                self._missing = ""
             except BrokenPipeError:
-                pass  # whoever read us (`| head`) has gone; training goes on
+                pass
+            except OSError as error:
+                self._missing = error.strerror or str(error)
+
+
+def let_go_of_output() -> None:
+    """At the end of a process: what standard output does not take is dropped, else Python would make it exit code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Adopted(logging.Handler):

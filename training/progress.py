@@ -29,12 +29,13 @@ PHASES = {
     "checkpoint": "checkpoint",
     "validation": "validation",
     "sample": "text sample",
+    "trace": "trace of the profiler",
 }
 # A step's that is committed. Of one that is thrown away, what was computed is counted as lost.
 _WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"), "lost"
 GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
 # Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
-LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample"})
+LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"})
 
 
 class LogLike(Protocol):
@@ -87,6 +88,10 @@ class Progress:
         """Name and seconds since entry of each open phase, outermost first."""
         stack, now = self._stack, self._clock()
         return tuple((name, now - since) for name, since in stack)
+
+    def long_phase(self) -> tuple[str, float] | None:
+        """The open one of LONG_PHASES, in words, and the seconds since it was entered. Any thread may ask."""
+        return next(((PHASES[name], seconds) for name, seconds in self.open_phases() if name in LONG_PHASES), None)
 
     def total(self) -> float:
         """Seconds since this object was made."""

@@ -1,27 +1,39 @@
-"""Figures of a run that several replica groups train: one of them writes, the others remember what they would have written.
+"""Figures of a run on their way to its files; where several replica groups train it, one of them writes, and the others remember what they
+would have written.
 
-Floor 3, between metrics.py and sinks.py. All groups have the same figures, for all have the same sums. When the role moves, whoever has it
-now writes first what the one before did not come to write, and takes back what that one wrote of steps that did not hold: no step is
-missing in metrics.jsonl and samples.jsonl, and none is there twice. A group that was stopped, and wakes, still counts itself the
-writer; but the quorum that says so is over, and a newer one has been claimed in the run's folder (claim.py).
+Floor 3, between metrics.py and sinks.py. The trainer's thread remembers; the scribe's (scribe.py) brings the files up to date with that. So
+storage that is full, read-only or slow holds up no step, and whatever it has torn is taken back and written anew: KEPT_BYTES or KEPT_S of
+rows are kept until they are in the files. A process that is killed takes the rows of its last moments along. Other groups remember them; of
+a run of one group they are of steps after its newest checkpoint, before which all rows are written (`sync`), and are made again.
 
-What is remembered goes to groups that heal, and into each checkpoint, for that may be of a step which its writer alone has committed. Where
-that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from the checkpoint's, and
-whoever writes first puts back the rows that belong to it.
+All groups have the same figures, for all have the same sums. When the role moves, whoever has it now writes first what the one before did
+not come to write, and takes back what that one wrote of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and
+none is there twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer
+one has been claimed in the run's folder (claim.py).
+
+What is remembered goes to groups that heal, and into each checkpoint (the last ROWS_KEPT of it), for that may be of a step which its writer
+alone has committed. Where that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from
+the checkpoint's, and whoever writes first puts back the rows that belong to it.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from training.claim import Quorum, claim
+from training.claim import Quorum, claim, is_over
+from training.progress import Clock
+from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
 from training.sinks import METRICS, SAMPLES, Sinks, last_rows
 
-ROWS_KEPT = 100  # who writes is known anew with every quorum, so few steps can be missing
+ROWS_KEPT = 100  # at least: who writes is known anew with every quorum, so few steps can be missing
+SYNC_S = 5.0  # a checkpoint waits so long for rows before it: storage that is slow holds that up by itself
+ROW_BYTES = 1000  # of memory, beside its text
 
 Kind = Literal["journals", "charts", "records"]
 
@@ -36,85 +48,213 @@ class Row(NamedTuple):
         """A look at held-out text: a row of its own for the same step."""
         return any(name.startswith("validation") for name in self.figures)
 
+    @property
+    def place(self) -> tuple[Kind, bool]:
+        """A step has one row of each; of charts it may have several."""
+        return self.kind, self.is_validation
+
+
+class _Kept(NamedTuple):
+    number: int
+    row: Row
+    size_bytes: int
+    at_s: float
+
 
 class Relay:
-    """`open_sinks(resumed_step)` as sinks.open_sinks, into `folder`. `writes`: by which quorum this group does, now."""
+    """`open_sinks(resumed_step)` as sinks.open_sinks, into `folder`. `writes`: by which quorum this group does, now. `shared`: others have
+    the same folder, of whom one writes at a time."""
 
     def __init__(
-        self, folder: Path, writes: Callable[[], Quorum | None], open_sinks: Callable[[int | None], Sinks]
+        self,
+        folder: Path,
+        writes: Callable[[], Quorum | None],
+        open_sinks: Callable[[int | None], Sinks],
+        scribe: Scribe,
+        *,
+        shared: bool = True,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._folder, self._writes, self._open_sinks = folder, writes, open_sinks
-        self._kept: deque[Row] = deque(maxlen=ROWS_KEPT)
+        self._scribe, self._shared, self._clock = scribe, shared, clock
+        self._lock = threading.Lock()  # around what both threads have; never while a file is waited for
+        self._kept: deque[_Kept] = deque()
+        self._kept_bytes = self._number = 0
+        self._newest: dict[tuple[Kind, bool], int] = {}  # step of each place but charts'
+        self._todo = 1  # the first row that is this group's to write, and not known to be in the files
+        self._quorum: Quorum | None = None  # by which, of the newest row
+        self._anew = self._wants_sync = self._closing = False
+        self._there = 0  # up to this step all rows are in the files, whoever wrote them
+        self.lost = 0  # rows that were this group's to write, and that there was no room for
+        # The scribe's own:
         self._sinks: Sinks | None = None
+        scribe.serve("figures", self._catch_up, lambda: self.lost)
 
     def sinks(self) -> Sinks:
         """What metrics.py writes to."""
         return Sinks((_End(self, "journals"),), (_End(self, "charts"),), (_End(self, "records"),))
 
     def write(self, row: Row) -> None:
-        if any(_same_place(row, kept) and kept.step >= row.step for kept in self._kept):
-            self.close()  # the job has gone back to a checkpoint
-            self._keep(kept for kept in self._kept if kept.step < row.step)
-        self._kept.append(row)
+        """Remembers it; the scribe writes it."""
         quorum = self._writes()
-        has_files = self._sinks is not None and not self._sinks.replaced()
-        if quorum is None or not (has_files or claim(self._folder, quorum)):
-            self.close()
-        elif has_files:
-            self._put(row)
-        else:
-            self._take_over(row.step)
+        with self._lock:
+            if row.kind != "charts":
+                if self._newest.get(row.place, row.step - 1) >= row.step:  # the job has gone back to a checkpoint
+                    self._remember(kept.row for kept in self._kept if kept.row.step < row.step)
+                self._newest[row.place] = row.step
+            self._append(row)
+            self._quorum, self._closing = quorum, False
+            if quorum is None:
+                self._todo = self._number + 1
+            self._forget()
+        self._scribe.wake()
 
     def state_dict(self) -> dict[str, Any]:
         """For a group that heals, or begins with this checkpoint: it may be the next to write."""
-        return {"rows": json.dumps(list(self._kept))}
+        with self._lock:
+            return {"rows": json.dumps([kept.row for kept in self._kept][-ROWS_KEPT:])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.close()
-        self._keep(Row(*row) for row in json.loads(state["rows"]))
+        with self._lock:
+            self._remember(Row(*row) for row in json.loads(state["rows"]))
 
     def sync(self) -> None:
-        """Where this group writes."""
-        if self._sinks is not None:
-            self._sinks.sync()
+        """Makes the rows durable where this group writes, and storage allows it within SYNC_S."""
+        self._wants_sync = True
+        self._scribe.wake()
+        self._scribe.flush(SYNC_S)
 
     def close(self) -> None:
+        """Waits up to CLOSE_S for what is not written. May be called twice."""
+        self._closing = True
+        self._scribe.wake()
+        self._scribe.flush(CLOSE_S)
+
+    # ---- what is remembered: under the lock
+
+    def _append(self, row: Row) -> None:
+        self._number += 1
+        size_bytes = ROW_BYTES + len(str(row.figures))
+        self._kept.append(_Kept(self._number, row, size_bytes, self._clock()))
+        self._kept_bytes += size_bytes
+
+    def _remember(self, rows: Iterable[Row]) -> None:
+        """These, and nothing else; none of them is new."""
+        rows = list(rows)
+        self._kept.clear()
+        self._kept_bytes, self._newest, self._there, self._anew = 0, {}, 0, True
+        for row in rows:
+            self._append(row)
+            self._newest[row.place] = row.step
+        self._todo = self._number + 1
+
+    def _forget(self) -> None:
+        """Drops rows that are in the files, or are too many."""
+        oldest_s = self._clock() - KEPT_S
+        while len(self._kept) > ROWS_KEPT:
+            first = self._kept[0]
+            is_written = first.number < self._todo and first.row.step <= self._there
+            if not is_written and first.at_s >= oldest_s and self._kept_bytes <= KEPT_BYTES:
+                return
+            self._kept.popleft()
+            self._kept_bytes -= first.size_bytes
+            if first.number >= self._todo:
+                self.lost += 1
+                self._todo = first.number + 1
+
+    # ---- the files: in the scribe's thread
+
+    def _catch_up(self) -> None:
+        """Raises OSError; then the files are opened anew, and what may be torn in them is taken back."""
+        with self._lock:
+            quorum, anew, self._anew = self._quorum, self._anew, False
+            rows = [kept for kept in self._kept if kept.number >= self._todo]
+        if quorum is None or anew:
+            self._close_files()
+        if quorum is None:
+            return self._look()
+        try:
+            is_ours = not rows or self._put_or_take_over(quorum, rows)
+            if self._wants_sync and self._sinks is not None:
+                self._sinks.sync()
+                self._wants_sync = False
+        except OSError:
+            self._close_files()
+            raise
+        if not is_ours or self._closing:
+            self._close_files()
+        if rows:
+            with self._lock:
+                self._todo = max(self._todo, rows[-1].number + 1)
+                if is_ours and not self._anew:
+                    self._there = max(self._there, rows[-1].row.step)
+                self._forget()
+
+    def _put_or_take_over(self, quorum: Quorum, rows: list[_Kept]) -> bool:
+        """False: they are another's to write by now."""
         if self._sinks is not None:
-            self._sinks.close()
-            self._sinks = None
+            with self._sinks.held():
+                if not self._sinks.replaced() and not (self._shared and is_over(self._folder, quorum)):
+                    for kept in rows:
+                        self._put(kept.row)
+                    return True
+            self._close_files()
+        if self._shared and not claim(self._folder, quorum):
+            return False
+        self._take_over(rows[0].row.step, rows[-1].number)
+        return True
 
-    def _keep(self, rows: Iterable[Row]) -> None:
-        self._kept = deque(rows, maxlen=ROWS_KEPT)
-
-    def _take_over(self, step: int) -> None:
+    def _take_over(self, step: int, last: int) -> None:
         """What lies at this step and past it is of a life that ended before it was saved; so is what lies before it, from the first step on
         that this group knows otherwise: the one before wrote it, and the others went on without it."""
-        self.close()
-        written = self._written(step - 1)
-        first = min(row.step for row in self._kept if row.step >= step or not written(row))
+        with self._lock:
+            known = [kept.row for kept in self._kept if kept.number <= last]
+        written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
+        first = min(row.step for row in known if row.step >= step or not written(row))
         self._sinks = self._open_sinks(first - 1 or None)
-        for row in self._kept:
-            if row.step >= first:
-                self._put(row)
+        with self._sinks.held():
+            for row in known:
+                if row.step >= first:
+                    self._put(row)
 
-    def _written(self, until: int) -> Callable[[Row], bool]:
+    def _written(self, since: int, until: int) -> Callable[[Row], bool]:
         """Whether a row, of a step up to `until`, is in the files. Time and memory are each group's own; what was trained on is the same in
         all, and tells whether a step is the same step. Charts are written after the journal, and not read."""
-        metrics = last_rows(self._folder / METRICS, 2 * ROWS_KEPT, until=until)
-        samples = last_rows(self._folder / SAMPLES, ROWS_KEPT, until=until)
-        there = {(row["step"], Row("journals", row["step"], row).is_validation) for row in metrics}
+        metrics = last_rows(self._folder / METRICS, since=since, until=until)
+        samples = last_rows(self._folder / SAMPLES, since=since, until=until)
+        there = Counter((row["step"], Row("journals", row["step"], row).is_validation) for row in metrics)
+        steps, trained = Counter(row["step"] for row in samples), {row["step"]: row for row in samples}
 
         def written(row: Row) -> bool:
+            """Once."""
             if row.kind == "records":
-                return {"step": row.step, **row.figures} in samples
-            return row.kind == "charts" or (row.step, row.is_validation) in there
+                return steps[row.step] == 1 and trained[row.step] == {"step": row.step, **row.figures}
+            return row.kind == "charts" or there[row.step, row.is_validation] == 1
 
         return written
+
+    def _look(self) -> None:
+        """Drops rows that another group has written by now; looked at now and then."""
+        with self._lock:
+            newest = self._kept[-1].row.step if self._kept else 0
+            due = len(self._kept) >= 2 * ROWS_KEPT and self._kept[len(self._kept) - ROWS_KEPT].row.step > self._there
+        if not due:
+            return
+        ends = [last_rows(self._folder / name, since=newest - ROWS_KEPT, until=newest) for name in (METRICS, SAMPLES)]
+        there = min(max((row["step"] for row in end), default=0) for end in ends)
+        with self._lock:
+            self._there = max(self._there, there)
+            self._forget()
 
     def _put(self, row: Row) -> None:
         assert self._sinks is not None
         for sink in getattr(self._sinks, row.kind):
             sink.write(row.step, row.figures)
+
+    def _close_files(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None
 
 
 class _End:
@@ -130,8 +270,3 @@ class _End:
 
     def close(self) -> None:
         self._relay.close()
-
-
-def _same_place(one: Row, other: Row) -> bool:
-    """A step has one such row; of charts it may have several."""
-    return one.kind == other.kind != "charts" and one.is_validation == other.is_validation

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -29,10 +30,12 @@ class RunLock:
             ) from None
         except OSError:  # a file system without locks: better an unguarded run than none
             return
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._file.flush()
+        with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self._file.flush()
 
     def close(self) -> None:
         """Gives the lock back. May be called twice."""
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()

@@ -40,6 +40,7 @@ class Signals:
         self._lock = threading.Lock()
         self._wishes = 0
         self._stop_asked: float | None = None
+        self._at_stop: Callable[[], object] = int
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -53,6 +54,13 @@ class Signals:
         with self._lock:
             wishes, self._wishes = self._wishes, 0
         return wishes
+
+    def when_asked_to_stop(self, do: Callable[[], object]) -> None:
+        """`do` is called once with the first STOP, or now if it has come; in the thread that hears signals, or in this one."""
+        with self._lock:
+            self._at_stop, asked = do, self._stop_asked is not None
+        if asked:
+            do()
 
     def close(self) -> None:
         """Gives the signals back to whoever had them. May be called twice."""
@@ -73,8 +81,10 @@ class Signals:
             return
         now = self._clock()
         if self._stop_asked is None:
-            self._stop_asked = now
+            with self._lock:
+                self._stop_asked, do = now, self._at_stop
             self._wish(STOP)
+            do()
             self._log.info(f"{name}: saving after this step, then leaving; another one ends the run at once")
         elif now - self._stop_asked >= _SAME_WISH_S:
             # Not through the log: the stuck loop may hold its lock.

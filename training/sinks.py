@@ -1,7 +1,8 @@
 """Where figures go: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases. One face, so that metrics.py knows none of them.
 
-Floor 3, under metrics.py. Opened on global rank 0 only. A run has one folder over all its starts: what a resumed start
-will write again is taken out first, so every reader sees each step once.
+Floor 3, under relay.py, whose thread alone calls what is here. A run has one folder over all its starts: what a resumed start will write
+again is taken out first, so every reader sees each step once. Files are read and cut from their end: what that costs goes by what is new
+in them, not by what the run has come to.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ import socket
 import struct
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from training.appended import BLOCK_BYTES, AppendedFile, lines_from_end, replace_by_copy
+
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
+EVENTS = "events.out.tfevents."  # how TensorBoard knows its files
+BEHIND = 32  # lines before one that are looked at
+_EVENT_FILES = 16  # in a row, with nothing to drop: the older ones have nothing either, whatever clock named them
+
+_HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4  # around the data of an event file's record
 
 
 class Sink(Protocol):
-    """Takes the figures of one step; nothing it was given is lost when the process is killed after `write` returns."""
+    """Takes the figures of one step; they are in the system's hands when `write` returns. Raises OSError, and has then taken nothing."""
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None: ...
 
@@ -47,8 +57,17 @@ class Sinks(NamedTuple):
     records: tuple[Journal, ...] = ()
 
     def replaced(self) -> bool:
-        """Somebody else has opened the files of this folder since: what is written here reaches nobody."""
+        """Somebody else has opened the files of this folder since, and could not wait: what is written here reaches nobody."""
         return any(isinstance(sink, JournalSink) and sink.replaced() for sink in (*self.journals, *self.records))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around a look at whose the files are, and a write: whoever takes them over comes before it or after it."""
+        with ExitStack() as locks:
+            for sink in (*self.journals, *self.records):
+                if isinstance(sink, JournalSink):
+                    locks.enter_context(sink.file.held())
+            yield
 
     def sync(self) -> None:
         for sink in (*self.journals, *self.records):
@@ -56,7 +75,8 @@ class Sinks(NamedTuple):
 
     def close(self) -> None:
         for sink in (*self.journals, *self.charts, *self.records):
-            sink.close()
+            with suppress(OSError):  # nothing waits in it: what could not be written has been said
+                sink.close()
 
 
 def open_sinks(
@@ -74,42 +94,39 @@ def open_sinks(
     """
     keep_until = -1 if resumed_step is None else resumed_step
     run_folder.mkdir(parents=True, exist_ok=True)
-    journal, record = run_folder / METRICS, run_folder / SAMPLES
-    cut_journal(journal, keep_until)
-    cut_journal(record, keep_until)
     charts: list[Sink] = []
-    if tensorboard_folder:
-        folder = run_folder / tensorboard_folder
-        cut_events(folder, keep_until)
-        charts.append(TensorBoardSink(folder, resumed_step=resumed_step))
-    if wandb:
-        charts.append(WandbSink(run_folder, fresh=resumed_step is None, settings=settings or {}))
-    return Sinks((JournalSink(journal),), tuple(charts), (JournalSink(record),))
+    with ExitStack() as opened:
+        journal, record = (
+            opened.enter_context(closing(take_journal(run_folder / name, keep_until))) for name in (METRICS, SAMPLES)
+        )
+        if tensorboard_folder:
+            folder = run_folder / tensorboard_folder
+            cut_events(folder, keep_until)
+            charts.append(opened.enter_context(closing(TensorBoardSink(folder, resumed_step=resumed_step))))
+        if wandb:
+            charts.append(WandbSink(run_folder, fresh=resumed_step is None, settings=settings or {}))
+        opened.pop_all()
+    return Sinks((journal,), tuple(charts), (record,))
 
 
 class JournalSink:
-    """One JSON object per line, `step` first, in the system's hands when `write` returns. NaN and inf become null."""
+    """One JSON object per line, `step` first. NaN and inf become null."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self.file = AppendedFile(path)
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         row = {"step": step, **{name: _or_null(value) for name, value in scalars.items()}}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self.file.append(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def replaced(self) -> bool:
-        """By `cut_journal`, of another process."""
-        try:
-            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return True
+        return self.file.replaced()
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        self.file.sync()
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 class TensorBoardSink:
@@ -119,24 +136,37 @@ class TensorBoardSink:
         # Here, not at the head: 0.2 s that ranks other than 0 need not spend.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
 
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
-        if resumed_step is not None:
-            # For a TensorBoard that is open while we resume: it has read the steps that cut_events took out, and drops
-            # them on this event (tensorboard/backend/event_processing/event_accumulator.py, _Purge).
-            restart = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(step=resumed_step + 1, session_log=restart))
-            self._writer.flush()
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{EVENTS}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        numbers = (folder / f"{name}.{number}" for number in count())
+        self._file = AppendedFile(next(path for path in numbers if not path.exists()))
+        try:
+            self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if resumed_step is not None:
+                # For a TensorBoard that is open while we resume: it has read the steps that cut_events took out, and drops
+                # them on this event (tensorboard/backend/event_processing/event_accumulator.py, _Purge).
+                restart = SessionLog(status=SessionLog.START)
+                self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
+        except OSError:
+            self._file.close()
+            with suppress(OSError):
+                self._file.path.unlink()
+            raise
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        self._writer.flush()
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        """In TensorFlow's framing, see `_last_records`."""
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._file.append(length + _checksum(length) + data + _checksum(data))
 
 
 class WandbSink:
@@ -167,38 +197,106 @@ class WandbSink:
         self._run.finish()
 
 
-def cut_journal(path: Path, keep_until: int) -> None:
-    """Drops the lines of steps past `keep_until` and whatever is no JSON object (a line that a kill cut short).
+# ------------------------------------------------------------------------------------------------ taking over
 
-    The file is replaced in one step, also where there is nothing to drop: a process that was stopped and has lost its role may wake and
-    write once more, into the old file, which nobody reads.
+
+def take_journal(path: Path, keep_until: int) -> JournalSink:
+    """The journal without the lines of steps past `keep_until`, and without what a kill or a full disk has left of a line at its end.
+
+    Whoever had it before, and still believes so, looks whose it is while it holds the file's lock. So if the lock is to be had, that one is
+    before its look. If not (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is replaced by a
+    copy in one step: what comes of that write goes into the old file, which nobody reads.
     """
+    sink = JournalSink(path)
+    try:
+        held = False
+        with suppress(OSError):
+            sink.file.hold()
+            held = True
+        sink.file.look()
+        end, is_whole = _cut_of(sink.file, keep_until)
+        if held:
+            sink.file.cut(end)
+        else:
+            sink.close()
+            replace_by_copy(path, end)
+            sink = JournalSink(path)
+        if not is_whole:
+            sink.file.append(b"\n")
+        if held:
+            sink.file.let_go()
+    except OSError:
+        sink.close()
+        raise
+    return sink
+
+
+def cut_journal(path: Path, keep_until: int) -> None:
+    """As `take_journal`, for whoever does not write."""
+    if path.exists():
+        take_journal(path, keep_until).close()
+
+
+def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
+    """Returns a journal's whole lines of the steps from `since` to `until`, the last first."""
     if not path.exists():
-        return
-    lines = (line for line in path.read_bytes().split(b"\n") if line)
-    replace_file(path, b"".join(line + b"\n" for line in lines if _journal_step(line) <= keep_until))
-
-
-def last_rows(path: Path, count: int, *, until: int) -> list[dict[str, Any]]:
-    """Of a journal's whole lines, those of steps past `until` left out, the last `count`, in no order."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    whole = (line for line in reversed(lines) if _journal_step(line) <= until)
-    return [json.loads(line) for line in islice(whole, count)]
+        return []
+    file, rows = AppendedFile(path), list[dict[str, Any]]()
+    try:
+        for _, line, step in _steps_from_end(file):
+            if step < since:
+                break
+            if step <= until:
+                rows.append(json.loads(line))
+    finally:
+        file.close()
+    return rows
 
 
 def cut_events(folder: Path, keep_until: int) -> None:
-    """Drops from the event files in `folder` what lies past `keep_until`, and records that a kill cut short.
+    """Drops from the event files in `folder` what lies past `keep_until`, and records that a kill or a full disk cut short.
 
-    Each file is replaced in one step, removed where no figures are left, or left alone where there is nothing to drop.
+    Steps grow within a file, and from file to file. One is removed where no figures are left, and left alone where there is nothing to
+    drop.
     """
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        before = path.read_bytes()
-        kept = [(step, record) for step, record in _records(before) if step <= keep_until]
-        after = b"".join(record for _, record in kept)
-        if len(kept) <= 1:  # the first record of a file is its version
+    whole = 0
+    for path in sorted(folder.glob(f"{EVENTS}*"), reverse=True):
+        size_bytes = path.stat().st_size
+        first, end = _kept_events(path, keep_until)
+        if end <= first:  # the first record of a file is its version
             path.unlink()
-        elif after != before:
-            replace_file(path, after)
+        elif end < size_bytes:
+            os.truncate(path, end)
+        else:
+            whole += 1
+            if whole == _EVENT_FILES:
+                return
+            continue
+        whole = 0
+
+
+def _cut_of(file: AppendedFile, keep_until: int) -> tuple[int, bool]:
+    """Returns the number of bytes that are kept, and True when they end with a line's end."""
+    if keep_until < 0:
+        return 0, True
+    for start, line, step in _steps_from_end(file):
+        if step <= keep_until:
+            end = start + len(line)
+            return min(end + 1, file.size_bytes), end < file.size_bytes
+    return 0, True
+
+
+def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
+    """Start, text and step of each line that is one, the last first. Not those that lie behind a later step: somebody wrote them whose the
+    file was no more, on a file system whose locks are each machine's own."""
+    found = ((start, line, _journal_step(line)) for start, line in lines_from_end(file))
+    lines = (entry for entry in found if entry[2] < math.inf)
+    ahead = deque(islice(lines, BEHIND))
+    while ahead:
+        entry = ahead.popleft()
+        ahead.extend(islice(lines, 1))
+        if all(before <= entry[2] for _, _, before in ahead):
+            yield entry
 
 
 def _or_null(value: Any) -> Any:
@@ -213,31 +311,49 @@ def _journal_step(line: bytes) -> float:
         return math.inf
 
 
-def _records(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Step and bytes of each whole record of an event file, the file's version first.
-
-    Framing (TensorFlow's tensorflow/core/lib/io/record_writer.h): length as u64, its checksum as u32, the data, the
-    data's checksum as u32, little-endian. Checksums are left to readers, who skip what does not match.
-    """
+def _kept_events(path: Path, keep_until: int) -> tuple[int, int]:
+    """Returns the offsets at which an event file's figures begin, and at which those up to `keep_until` end."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    at = 0
-    while at + 12 <= len(content):
-        (length,) = struct.unpack_from("<Q", content, at)
-        end = at + 12 + length + 4
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+        first = _HEAD.size + _HEAD.unpack(head)[0] + _FOOT_BYTES if len(head) == _HEAD.size else _HEAD.size
+        size_bytes, block = file.seek(0, os.SEEK_END), BLOCK_BYTES
+        while True:
+            start = max(0, size_bytes - block)
+            file.seek(start)
+            records = _records(file.read(size_bytes - start), exact=start == 0)
+            kept = [
+                start + at + _HEAD.size + len(data) + _FOOT_BYTES
+                for at, data in records
+                if start + at >= first and Event.FromString(data).step <= keep_until
+            ]
+            if kept or start == 0:
+                return first, max([first, *kept])
+            block *= 2
+
+
+def _records(content: bytes, *, exact: bool) -> Iterator[tuple[int, bytes]]:
+    """Place and data of each whole record of an event file, or of the end of one: then the first that can be told is sought.
+
+    Framing (TensorFlow's tensorflow/core/lib/io/record_writer.h): length as u64, its checksum as u32, the data, the
+    data's checksum as u32, little-endian. The data's is left to readers, who skip what does not match.
+    """
+    at = 0 if exact else next((at for at in range(len(content) - _HEAD.size) if _is_head(content, at)), len(content))
+    while at + _HEAD.size <= len(content) and _is_head(content, at):
+        (length, _) = _HEAD.unpack_from(content, at)
+        end = at + _HEAD.size + length + _FOOT_BYTES
         if end > len(content):
             return
-        yield Event.FromString(content[at + 12 : end - 4]).step, content[at:end]
+        yield at, content[at + _HEAD.size : end - _FOOT_BYTES]
         at = end
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part."""
-    temporary = path.with_name(
-        f".{path.name}.{socket.gethostname()}.{os.getpid()}"
-    )  # in containers all have the same number
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _is_head(content: bytes, at: int) -> bool:
+    return content[at + 4 : at + 8] == b"\0\0\0\0" and content[at + 8 : at + 12] == _checksum(content[at : at + 8])
+
+
+def _checksum(data: bytes) -> bytes:
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
+
+    return struct.pack("<I", masked_crc32c(data))

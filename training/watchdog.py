@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import sys
 import threading
 import time
@@ -68,6 +69,9 @@ class Watchdog:
     and prints one line; some `grace_s` later every rank dumps its stacks and exits. A step that finishes in between
     calls all of it off.
 
+    A rank that waits for other groups is not hanging: the clock starts anew with each time that the group's server confirms it, and a
+    confirmation calls off as a step does. `confirmed_s`: when it did last, on `clock`.
+
     `store` should be a connection of its own (`store.clone()`): on a shared one the loop may be waiting.
     `record` is called once per hang, after the line was due: the place to save the flight recorder.
     """
@@ -85,13 +89,14 @@ class Watchdog:
         clock: Clock = time.monotonic,
         abort: Abort | None = None,
         record: Callable[[], object] = lambda: None,
+        confirmed_s: Callable[[], float] = lambda: -math.inf,
         answer_s: float = 5.0,
         grace_s: float = 20.0,
     ) -> None:
         self._progress, self._store = progress, store
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
-        self._log, self._clock, self._record = log, clock, record
+        self._log, self._clock, self._record, self._confirmed_s = log, clock, record, confirmed_s
         self._abort = StackDump() if abort is None else abort
         # Rank 0 speaks first; another takes over only when rank 0 has had its time.
         self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
@@ -122,9 +127,10 @@ class Watchdog:
         if unseen_s > 5 * POLL_S:
             # This thread itself did not run (Ctrl-Z, a suspended machine): that time is not the step's.
             self._since = min(now, self._since + unseen_s)
-        self._polled = now
+        self._polled, confirmed_s = now, self._confirmed_s()
+        self._since = max(self._since, confirmed_s)
         waited_s, limit_s = self._waited(now)
-        if self._suspected is not None and self._steps != self._steps_then:
+        if self._suspected is not None and (self._steps != self._steps_then or confirmed_s > self._suspected):
             self._call_off(now)
         elif waited_s > limit_s:
             self._suspect(now, waited_s)
@@ -175,7 +181,8 @@ class Watchdog:
     def _call_off(self, now: float) -> None:
         assert self._suspected is not None
         self._abort.cancel()
-        self._log.warning(f"going on: a step finished {now - self._suspected:.0f} s after a hang was suspected")
+        what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
+        self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
         self._suspected = None
         with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
             self._store.delete_key(self._key(self._global_rank))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ class Job:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         claim: Claim | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
         torch.set_num_threads(1)  # the same bits need the same number of threads, here and in a child
@@ -68,7 +71,9 @@ class Job:
             "ledger": self.ledger,
         }
         config = CheckpointConfig(**settings)
-        self.checkpointer = Checkpointer(config, folder, self.states, log=self.log, config_digest="cafe", claim=claim)
+        self.checkpointer = Checkpointer(
+            config, folder, self.states, log=self.log, config_digest="cafe", claim=claim, clock=clock
+        )
 
     def train(self, steps: int) -> list[float]:
         losses = []

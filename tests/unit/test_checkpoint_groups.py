@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
-from training import checkpoint_dcp, checkpoint_files
+from training import checkpoint_dcp, checkpoint_dues, checkpoint_files
 from training.checkpoint import FIGURES, CheckpointFailed
 from training.claim import Claim
 
@@ -206,3 +207,92 @@ def test_figures_are_of_this_run_and_may_be_missing(tmp_path: Path):
     settings = {"initial_load_path": str(own / "checkpoint/step-2"), "initial_load_model_only": False}
     other = start(tmp_path / "other", "none yet", **settings)
     assert other.checkpointer.load() == 2 and other.states[FIGURES].state == {"rows": "none yet"}
+
+
+def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: Path):
+    a, b = Group(tmp_path, 1), Group(tmp_path, None)
+    a.step_and_save(2)
+    b.train(3)
+    b.checkpointer.save(3, settled=False)
+    assert names(tmp_path) == ["step-2", "step-3"] and ", unsettled, saved" in b.log.infos[-1]
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 3 and same(resumed.everything(), b.everything())
+    assert "went while it waited" in resumed.log.infos[-1]
+
+
+def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path: Path):
+    a, b, c = (Group(tmp_path, quorum) for quorum in (1, None, None))
+    a.train(1)
+    a.step_and_save(4)
+    b.train(4)
+    b.checkpointer.save(4, settled=False)
+    assert checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-4").settled
+    assert "another group has saved since" in b.log.infos[-1]
+    c.train(6)
+    c.checkpointer.save(6, settled=False)
+    assert not checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").settled
+    a.step_and_save(6)
+    assert checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").settled
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 6 and same(resumed.everything(), a.everything())
+
+
+def test_of_two_unsettled_ones_of_a_step_the_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both groups got SIGTERM: the second finds the first one's in the last moment."""
+    a, b = Group(tmp_path, None), Group(tmp_path, None)
+    a.train(3)
+    b.train(3)
+    stopped_in(checkpoint_files, "publish", monkeypatch, lambda: b.checkpointer.save(3, settled=False))
+    a.checkpointer.save(3, settled=False)
+    assert names(tmp_path) == ["step-3"] and "another group has saved since" in a.log.infos[-1]
+
+
+def test_a_manifest_of_before_is_of_a_settled_step():
+    manifest = checkpoint_files.Manifest(1, "full", ("model",), 1, "2.13", "", (), settled=False)
+    assert not checkpoint_files.Manifest.from_json(manifest.to_json()).settled
+    body = {key: value for key, value in json.loads(manifest.to_json()).items() if key not in ("settled", "checksum")}
+    old = json.dumps({**body, "checksum": checkpoint_files._checksum(body)})
+    assert checkpoint_files.Manifest.from_json(old).settled
+
+
+@pytest.mark.parametrize("instant", ["begin", "write", "publish"])
+def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str):
+    """The one before died in its save, wherever it was; the others have made a step since."""
+    looks: list[Callable[[], None]] = []
+    monkeypatch.setattr(checkpoint_dues, "in_thread", looks.append)
+    a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4)
+    for group in (a, b):
+        group.train(4)
+    owner = checkpoint_dcp if instant == "write" else checkpoint_files
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, instant, dies)
+        a.checkpointer.save(4)
+    assert steps_in(tmp_path) == [] and not b.checkpointer.overdue(4), "another one writes"
+    b.train(1)
+    b.quorum = 2
+    assert not b.checkpointer.overdue(5), "nobody waits for the folder"
+    looks.pop()()
+    assert b.checkpointer.overdue(5)
+    b.checkpointer.save(5)
+    assert steps_in(tmp_path) == [5] and not b.checkpointer.overdue(6)
+
+
+def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    looks: list[Callable[[], None]] = []
+    monkeypatch.setattr(checkpoint_dues, "in_thread", looks.append)
+    a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4)
+    for group in (a, b):
+        group.train(4)
+    a.checkpointer.save(4)
+    for step in (5, 6, 7):
+        b.quorum = step
+        assert not b.checkpointer.overdue(step)
+        while looks:
+            looks.pop()()
+        assert not b.checkpointer.overdue(step)
+        b.quorum = None
+        assert not b.checkpointer.overdue(step)

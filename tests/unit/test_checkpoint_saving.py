@@ -18,9 +18,7 @@ import torch
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from training import checkpoint_files
-from training.checkpoint import (
-    CheckpointFailed,
-)
+from training.checkpoint import RETRY_S, CheckpointFailed
 from training.checkpoint_dcp import Snapshot
 
 # What is kept
@@ -182,6 +180,35 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
         assert resumed.checkpointer.load() == 2
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_save_that_failed_is_due_again_after_a_pause(tmp_path: Path, async_mode: str) -> None:
+    now = [0.0]
+    job = Job(tmp_path, async_mode=async_mode, clock=lambda: now[0])
+    job.step_and_save(2)
+    job.train(1)
+    job.checkpointer.wait()
+    assert not job.checkpointer.overdue(3)
+    with largest_file(0):
+        if async_mode == "disabled":
+            with pytest.raises(CheckpointFailed):
+                job.checkpointer.save(3)
+        else:
+            job.checkpointer.save(3)
+            job.checkpointer._background._thread.submit(int).result()  # type: ignore[union-attr] # it has failed by now
+            assert job.checkpointer.overdue(4), "it is told at the next step, not at the next checkpoint"
+            with pytest.raises(CheckpointFailed):
+                job.checkpointer.save(4)
+    now[0] = RETRY_S - 1
+    assert not job.checkpointer.overdue(5)
+    now[0] = RETRY_S
+    assert job.checkpointer.overdue(5)
+    job.train(1)
+    job.checkpointer.save(5)
+    job.checkpointer.wait()
+    now[0] = 3 * RETRY_S
+    assert not job.checkpointer.overdue(6) and steps_in(tmp_path) == [2, 5]
 
 
 # In the background

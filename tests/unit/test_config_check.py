@@ -124,6 +124,22 @@ def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
             "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03",
         ),
         (
+            ["--checkpoint.folder=gs://bucket/x"],
+            1,
+            (
+                '--checkpoint.folder = "gs://bucket/x": a URL; must be a folder of a mounted file system, local or shared: object stores are not '
+                'written to; nearest: "checkpoint"'
+            ),
+        ),
+        (
+            ["--checkpoint.initial_load_path=file:///mnt/runs/step-9"],
+            1,
+            (
+                '--checkpoint.initial_load_path = "file:///mnt/runs/step-9": a URL; must be a folder of a mounted file system, local or shared: '
+                'object stores are not written to; nearest: "/mnt/runs/step-9"'
+            ),
+        ),
+        (
             ["--model.vocab_size=100"],
             1,
             "--model.vocab_size = 100: must hold the tokenizer's 259 ids; nearest: 259, or 0 for as many as it has",

@@ -190,3 +190,33 @@ def test_a_saved_file_that_cannot_be_read_is_named(tmp_path: Path, content: byte
     with pytest.raises(ConfigError) as error:
         check_saved(configure(tmp_path), tmp_path / "run")
     assert str(error.value) == f"{saved}:1: {cause}; the first start of this run wrote it: restore it, or remove it"
+
+
+def test_ranks_that_would_make_another_step_are_refused(tmp_path: Path) -> None:
+    """With training.global_batch_size = -1 the ranks make it; what they made of it when the run began is saved."""
+    save(configure(tmp_path), tmp_path / "run", batch=16)  # 2 ranks of 8
+    config = configure(tmp_path)
+    check_saved(config, tmp_path / "run", world_size=2)
+    check_saved(configure(tmp_path, "--training.local_batch_size=4"), tmp_path / "run", world_size=4)
+    check_saved(configure(tmp_path, "--parallelism.tensor_parallel_degree=2"), tmp_path / "run", world_size=4)
+    check_saved(configure(tmp_path, "--training.global_batch_size=16"), tmp_path / "run", world_size=1)
+    with pytest.raises(ConfigError) as error:
+        check_saved(config, tmp_path / "run", world_size=3)
+    assert str(error.value).split("\n")[0] == (
+        f"{tmp_path}/run.toml: training.global_batch_size: saved 16 sequences of a step, now -1, which is 24: training.local_batch_size "
+        "= 8 on 3 data-parallel ranks; nearest: --training.global_batch_size=16 goes on with the same step on these ranks"
+    )
+
+
+def test_what_is_there_already_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that starts again on a full disk needs no room for it."""
+    config = configure(tmp_path)
+    save(config, tmp_path / "run")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("configs.saved.replace_file", full)
+    save(config, tmp_path / "run")
+    with pytest.raises(OSError, match="No space"):
+        save(configure(tmp_path, "--training.steps=7"), tmp_path / "run")

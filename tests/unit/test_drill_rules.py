@@ -15,10 +15,12 @@ from proofs.drill_diary import Diary, Line
 from proofs.drill_faults import KINDS, Incident, plan
 from proofs.drill_rules import (
     bitwise_equal,
+    figures_complete,
     ledger_exact,
     longest_gap_s,
     loss_of_twin,
     next_commit_s,
+    rows,
     survivors_went_on,
 )
 
@@ -113,6 +115,17 @@ def test_steps_that_a_checkpoint_did_not_have_are_another_history():
     assert not bitwise_equal(restarted, [FAULT]).holds
 
 
+def test_steps_between_the_order_to_kill_all_and_their_death_are_of_the_old_history():
+    ordered = replace(FAULT, kind="all", at_s=18.5, survivors=frozenset(), hit=frozenset("012"), back_s=45.0)
+    late = [*STEADY, commit(21, at_s=21.0)]  # steps 19 to 21, before it dies
+    again = [
+        Line("start", 22.0, 2, 0),
+        *(commit(step, commit_id=f"d{step}", at_s=step + 15.0, pid=2) for step in range(18, 30)),
+    ]
+    restarted = diaries(g0=[*late, *again], g1=[*late, *again], g2=[*late, *again])
+    assert bitwise_equal(restarted, [FAULT, ordered]).holds
+
+
 def test_a_flipped_bit_counts_until_it_is_mended():
     flipped = replace(FAULT, kind="corrupt")
     harmed = [replace(line, digest="x") if 9 <= line.step < 14 else line for line in STEADY]
@@ -146,6 +159,18 @@ def test_the_loss_beside_the_twins_after_as_many_tokens(tmp_path: Path, loss: fl
     assert loss_of_twin(run, twin).holds is holds
     short = write(tmp_path / "short", "metrics.jsonl", [*look(50, 2.0), *look(100, 2.0)])
     assert not loss_of_twin(run, short).holds
+
+
+def test_a_row_that_is_being_written_is_none(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    assert rows(tmp_path) == [{"step": 1}]
+
+
+def test_figures_that_are_complete(tmp_path: Path):
+    found = [{"step": step, "loss": 1.0} for step in range(1, 6)]
+    assert figures_complete(write(tmp_path, "metrics.jsonl", found)).holds
+    lost = figures_complete(write(tmp_path, "metrics.jsonl", found[:2] + found[3:]))
+    assert not lost.holds and "4 follows 2" in lost.words
 
 
 def test_the_ledger(tmp_path: Path):

@@ -51,8 +51,7 @@ SEMI = dict(enable=True, semi_sync_method="diloco")
         (dict(rendezvous_s=4.0), "fault_tolerance.heartbeat_timeout_s = 5: must be below fault_tolerance.rendezvous_s = 4"),
         (dict(rendezvous_s=31.0), "fault_tolerance.rendezvous_s = 31: must be below fault_tolerance.heal_grace_s = 30"),
         (dict(heal_grace_s=31.0), "fault_tolerance.heal_grace_s = 31: must be below fault_tolerance.takeover_s = 30"),
-        (dict(stall_s=30.0), "fault_tolerance.takeover_s = 30: must be below fault_tolerance.stall_s = 30"),
-        (dict(stall_s=601.0), "fault_tolerance.stall_s = 601: must be below fault_tolerance.collective_s = 600"),
+        (dict(takeover_s=601.0), "fault_tolerance.takeover_s = 601: must be below fault_tolerance.collective_s = 600"),
         (dict(slots_per_step=4), "fault_tolerance.slots_per_step = 4: needs fault_tolerance.keep_global_batch = true"),
         (dict(deterministic_reduce=True), "fault_tolerance.deterministic_reduce = true: needs fault_tolerance.keep_global_batch"),
         (dict(sync_steps=10), 'fault_tolerance.sync_steps = 10: needs fault_tolerance.semi_sync_method = "local_sgd" or "diloco", and it is "none"'),
@@ -68,7 +67,7 @@ SEMI = dict(enable=True, semi_sync_method="diloco")
         (dict(**SEMI, fragment_sync_delay=5), "fault_tolerance.fragment_sync_delay = 5: must be from 0 to 4, since the next sum is due after fault_tolerance.sync_steps = 5 steps; nearest: 4"),
         (dict(**SEMI, outer_momentum=0.0), "fault_tolerance.outer_nesterov = true: needs fault_tolerance.outer_momentum above 0; nearest: false"),
         (dict(enable=True, semi_sync_method="local_sgd", fragment_sync_delay=1), 'fault_tolerance.fragment_sync_delay = 1: needs fault_tolerance.semi_sync_method = "diloco", and it is "local_sgd"; nearest: 0'),
-        (dict(takeover_s=0, heal_grace_s=60.0), "fault_tolerance.heal_grace_s = 60: must be below fault_tolerance.stall_s = 60"),
+        (dict(takeover_s=0, heal_grace_s=601.0), "fault_tolerance.heal_grace_s = 601: must be below fault_tolerance.collective_s = 600"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_each_other(settings: dict[str, object], message: str):
@@ -80,8 +79,8 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
     "settings",
     [
         dict(heal_grace_s=20.0),
-        dict(stall_s=600.0),
-        dict(takeover_s=0.0, heal_grace_s=59.0),
+        dict(stall_s=20.0),  # a loss for a stall is no rung
+        dict(takeover_s=0.0, heal_grace_s=599.0),
         dict(**SEMI, sync_steps=12, num_fragments=4, fragment_sync_delay=2, fragment_update_alpha=0.5),
         dict(**SEMI, outer_momentum=0.0, outer_nesterov=False),
         dict(enable=True, semi_sync_method="local_sgd", sync_steps=1),

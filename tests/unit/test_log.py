@@ -1,6 +1,10 @@
 """Lines: prefix, who speaks, colour, and readers that go away."""
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +91,36 @@ def test_training_goes_on_when_the_reader_has_gone() -> None:
             raise BrokenPipeError
 
     Log(stream=Gone()).info("anybody?")
+
+
+class FullDisk(io.StringIO):
+    full = False
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_under_the_log_ends_nothing_and_is_told_when_there_is_room() -> None:
+    out = FullDisk()
+    log = Log(stream=out)
+    log.info("one")
+    out.full = True
+    log.info("two")
+    log.warning("three")
+    out.full = False
+    log.info("four")
+    log.info("five")
+    assert out.getvalue() == (
+        "[0] one\n[0] warning: lines of this log are missing here: No space left on device\n[0] four\n[0] five\n"
+    )
+
+
+def test_a_log_that_takes_nothing_is_no_failure_at_the_end() -> None:
+    code = "from training.log import Log, let_go_of_output; Log().info('x'); let_go_of_output()"
+    with Path("/dev/full").open("w") as full:  # every write of it finds no room
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, env={**os.environ}, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from training import appended
 from training.sinks import JournalSink, Sinks, TensorBoardSink, cut_events, cut_journal, open_sinks
 
 TAG = "loss_metrics/global_avg_loss"
@@ -115,12 +116,25 @@ def test_nothing_to_cut_leaves_the_charts_alone(tmp_path: Path) -> None:
     assert [file.stat().st_ino for file in files] == before
 
 
-def test_who_had_the_journal_open_writes_to_nobody(tmp_path: Path) -> None:
+def test_who_had_the_journal_open_in_a_write_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appended, "LOCK_S", 0.05)
     before = open_sinks(tmp_path)
     write(before, 1, 3)
-    write(after := open_sinks(tmp_path, resumed_step=3), 4, 4)
-    assert before.replaced() and not after.replaced()
-    write(before, 4, 5)
+    with before.held():
+        write(after := open_sinks(tmp_path, resumed_step=3), 4, 4)
+        assert before.replaced() and not after.replaced()
+        write(before, 4, 5)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_who_had_the_journal_open_before_finds_it_changed(tmp_path: Path) -> None:
+    before = open_sinks(tmp_path)
+    write(before, 1, 3)
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    write(open_sinks(tmp_path, resumed_step=3), 4, 4)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode, "a change of writer copies nothing"
+    with pytest.raises(OSError, match="bytes, and"):
+        write(before, 4, 5)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ft.process_groups.store import StoreClient, no_names, parse, serve
+from ft.process_groups.store import StoreClient, no_names, parse, serve, sweep
 
 LIMIT_S = 60.0
 
@@ -72,6 +72,31 @@ def test_prefixes_keep_apart(server: TCPStore):
     assert not other.check(["key"]) and server.get("one/key") == b"1"
     one.close()
     other.close()
+
+
+def test_the_keys_of_past_generations_go():
+    """24 members, 100 generations, each with what its members say and what gloo says; one of them never formed, one member is late."""
+    store = serve()
+    members = [client(store, "") for _ in range(24)]
+    most = 0
+    for quorum_id in range(1, 101):
+        for rank, member in enumerate(members):
+            member.set(f"epoch/{quorum_id}/0/here/{rank}", "said")
+            if quorum_id != 50:
+                member.set(f"epoch/{quorum_id}/0/0/{rank}", "address" * 20)
+            assert member.check(
+                [f"epoch/{quorum_id}/0/here/{rank}"]
+            )  # the server has taken them: nobody answers a `set`
+        sweep(store, quorum_id)
+        most = max(most, store.num_keys())
+        members[7].set(f"epoch/{quorum_id - 1}/0/0/7", "late")
+    assert most == 48
+    members[0].set("another/use", "of the same store")
+    assert members[0].check(["another/use"])
+    sweep(store, 101)
+    assert store.list_keys() == ["another/use"]
+    for member in members:
+        member.close()
 
 
 def test_a_key_is_waited_for(server: TCPStore):

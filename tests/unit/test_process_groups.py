@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from ft.process_groups import inline, shared, sockets
+from ft.process_groups import gloo, inline, shared, sockets
 from ft.process_groups import operations as ops
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.channel import Channel
@@ -26,6 +31,7 @@ from ft.process_groups.meeting import Meeting, address_of
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.process_groups.store import parse, serve
+from ft.process_groups.work import GroupWork
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -325,14 +331,102 @@ def test_a_group_says_why_it_is_of_no_use():
     group.shutdown()
 
 
-def test_a_word_that_came_before_the_formation_is_asked_for():
+def test_a_word_that_came_before_the_formation_is_not_lost():
     group = ProcessGroupDummy()
+    group.interrupt("member b is lost", 7)
+    assert group.errored() is None, "it was said of another generation"
     with pytest.raises(RendezvousFailed, match="no longer wanted"):
-        group.configure("localhost:1/x", 0, 2, wanted=lambda: False)
-    group.configure("localhost:1/x", 0, 2)
-    group.interrupt("member b is lost")
+        group.configure("localhost:1/x", 0, 2, quorum_id=7)
+    group.configure("localhost:1/x", 0, 2, quorum_id=8)
+    group.interrupt("member b is lost", 7)
+    assert group.errored() is None, "a late word is of its own generation alone"
+    group.interrupt("member b is lost", 8)
+    assert isinstance(group.errored(), Abandoned)
+    group.configure("localhost:1/x", 0, 2, quorum_id=9)
+    group.interrupt("the group's server is gone")
     assert isinstance(group.errored(), Abandoned)
     group.shutdown()
+
+
+@linux
+@pytest.mark.timeout(
+    240
+)  # without a core in time gloo may leave a thread behind in each round, which costs END_S and a look at it
+def test_no_end_waits_for_the_backstop():
+    """Each generation is given up amid small sums, by one member after the other; gloo forgot to wake someone in one of eight such ends."""
+    store = serve()
+    for number in range(12):
+        groups = [ProcessGroupGloo(timeout=600.0, rendezvous_s=60.0) for _ in range(3)]
+        begun, address = threading.Barrier(4), f"127.0.0.1:{store.port}/e/{number}/0"
+        members = [
+            threading.Thread(target=_sum_until_it_ends, args=(group, address, rank, begun))
+            for rank, group in enumerate(groups)
+        ]
+        for member in members:
+            member.start()
+        begun.wait(60)
+        for group in groups:
+            group.abandon("a member is lost")
+        assert all(group.reaper.wait(60) for group in groups)
+        for member in members:
+            member.join(60)
+
+
+def _sum_until_it_ends(group: ProcessGroupGloo, address: str, rank: int, begun: threading.Barrier) -> None:
+    group.configure(address, rank, 3)
+    group.allreduce([torch.ones(64)]).wait()
+    begun.wait(60)
+    with contextlib.suppress(GroupError):
+        while True:
+            for work in [group.allreduce([torch.ones(64)]) for _ in range(8)]:
+                work.wait()
+
+
+@linux
+def test_a_thread_that_gloo_leaves_behind_holds_no_buffer(monkeypatch: pytest.MonkeyPatch):
+    """Its group is left to the backstop once the thread sleeps; of such groups there may be so many, and then the process must exit."""
+    monkeypatch.setattr(gloo, "END_S", 0.01)
+    monkeypatch.setattr(gloo, "MOST_STRANDED", 1)
+    forgotten, awake, asleep = threading.Event(), threading.Event(), threading.Event()
+
+    def runs() -> None:
+        while not awake.is_set():
+            pass
+        asleep.set()
+        forgotten.wait(60)
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+
+    class Native:
+        """Of torch's: whoever drops it waits for its thread."""
+
+        def barrier(self, *options: object) -> GroupWork:
+            return GroupWork(ops.Barrier())  # which is forgotten
+
+        def __del__(self) -> None:
+            thread.join()
+
+    def engine() -> gloo.GlooEngine:
+        made = gloo.GlooEngine(Native(), {("127.0.0.1", 1)}, set(), {thread.native_id or 0})  # type: ignore[arg-type]
+        monkeypatch.setattr(gloo, "_fail_all", lambda native: None)
+        made.start(ops.Barrier(), lambda error, source: None)
+        made.wake()
+        return made
+
+    reaper, freed = Reaper(), [threading.Event(), threading.Event()]
+    for each in freed:
+        reaper.take(engine().end, "a generation", each.set)
+    assert not freed[0].wait(2.5), "the thread runs: it may be at work on the tensors"
+    awake.set()
+    assert asleep.wait(60)
+    until_s = time.monotonic() + 60
+    while not any(each.is_set() for each in freed):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert not reaper.wait(1.5), "one more is too many"
+    forgotten.set()
+    thread.join(60)
 
 
 def test_too_many_that_do_not_end_and_no_more_are_formed():
@@ -419,3 +513,43 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
         group.shutdown(60.0)
     assert formed == [("inline", 3), ("child", 3)]
     assert ProcessGroupNCCL(device=1).device == 1
+
+
+@linux
+def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: pytest.MonkeyPatch):
+    """Who sends the next number, 8 bytes, to gloo's port before the member does is taken for that member."""
+    find, strays = sockets.listening_ends, []
+
+    def disturbed(make: Any) -> Any:
+        device, near = find(make)
+        if len(strays) < 3:
+            for number in range(3):
+                strays.append(socket.create_connection(next(iter(near))))
+                strays[-1].sendall(number.to_bytes(8, sys.byteorder))
+        return device, near
+
+    monkeypatch.setattr(sockets, "listening_ends", disturbed)
+    store, groups = serve(), [ProcessGroupGloo(600.0, rendezvous_s=1.0) for _ in range(2)]
+
+    def together(do: Callable[[int], None]) -> list[BaseException | None]:
+        with ThreadPoolExecutor(2) as pool:
+            return [future.exception(120) for future in [pool.submit(do, rank) for rank in range(2)]]
+
+    def form_and_sum(rank: int) -> None:
+        groups[rank].configure(f"127.0.0.1:{store.port}/{groups[0].rendezvous_s}", rank, 2)
+        try:
+            groups[rank].allreduce([torch.ones(1)]).wait()
+        except GroupError:
+            groups[rank].abandon("it failed")
+            raise
+
+    problems = together(form_and_sum)
+    assert all(isinstance(problem, GroupError) for problem in problems), problems
+    assert any(isinstance(problem, RendezvousFailed) for problem in problems), problems
+    for group in groups:
+        group.rendezvous_s = 120.0
+    assert together(form_and_sum) == [None, None]
+    for group in groups:
+        group.shutdown()
+    for stray in strays:
+        stray.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,18 @@ import pytest
 
 from ft.protocol.ledger import Ledger
 from scripts.samples import prove, read
+from tests.unit.storage import AtOnce, Disk
+from training import appended, relay
 from training.relay import ROWS_KEPT, Relay, Row
+from training.scribe import Scribe
 from training.sinks import Sinks, open_sinks
 
 
 class Group:
-    def __init__(self, folder: Path, *, writes: bool) -> None:
+    def __init__(self, folder: Path, *, writes: bool, scribe: Scribe | None = None) -> None:
         self.folder, self.writes, self.quorum = folder, writes, ("epoch", 1)
-        self.relay = Relay(folder, lambda: self.quorum if self.writes else None, self.open)
+        self.scribe = AtOnce()
+        self.relay = Relay(folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe)
         self.sinks = self.relay.sinks()
 
     def open(self, resumed_step: int | None) -> Sinks:
@@ -92,17 +98,39 @@ def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: P
     assert owners(tmp_path) == {1: "ab", 2: "ab", 3: "ab", 4: "b", 5: "b"}
 
 
-def test_one_that_was_stopped_and_wakes_writes_to_nobody(tmp_path: Path):
+def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It has looked whose the files are, and holds them."""
+    monkeypatch.setattr(appended, "LOCK_S", 0.05)
     a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
     for step in (1, 2):
         a.commits(step)
         b.commits(step)
     b.writes = True
-    b.commits(3)
-    b.relay.close()  # the job is over
-    rows_of_b = rows(tmp_path)
-    a.relay._put(Row("journals", 3, {"loss": 3.0}))
+    assert a.relay._sinks is not None
+    with a.relay._sinks.held():
+        b.commits(3)
+        b.relay.close()  # the job is over
+        rows_of_b = rows(tmp_path)
+        a.relay._put(Row("journals", 3, {"loss": 3.0}))
     assert rows(tmp_path) == rows_of_b == [(1, False), (2, False), (3, False)]
+
+
+def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
+    """Where locks are each machine's own, one that was stopped may write once more."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in (1, 2):
+        a.commits(step)
+        b.commits(step)
+    b.writes, b.quorum = True, ("epoch", 2)
+    b.commits(3)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 3, "slots": {}, "loss": 0}\n')
+    for step in (4, 5):
+        b.commits(step)
+    a.commits(5)
+    assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4, 5)]
+    assert "nothing is lost" in b.scribe.said[-1]
 
 
 def test_one_that_was_stopped_for_long_takes_nothing_back(tmp_path: Path):
@@ -241,3 +269,132 @@ def test_figures_are_on_disk_where_a_checkpoint_is_to_be(tmp_path: Path, monkeyp
         synced.clear()
         group.sinks.sync()
         assert set(synced) == ({"metrics.jsonl", "samples.jsonl"} if group is a else set())
+
+
+# ------------------------------------------------------------------------------------------------ storage fails
+
+
+def charted(folder: Path) -> list[int]:
+    """The steps of all event files, as TensorBoard's own reader finds them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    reader = EventAccumulator(str(folder / "tb"), purge_orphaned_data=False)
+    reader.Reload()
+    return [event.step for event in reader.Scalars("loss_metrics/global_avg_loss")]
+
+
+@pytest.mark.parametrize("room", [0, 5, 30, 120, 200, 330], ids=str)
+@pytest.mark.parametrize("failing", ["full", "read_only"])
+def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, room: int):
+    """Wherever a write was cut short: what it left of a line or of a record is taken back."""
+    disk = Disk(tmp_path, monkeypatch)
+    a = Group(tmp_path, writes=True)
+    a.commits(1)
+    a.commits(2)
+    with disk.full(room) if failing == "full" else disk.read_only():
+        if failing == "read_only":
+            a.relay.close()  # a file system that was mounted anew
+        for step in (3, 4, 5, 6):
+            a.commits(step, looks=step == 4)
+        a.sinks.sync()  # as before a checkpoint: raises nothing
+        reader = (tmp_path / "metrics.jsonl").read_text()
+        assert all(json.loads(line) for line in reader.splitlines()), "nobody sees a part of a line"
+    a.commits(7)
+    assert rows(tmp_path) == [(step, look) for step in range(1, 8) for look in ({False, step == 4})]
+    assert charted(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    trouble, end = a.scribe.said
+    why = "No space left on device" if failing == "full" else "Read-only file system"
+    assert trouble.startswith(f"figures cannot be written: {why} (") and str(tmp_path) in trouble
+    assert trouble.endswith("; kept in memory, and tried again")
+    assert end.startswith("figures are written again, after ") and end.endswith("; nothing is lost")
+
+
+def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who had it takes what it could not write along: the others have it, too, however long it takes."""
+    disk = Disk(tmp_path, monkeypatch)
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in (1, 2):
+        a.commits(step)
+        b.commits(step)
+    last = 3 * ROWS_KEPT
+    with disk.full(room=50):
+        for step in range(3, last):
+            if step < 10:
+                a.commits(step)
+            b.writes, b.quorum = step > ROWS_KEPT, ("epoch", 2)
+            b.commits(step)
+    b.commits(last)
+    assert rows(tmp_path) == [(step, False) for step in range(1, last + 1)]
+    assert charted(tmp_path) == list(range(1, last + 1))
+
+
+def test_who_does_not_write_forgets_what_is_written(tmp_path: Path):
+    """Else each of many groups would hold the figures of an hour."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in range(1, 4 * ROWS_KEPT):
+        a.commits(step)
+        b.commits(step)
+        assert len(a.relay._kept) <= ROWS_KEPT + 3 and len(b.relay._kept) <= 3 * ROWS_KEPT
+
+
+@pytest.mark.parametrize("bound", ["bytes", "time"])
+def test_what_there_is_no_room_for_is_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str):
+    now = [0.0]
+    monkeypatch.setattr(relay, "KEPT_BYTES", 1 if bound == "bytes" else 1 << 30)
+    disk = Disk(tmp_path, monkeypatch)
+    a = Group(tmp_path, writes=True)
+    a.relay._clock = lambda: now[0]
+    a.commits(1)
+    with disk.full():
+        for step in range(2, 2 * ROWS_KEPT):
+            now[0] += relay.KEPT_S if bound == "time" else 0
+            a.commits(step)
+    a.commits(2 * ROWS_KEPT)
+    there = [step for step, _ in rows(tmp_path)]
+    gone = 2 * ROWS_KEPT - len(there)
+    assert there == [1, *range(2 + gone, 2 * ROWS_KEPT + 1)] and gone > ROWS_KEPT
+    assert f"{a.relay.lost} rows are lost, for there was no room to keep them" in a.scribe.said[-1]
+    assert 3 * (gone - 1) < a.relay.lost <= 3 * gone + 3
+
+
+def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
+    """As it is in a job: no step waits, none fails, and when there is room again all is there."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "pharos", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    said: list[str] = []
+    scribe = Scribe(said.append, retry_s=0.01)
+    try:
+        a = Group(tmp_path, writes=True, scribe=scribe)
+        a.commits(1)
+        assert scribe.flush(50)
+        ballast = tmp_path / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(1000)):
+                pass
+        for step in range(2, 300):
+            a.commits(step)
+        assert not scribe.flush(50) and "No space left on device" in said[0]
+        ballast.unlink()
+        subprocess.run(["mount", "-o", "remount,size=10m", str(tmp_path)], check=True)
+        scribe.wake()
+        with scribe._changed:
+            assert scribe._changed.wait_for(lambda: scribe._done == scribe._asked, 50)
+        assert (
+            rows(tmp_path) == [(step, False) for step in range(1, 300)] == [(step, False) for step in charted(tmp_path)]
+        )
+        assert len(said) == 2 and "nothing is lost" in said[1]
+    finally:
+        scribe.close()
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_an_end_while_storage_fails_says_that_rows_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = Disk(tmp_path, monkeypatch)
+    a = Group(tmp_path, writes=True)
+    a.commits(1)
+    with disk.full():
+        a.commits(2)
+        a.relay.close()
+        a.scribe.close()
+    assert len(a.scribe.said) == 2 and a.scribe.said[1].startswith("figures: the newest are lost")

@@ -9,11 +9,14 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft.config import FaultTolerance
+from scripts.agent import Agent
+from scripts.launch import RESTARTS_WITHIN_S
 from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, Lighthouse, main, read_groups, token_file
 from training.runlock import RunLock
 
@@ -50,6 +53,49 @@ def test_a_long_life_forgives_the_short_ones(tmp_path: Path):
     one.look(one.again_at_s)
     assert ended(one, now_s + SHORT_LIFE_S + 60) == "group 0 died (exit code 1)"
     assert one.short_lives == 0
+
+
+class Process:
+    """Of a group that has died."""
+
+    def poll(self) -> int:
+        return -9
+
+
+def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """MAX_RESTARTS is a rate: what happened the day before is forgiven."""
+    one = Group("0", [], {}, tmp_path / "0.log", restarts=2)
+    dead: Any = Process()
+    monkeypatch.setattr(one, "start", lambda: setattr(one, "process", dead) or 7)
+    now_s = 0.0
+    one.start()
+    for _ in range(1000):
+        now_s += RESTARTS_WITHIN_S
+        assert one.look(now_s) == "group 0 died (ended by SIGKILL)"
+        assert one.look(one.again_at_s) == "group 0 starts again (process 7)"
+    one.look(now_s + 3600)
+    one.look(one.again_at_s)
+    assert one.look(now_s + 7200) == (
+        "group 0 failed for good (ended by SIGKILL; 2 restarts within 24 h, MAX_RESTARTS allows no more)"
+    )
+
+
+def test_ranks_that_die_once_a_day_are_started_again_for_years():
+    """Each start has a number of its own, which torch makes of the limit and what is left of it."""
+    agent, spec, starts = Agent.__new__(Agent), SimpleNamespace(max_restarts=2), []
+    agent._remaining_restarts, agent._restarted_s = 2, []
+
+    def dies(now_s: float) -> bool:
+        """As torch counts: whether it is started again."""
+        agent._note_restart(spec, now_s)  # type: ignore[arg-type]
+        again = agent._remaining_restarts > 0
+        agent._remaining_restarts -= again
+        starts.append(spec.max_restarts - agent._remaining_restarts)
+        return again
+
+    assert all(dies(day * RESTARTS_WITHIN_S) for day in range(1000))
+    assert starts == list(range(1, 1001))
+    assert dies(999 * RESTARTS_WITHIN_S + 1) and not dies(999 * RESTARTS_WITHIN_S + 2)
 
 
 @pytest.mark.parametrize(("program", "code"), [("pass", 0), ("raise SystemExit(2)", 2)])
@@ -89,6 +135,15 @@ def test_its_words_are_in_its_log_without_colours(tmp_path: Path, capsys: pytest
     one.end()
     assert (tmp_path / "0.log").read_text() == "red step 1\n"
     assert capsys.readouterr().out == "\x1b[31mred\x1b[0m step 1\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")
+def test_a_full_disk_costs_it_lines_of_its_log_and_no_more(tmp_path: Path):
+    (tmp_path / "0.log").symlink_to("/dev/full")
+    one = group(tmp_path, "for _ in range(100): print('x' * 4096)")  # more than a pipe holds
+    ended(one, time.monotonic())
+    assert one.code == 0, "its lines were read to the end"
+    one.end()
 
 
 def test_the_number_of_groups_may_stand_anywhere():

@@ -154,3 +154,15 @@ def test_handlers_belong_to_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert failures == ["signal handlers belong to the main thread"]
+
+
+def test_whoever_waits_for_others_hears_of_a_stop_at_once(watched: Watched) -> None:
+    asked: list[str] = []
+    watched.signals.when_asked_to_stop(lambda: asked.append("heard"))
+    watched.kill(signal.SIGUSR1)
+    assert asked == []
+    watched.kill(signal.SIGTERM)
+    watched.kill(signal.SIGTERM)
+    assert asked == ["heard"], "once"
+    watched.signals.when_asked_to_stop(lambda: asked.append("late"))
+    assert asked == ["heard", "late"], "who comes after it"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import mmap
 import os
 import pickle
@@ -45,6 +46,7 @@ class Rank:
 
     def __init__(self, cluster: "Cluster", global_rank: int) -> None:
         self.progress, self.abort, self.out, self.recorded = Progress(cluster.clock), FakeAbort(), io.StringIO(), 0
+        self.confirmed_s = -math.inf
         self.watchdog = Watchdog(
             self.progress,
             cluster.store,
@@ -56,6 +58,7 @@ class Rank:
             clock=cluster.clock,
             abort=self.abort,
             record=self.record,
+            confirmed_s=lambda: self.confirmed_s,
             answer_s=5,
             grace_s=20,
         )
@@ -86,6 +89,13 @@ class Cluster:
                     if step:
                         rank.watchdog.step_done()
                     rank.watchdog.poll()
+
+    def wait_for_others(self, seconds: int) -> None:
+        """The group's server says so to all ranks, once a second."""
+        for _ in range(seconds):
+            for rank in self.ranks:
+                rank.confirmed_s = self.clock.now
+            self.wait(1)
 
     def said(self) -> list[str]:
         return [line for rank in self.ranks for line in rank.out.getvalue().splitlines()]
@@ -279,3 +289,31 @@ def test_the_flight_recorder_is_saved_with_the_collectives_so_far(tmp_path: Path
     path = folder / "rank_3"
     names = json.dumps([entry["profiling_name"] for entry in pickle.loads(path.read_bytes())["entries"]])
     assert "gloo:" in names
+
+
+def test_a_group_that_waits_for_others_is_left_in_peace_as_long_as_its_server_says_so(cluster: Cluster) -> None:
+    cluster.wait(60)
+    cluster.wait_for_others(4000)
+    assert cluster.said() == [] and cluster.armed() == [None] * 4
+    cluster.wait(99)
+    assert cluster.armed() == [None] * 4
+    cluster.wait(3)
+    assert cluster.armed() == [30] * 4, "its words ended: whoever hangs now, hangs in the group"
+
+
+def test_a_word_that_others_are_waited_for_calls_a_suspicion_off(cluster: Cluster) -> None:
+    cluster.wait(101)
+    assert cluster.armed() == [30] * 4
+    cluster.clock.now += 1
+    cluster.wait_for_others(2)
+    assert cluster.armed() == [None] * 4
+    assert "going on: other groups are waited for" in cluster.said()[-1]
+
+
+def test_a_rank_that_hangs_is_ended_however_long_others_were_waited_for_before(cluster: Cluster) -> None:
+    cluster.wait_for_others(500)
+    for rank in cluster.ranks[1:]:
+        rank.enter("reduce")
+    cluster.ranks[0].enter("data")
+    cluster.wait(101)
+    assert cluster.armed() == [30] * 4

@@ -1,0 +1,83 @@
+"""Storage that fails when a test says so, and a scribe that writes at once, in the test's own thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.scribe import Scribe
+
+
+class AtOnce(Scribe):
+    """Without a thread: what a test gives is written, or has failed, when it looks. `said`: all that was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        super().__init__(self.said.append)
+
+    def wake(self) -> None:
+        self._asked += 1
+        if self.write_all():
+            self._done = self._asked
+
+
+class Disk:
+    """What files under `folder` meet. full: no byte more; a write may take `room` of them first. read_only: nothing is made, either."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._patch = str(folder), monkeypatch
+        self.refuses: int | None = None
+        self.room = 0
+        self._open, self._write, self._io_open = os.open, os.write, open
+        monkeypatch.setattr(os, "open", self._opens)
+        monkeypatch.setattr(os, "write", self._writes)
+        monkeypatch.setattr("training.appended.replace_file", self._replaces(monkeypatch))
+
+    @contextmanager
+    def full(self, room: int = 0) -> Iterator[None]:
+        self.refuses, self.room = errno.ENOSPC, room
+        yield
+        self.refuses = None
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        self.refuses, self.room = errno.EROFS, 0
+        yield
+        self.refuses = None
+
+    def _fail(self, path: str) -> None:
+        assert self.refuses
+        raise OSError(self.refuses, os.strerror(self.refuses), path)
+
+    def _opens(self, path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if self.refuses == errno.EROFS and str(path).startswith(self._folder) and flags & (os.O_RDWR | os.O_WRONLY):
+            self._fail(str(path))
+        return self._open(path, flags, *rest, **named)
+
+    def _writes(self, fd: int, data: Any) -> int:
+        path = str(Path(f"/proc/self/fd/{fd}").readlink())
+        if self.refuses and path.startswith(self._folder):
+            if not self.room:
+                self._fail(path)
+            size, self.room = min(self.room, len(data)), max(0, self.room - len(data))
+            return self._write(fd, bytes(data)[:size])
+        return self._write(fd, data)
+
+    def _replaces(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from training import appended, claim
+
+        real = appended.replace_file
+
+        def replace(path: Path, content: bytes) -> None:
+            if self.refuses:
+                self._fail(str(path))
+            real(path, content)
+
+        monkeypatch.setattr(claim, "replace_file", replace)
+        return replace

@@ -1,0 +1,164 @@
+"""The end of a run: nobody says that it is finished before the last step is saved, and somebody saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint_job import steps_in
+from tests.unit.test_checkpoint_groups import Group
+from training.checkpoint import CheckpointFailed
+from training.last_save import GRACE_S, PAUSE_S, LastSave
+from training.progress import Progress
+
+LAST = 4
+
+
+class Manager:
+    """What a LastSave asks of one. `group` writes where its quorum is a number."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.is_broken, self.finished = group, False, False
+        self.told: list[bool] = []
+        self.stays = True
+        self.regroups: Callable[[], None] = lambda: None
+
+    @property
+    def writes(self) -> tuple[str, int] | None:
+        return None if self.group.quorum is None else ("epoch", self.group.quorum)
+
+    def regroup(self) -> bool:
+        self.is_broken = False
+        self.regroups()
+        return self.stays
+
+    def finish(self, *, saved: bool) -> None:
+        self.told.append(saved)
+
+
+class End:
+    """One group's. `happens`: by seconds of its clock, which goes on where it waits."""
+
+    def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
+        self.group = Group(folder, quorum, **settings)
+        self.group.train(LAST)
+        self.manager, self.said, self.told, self.now_s = Manager(self.group), list[str](), list[str](), 0.0
+        self.asked, self.tries, self.happens = False, 0, dict[float, Callable[[], None]]()
+        self.fails: Exception | None = None
+
+    def make(self) -> None:
+        LastSave(
+            self.group.checkpointer,
+            self.manager,
+            Progress(),
+            save=self._save,
+            regroup=self.manager.regroup,
+            asked=lambda: self.asked,
+            tell=self.told.append,
+            say=self.said.append,
+            clock=lambda: self.now_s,
+            sleep=self._sleep,
+        ).make(LAST)
+
+    def _save(self) -> None:
+        self.tries += 1
+        if self.fails:
+            raise self.fails
+        self.group.checkpointer.save(LAST, last=True)
+
+    def _sleep(self, seconds: float) -> None:
+        assert self.now_s < 3600, "it waits for ever"
+        self.now_s += seconds
+        for at_s in [at_s for at_s in self.happens if at_s <= self.now_s]:
+            self.happens.pop(at_s)()
+
+
+def test_the_writer_saves_and_tells(tmp_path: Path):
+    end = End(tmp_path, 1)
+    end.make()
+    assert steps_in(tmp_path) == [LAST] and end.manager.told == [True] and end.said == end.told == [] and end.now_s == 0
+
+
+def test_others_wait_until_it_stands(tmp_path: Path):
+    writer, other = End(tmp_path, 1), End(tmp_path, None)
+    other.happens[100.0] = writer.make
+    other.make()
+    assert other.manager.told == [True] and other.tries == 0 and other.now_s == 100
+    assert other.said == [f"step {LAST} is the last: waiting until its checkpoint stands, which another group writes"]
+
+
+def test_groups_without_a_common_folder_hear_of_it(tmp_path: Path):
+    other = End(tmp_path, None)
+    other.happens[5.0] = lambda: setattr(other.manager, "finished", True)
+    other.make()
+    assert steps_in(tmp_path) == [] and other.manager.told == [True] and other.now_s == 5
+
+
+def test_the_writer_dies_in_its_last_save_and_the_next_one_makes_it(tmp_path: Path):
+    other = End(tmp_path, None)
+    other.happens[5.0] = lambda: setattr(other.manager, "is_broken", True)
+    other.manager.regroups = lambda: setattr(other.group, "quorum", 2)
+    other.make()
+    assert steps_in(tmp_path) == [LAST] and other.manager.told == [True] and other.tries == 1
+
+
+def test_failing_storage_is_tried_until_it_works(tmp_path: Path):
+    end = End(tmp_path, 1)
+    message = "checkpoint: step 4 not saved: No space left on device"
+    end.fails = CheckpointFailed(message)
+    end.happens[5 * PAUSE_S + 1] = lambda: setattr(end, "fails", None)
+    end.make()
+    assert end.tries == 7 and steps_in(tmp_path) == [LAST] and end.manager.told == [True]
+    [told] = end.told
+    assert told == f"{message}; this is the last step: tried again every 10 s, until SIGTERM"
+
+
+def test_failing_storage_is_tried_until_sigterm_and_nothing_is_finished(tmp_path: Path):
+    end = End(tmp_path, 1)
+    end.fails = OSError(28, "No space left on device")
+    end.happens[100.0] = lambda: setattr(end, "asked", True)
+    with pytest.raises(
+        CheckpointFailed,
+        match=r"No space left on device.*asked to leave before step 4, the last, was known to be saved",
+    ):
+        end.make()
+    assert end.manager.told == [False] and steps_in(tmp_path) == []
+
+
+def test_who_was_asked_to_leave_with_the_last_step_saves_it(tmp_path: Path):
+    end = End(tmp_path, 1)
+    end.asked = True
+    end.make()
+    assert steps_in(tmp_path) == [LAST] and end.manager.told == [True]
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_who_waits_and_is_asked_to_leave_waits_a_little(tmp_path: Path, stands: bool):
+    """All were asked: the one that saves needs some seconds more."""
+    writer, other = End(tmp_path, 1), End(tmp_path, None)
+    other.asked = True
+    if stands:
+        other.happens[GRACE_S - 1] = writer.make
+        other.make()
+    else:
+        with pytest.raises(CheckpointFailed, match="known to be saved"):
+            other.make()
+    assert other.manager.told == [stands]
+
+
+def test_who_is_asked_to_leave_while_it_regroups_goes(tmp_path: Path):
+    other = End(tmp_path, None)
+    other.manager.is_broken = True
+    other.manager.stays = False
+    with pytest.raises(CheckpointFailed):
+        other.make()
+    assert other.manager.told == [False]
+
+
+def test_where_nothing_is_to_be_saved_nobody_waits(tmp_path: Path):
+    end = End(tmp_path, None, enable=False)
+    end.make()
+    assert end.manager.told == [True] and end.now_s == 0

@@ -1,0 +1,136 @@
+"""A thread that writes what a run keeps of itself, so that storage that is full, read-only or slow holds up no step.
+
+Floor 3. Each piece of work brings files up to date with what somebody remembers (relay.py: figures; events.py: what happened); it fails as
+a whole, by OSError, and is tried again until it does not. Both times it is said, once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from training.progress import Clock, duration
+
+RETRY_S = 1.0
+CLOSE_S = 20.0  # an end waits so long for storage
+SLOW_S = 10.0  # one write of a few rows; beyond it somebody is told
+KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # what waits for storage, of one piece of work
+Say = Callable[[str], None]
+
+
+@dataclass
+class _Work:
+    name: str
+    do: Callable[[], None]
+    lost: Callable[[], int]  # rows so far that there was no room to remember
+    failed_at: float | None = None
+    told_lost: int = 0
+
+
+class Scribe:
+    """`say` is told of trouble, and of its end, in this thread or the caller's."""
+
+    def __init__(self, say: Say, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
+        self._say, self._clock, self._retry_s = say, clock, retry_s
+        self._works: list[_Work] = []
+        self._changed = threading.Condition()
+        self._asked = self._done = 0  # wakes, and up to which of them all is written
+        self._closed = False
+        self._busy_since: float | None = None
+        self._told_slow = False
+        self._thread: threading.Thread | None = None
+
+    def serve(self, name: str, do: Callable[[], None], lost: Callable[[], int] = lambda: 0) -> None:
+        """`do` brings files up to date, in the thread, after each `wake`. Raises OSError where it cannot."""
+        self._works.append(_Work(name, do, lost))
+
+    def wake(self) -> None:
+        """There is something to write. Returns at once."""
+        with self._changed:
+            self._asked += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="scribe", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            since = self._busy_since
+        if since is not None and not self._told_slow and self._clock() - since > SLOW_S:
+            self._told_slow = True
+            self._say(
+                f"storage has not taken a write for {duration(self._clock() - since)}; what is new is kept in memory"
+            )
+
+    @property
+    def in_trouble(self) -> bool:
+        """The last try of some work failed."""
+        return any(work.failed_at is not None for work in self._works)
+
+    def flush(self, timeout_s: float) -> bool:
+        """True when all rows of before this call are written; at once False where storage is known to fail."""
+        with self._changed:
+            asked = self._asked
+            self._changed.wait_for(lambda: self._done >= asked or self.in_trouble, timeout_s)
+            return self._done >= asked
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Tries once more what failed, and ends. May be called twice."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if self._done < self._asked:
+            names = (
+                " and ".join(work.name for work in self._works if work.failed_at is not None) or "figures and events"
+            )
+            self._say(f"{names}: the newest are lost, for storage has not come back before the end")
+
+    def write_all(self) -> bool:
+        """Does all work once; whether none of it failed."""
+        for work in self._works:
+            self._do(work)
+        return not self.in_trouble
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self.in_trouble:
+                    self._changed.wait_for(lambda: self._closed, self._retry_s)
+                else:
+                    self._changed.wait_for(lambda: self._closed or self._asked > self._done)
+                asked, last = self._asked, self._closed
+            written = self.write_all()
+            with self._changed:
+                self._done = asked if written else self._done
+                self._changed.notify_all()
+            if last:
+                return
+
+    def _do(self, work: _Work) -> None:
+        self._busy_since = began = self._clock()
+        try:
+            work.do()
+        except OSError as error:
+            if work.failed_at is None:
+                work.failed_at = began
+                self._say(f"{work.name} cannot be written: {_reason(error)}; kept in memory, and tried again")
+        else:
+            gone, work.told_lost = work.lost() - work.told_lost, work.lost()
+            if work.failed_at is not None or gone:
+                after = "" if work.failed_at is None else f", after {duration(self._clock() - work.failed_at)}"
+                rest = f"{gone} rows are lost, for there was no room to keep them" if gone else "nothing is lost"
+                work.failed_at = None
+                self._say(f"{work.name} are written again{after}; {rest}")
+        self._busy_since = None
+        if self._told_slow:
+            self._told_slow = False
+            self._say(f"storage takes writes again: the last one took {duration(self._clock() - began)}")
+
+
+def _reason(error: OSError) -> str:
+    """The system's words, and the file."""
+    cause = error.strerror or str(error)
+    return f"{cause} ({error.filename})" if error.filename else cause
