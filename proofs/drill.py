@@ -10,6 +10,7 @@ over. Then:
 - survivors went on: no group that a fault did not hit died, threw a step away or passed over one;
 - replicas are bitwise equal: the weights of every rank after every step that two groups have in common;
 - the ledger is exact: every sample is in exactly one step (scripts/samples.py);
+- faults that have a bound kept it (drill_bounds.py): how long nobody made a step, how soon all were together again;
 - the loss on held-out text is within 0.02 nats of that of a twin that nothing happened to, after as many tokens.
 
 Exit code: 0 all of that holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds
@@ -34,14 +35,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from benchmarks.pairs import table
-from proofs import drill_net, drill_rules
+from proofs import drill_disk, drill_net, drill_rules
+from proofs.drill_bounds import in_time
+from proofs.drill_disk import Disk
 from proofs.drill_faults import KINDS, Incident, inject, plan
-from proofs.drill_job import Failed, Job
+from proofs.drill_job import AWAY_S, FULL_S, PAIR_S, Failed, Job
+from proofs.drill_outages import killed_in_a_save
 from proofs.drill_rules import Verdict
 from scripts.plot_loss import draw, read
 from scripts.replicas import say
 
 FOR_EVER = 1_000_000  # steps
+FINISH, LAST = "finish", 60  # a job of its own; steps of a job whose writer dies in its last save
+UNDER = {  # commands that become the one behind them
+    "files": ["sh", "-c", 'ulimit -n 256; exec "$0" "$@"'],
+    "shm": ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'],
+}
 LOOK_STEPS = 50
 DEFAULTS = {  # overrides on the command line come after these
     "training.steps": FOR_EVER,
@@ -65,6 +74,10 @@ class Asked:
     seed: int
     brief: bool
     twin: bool
+    away_s: float
+    full_s: float
+    pair_s: float
+    under: list[str]
 
     @property
     def most_groups(self) -> int:
@@ -74,7 +87,8 @@ class Asked:
     def argv(self, name: str, **last: int) -> list[str]:
         """Of a job: our defaults, unless something else was asked for; no key may be given twice."""
         asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
-        ours = DEFAULTS | {key.replace("__", "."): value for key, value in last.items()}
+        fewest = {"fault_tolerance.min_replica_size": 2} if "capacity" in self.kinds else {}
+        ours = DEFAULTS | fewest | {key.replace("__", "."): value for key, value in last.items()}
         if KEEP not in asked:
             ours |= {KEEP: "true", "fault_tolerance.slots_per_step": self.most_groups}
         defaults = [f"--{key}={value}" for key, value in ours.items() if key not in asked]
@@ -105,33 +119,60 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     parser.add_argument(
         "--minutes", type=float, default=3.0, help="rounds of faults are begun for so long; one round at least"
     )
-    parser.add_argument("--faults", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
+    all_kinds = [*KINDS, FINISH]
+    parser.add_argument("--faults", default=",".join(all_kinds), help=f"default: {','.join(all_kinds)}")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--brief", action="store_true", help="one fault of each kind, where there are several")
     parser.add_argument("--no-twin", action="store_true", help="no job without faults to compare the loss with")
+    parser.add_argument("--away", type=float, default=AWAY_S, help="seconds without a lighthouse, or capacity")
+    parser.add_argument("--full", type=float, default=FULL_S, help="seconds that a disk is full")
+    parser.add_argument("--pair", type=float, default=PAIR_S, help="seconds that two groups lose each other's packets")
+    parser.add_argument(
+        "--under",
+        choices=UNDER,
+        help="groups and lighthouse have 256 descriptors; groups of child processes share 64 MB",
+    )
     given, overrides = parser.parse_known_args(argv)
     kinds = given.faults.split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(KINDS)}")
+    if unknown := [kind for kind in kinds if kind not in all_kinds]:
+        raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(all_kinds)}")
     if given.groups < 1:
         raise ValueError(f"--groups {given.groups}: a whole number from 1")
+    under = list(UNDER[given.under]) if given.under else []
+    if given.under == "shm":
+        overrides.append("--fault_tolerance.process_group=baby_gloo")
     return Asked(
-        given.config, overrides, given.groups, given.minutes, kinds, given.seed, given.brief, not given.no_twin
+        given.config,
+        overrides,
+        given.groups,
+        given.minutes,
+        kinds,
+        given.seed,
+        given.brief,
+        not given.no_twin,
+        given.away,
+        given.full,
+        given.pair,
+        under,
     )
 
 
-def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | None, dict[str, str]]:
-    """A network, where one is asked for and can be had; the kinds that cannot be injected here, and why."""
-    out = {kind: f"needs {KINDS[kind].least} groups" for kind in asked.kinds if asked.groups < KINDS[kind].least}
-    wanting = [kind for kind in asked.kinds if KINDS[kind].network and kind not in out]
-    if not wanting:
-        return None, out
-    try:
-        network = drill_net.Network()
-    except RuntimeError as why:
-        return None, out | dict.fromkeys(wanting, str(why))
-    cleanup.callback(network.close)
-    return network, out
+def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | None, bool, dict[str, str]]:
+    """A network, where one is asked for and can be had; whether a disk is; the kinds that cannot be injected here, and why."""
+    known = [kind for kind in asked.kinds if kind != FINISH]
+    out = {kind: f"needs {KINDS[kind].least} groups" for kind in known if asked.groups < KINDS[kind].least}
+    kinds = {kind: KINDS[kind] for kind in known if kind not in out}
+    network, disk = None, any(kind.disk for kind in kinds.values())
+    if wanting := [name for name, kind in kinds.items() if kind.network]:
+        try:
+            network = drill_net.Network()
+            cleanup.callback(network.close)
+        except RuntimeError as why:
+            out |= dict.fromkeys(wanting, str(why))
+    if disk and (why := drill_disk.refusal()):
+        disk = False
+        out |= {name: why for name, kind in kinds.items() if kind.disk}
+    return network, disk, out
 
 
 # ------------------------------------------------------------------------------------------------ the job and its twin
@@ -139,14 +180,17 @@ def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | Non
 
 def drill(asked: Asked, cleanup: ExitStack) -> int:
     began_s, incidents = time.monotonic(), list[Incident]()
-    network, left_out = leave_out(asked, cleanup)
+    network, disk, left_out = leave_out(asked, cleanup)
     kinds = [kind for kind in asked.kinds if kind not in left_out]
     if not kinds:
         raise ValueError(f"no fault is left: {'; '.join(f'{kind}, {why}' for kind, why in left_out.items())}")
-    job, failed = open_job(asked, "drill", network), ""
+    if kinds == [FINISH]:
+        print(verdict := finish(asked))
+        return 0 if verdict.holds else 1
+    job, failed = open_job(asked, "drill", network, cleanup if disk else None), ""
     with job:
         try:
-            harm(job, asked, kinds, incidents, began_s)
+            harm(job, asked, [kind for kind in kinds if kind != FINISH], incidents, began_s)
         except Failed as why:
             failed = str(why)
     verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
@@ -154,12 +198,17 @@ def drill(asked: Asked, cleanup: ExitStack) -> int:
         verdicts.append(drill_rules.survivors_went_on(job.diaries, incidents, drill_rules.trained_by(job.run)))
         verdicts.append(drill_rules.bitwise_equal(job.diaries, incidents))
         verdicts.append(drill_rules.ledger_exact(job.run))
+        verdicts.append(in_time(job.diaries, incidents, job.config.fault_tolerance))
+    if disk:
+        verdicts.append(drill_rules.figures_complete(job.run))
     if asked.twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
         try:
             verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
         except Failed as why:
             verdicts.append(Verdict(drill_rules.AS_GOOD, False, f"the twin: {why}"))
+    if FINISH in kinds:
+        verdicts.append(finish(asked))
     report(asked, job, incidents, left_out, verdicts, began_s)
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 
@@ -171,23 +220,66 @@ def harm(job: Job, asked: Asked, kinds: Sequence[str], incidents: list[Incident]
     say(f"{len(job.live)} groups of {job.ranks} train together after {time.monotonic() - began_s:.0f} s")
     variants = plan(kinds, dice, brief=asked.brief)
     while variants:
-        incidents.append(inject(job, variants.pop(0), dice))
+        variant = variants.pop(0)
+        try:
+            incidents.append(inject(job, variant, dice))
+        except Failed as why:
+            raise Failed(f"{variant}: {why}") from None
         tell(job, incidents[-1], began_s)
         if not variants and time.monotonic() - began_s < 60 * asked.minutes:
             variants = plan(kinds, dice, first=False, brief=asked.brief)
-    before = len(drill_rules.looks(job.run))
-    job.until("a look at held-out text after the last fault", lambda: len(drill_rules.looks(job.run)) > before)
+    if job.config.validation.enable:
+        before = len(drill_rules.looks(job.run))
+        job.until("a look at held-out text after the last fault", lambda: len(drill_rules.looks(job.run)) > before)
     job.end()
     job.look()
 
 
-def open_job(asked: Asked, name: str, network: drill_net.Network | None, **last: int) -> Job:
-    """In a folder of its own, of which nothing was before. Raises ValueError."""
+def open_job(
+    asked: Asked, name: str, network: drill_net.Network | None = None, disk: ExitStack | None = None, **last: int
+) -> Job:
+    """In a folder of its own, of which nothing was before. `disk`: what closes the job's own. Raises ValueError."""
     from configs.load import load
 
     argv = asked.argv(name, **last)
-    shutil.rmtree(load(argv).run_folder, ignore_errors=True)
-    return Job(argv, asked.groups, network=network)
+    run = load(argv).run_folder
+    shutil.rmtree(run, ignore_errors=True)
+    own = Disk(run) if disk else None
+    if disk and own:
+        disk.callback(own.close)
+    job = Job(argv, asked.groups, network=network, disk=own, under=asked.under)
+    job.away_s, job.full_s, job.pair_s = asked.away_s, asked.full_s, asked.pair_s
+    return job
+
+
+def finish(asked: Asked) -> Verdict:
+    """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
+    said, problem = dict[str, str](), ""
+    with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
+        job.together(time.monotonic())
+        _, step = killed_in_a_save(job, job.writer)
+        whole_then = job.has(step)  # it was too late, and shows nothing
+        job.gone |= set(job.groups)  # they may end
+
+        def over() -> bool:
+            nonlocal problem
+            whole = job.has(step)
+            for name, group in job.groups.items():
+                said[name] = group.log.read_text(errors="replace")
+                if not whole and ("finished" in said[name] or group.code == 0):
+                    problem = (
+                        problem or f"group {name} says that it has finished, and there is no checkpoint of step {step}"
+                    )
+            return all(group.code == 0 for group in job.groups.values())
+
+        try:
+            job.until("the end of all groups", over)
+        except Failed as why:
+            problem = problem or str(why)
+    if whole_then:
+        problem = "the checkpoint stood before its writer was killed: try again"
+    words = problem or f"of step {step}, by another group than the one that was killed in it"
+    return Verdict("nobody finished before the last checkpoint stood", not problem, words)
 
 
 def run_twin(asked: Asked, run: Path, slots: int) -> Path:

@@ -6,6 +6,7 @@ Flow: drill_job.py waits by it, drill_rules.py judges by it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ class Line:
     commit_id: str = ""
     digest: str = ""
     contributors: int = 0
+    quorum_id: int = 0
+    participants: Sequence[str] = ()  # names of groups
+    heals: bool = False
 
 
 class Diary:
@@ -50,6 +54,11 @@ class Diary:
         """Of the ranks' latest lives, those that have begun."""
         starts = [[line.pid for line in lines if line.event == "start"] for lines in self.ranks]
         return [pids[-1] for pids in starts if pids]
+
+    @property
+    def quorum(self) -> Line:
+        """The newest that it took part in."""
+        return next(line for line in reversed(self.ranks[0]) if line.event == "quorum")
 
     @property
     def step(self) -> int:

@@ -5,18 +5,21 @@ Flow: drill.py makes one; drill_faults.py does the harm; what the groups did is 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.job import descendants
 from proofs.drill_diary import Diary
+from proofs.drill_disk import Disk
 from proofs.drill_net import HUB, HUB_ADDRESS, Network
 from scripts.replicas import ENABLED, Group, prepare, start_lighthouse, threads_per_group, token_file
 
@@ -24,26 +27,48 @@ ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.02
 STEADY = 5  # steps of all together, after which the next fault may come
 LIMIT_S = 300.0  # for what must come
+AWAY_S, FULL_S = 180.0, 60.0  # a lighthouse, or capacity; a disk
+PAIR_S = 40.0  # a cut cable between two groups: longer than it takes to go on without one of them
 
 
 class Failed(RuntimeError):
     """What had to happen did not; the message says what, and the last words of the groups."""
 
 
+@dataclass(frozen=True)
+class Hurt:
+    """Effect of a fault. `hit`: the groups that may lose their place by it. Seconds, of the machine's clock; nan: as soon as it was asked
+    for, or all along."""
+
+    target: str  # in words
+    hit: Collection[str] = ()
+    at_s: float = math.nan  # from then on it counts
+    repaired_s: float = math.nan
+
+
 class Job:
-    """`argv`: a configuration and overrides. `network`: where groups are machines of their own. Raises ValueError for bad settings."""
+    """`argv`: a configuration and overrides. `network`: where groups are machines of their own. `disk`: that the run lies on. `under`: a
+    command that becomes the one behind it, with less of something. Raises ValueError for bad settings."""
 
     def __init__(
-        self, argv: Sequence[str], groups: int, *, network: Network | None = None, drilled: bool = True
+        self,
+        argv: Sequence[str],
+        groups: int,
+        *,
+        network: Network | None = None,
+        disk: Disk | None = None,
+        under: Sequence[str] = (),
+        drilled: bool = True,
     ) -> None:
         from scripts.launch import Plan, ranks_here
 
         self._argv = [*argv, ENABLED]
         self.config, self._restarts, self.grace_s = prepare(self._argv, groups)
         self.ranks = ranks_here(Plan.read(os.environ))
-        self.network = network
+        self.network, self.disk, self._under = network, disk, list(under)
         self.run = self.config.run_folder
         self.folder = self.run / "groups"
+        self.checkpoints = self.run / self.config.checkpoint.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self._env = {
             **os.environ,
@@ -52,11 +77,15 @@ class Job:
             "PHAROS_DRILL": str(int(drilled)),
             "MAX_RESTARTS": "0",
         }
+        if disk:
+            self._env["TMPDIR"] = str(disk.temporary)
         self._env.pop("PHAROS_TOKEN", None)
         self._env.setdefault("OMP_NUM_THREADS", threads_per_group(groups))
         self.groups: dict[str, Group] = {}  # all that ever were
         self.diaries: dict[str, Diary] = {}
         self.gone: set[str] = set()  # on purpose
+        self.away: set[str] = set()  # not to be started again for now
+        self.away_s, self.full_s, self.pair_s = AWAY_S, FULL_S, PAIR_S
         self._bind = f"{HUB_ADDRESS if network else '127.0.0.1'}:0"
         self.start_lighthouse()
         for _ in range(groups):
@@ -71,21 +100,28 @@ class Job:
 
     def start_lighthouse(self) -> None:
         """Again at the same address, with the state that the last one left."""
-        through = self.network.through(HUB) if self.network else ()
+        through = [*(self.network.through(HUB) if self.network else []), *self._under]
         self.lighthouse, self.address = start_lighthouse(self.config, self._env, bind=self._bind, through=through)
         self._bind = self.address.partition("//")[2]
 
     def add(self) -> str:
         """One more group; its name."""
         name = str(len(self.groups))
-        command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *self._argv]
-        through = self.network.through(name) if self.network else []
-        env = {**self._env, "TORCHFT_LIGHTHOUSE": self.address, "REPLICA_GROUP_ID": name}
-        log = self.folder / f"{name}.log"
-        group = self.groups[name] = Group(name, [*through, *command], env, log, self._restarts, shown=False)
+        if self.disk:
+            self.disk.keep_diaries(self.folder / name, self.ranks)
+        group = self.groups[name] = self.group(name)
         self.diaries[name] = Diary(name, self.folder / name, self.ranks)
         group.start()
         return name
+
+    def group(self, name: str, *overrides: str) -> Group:
+        """One that is yet to be started, and is none of the job's."""
+        asked = {word.partition("=")[0] for word in overrides}
+        argv = [word for word in self._argv if word.partition("=")[0] not in asked]
+        through = [*(self.network.through(name) if self.network else []), *self._under]
+        command = [*through, sys.executable, str(ROOT / "scripts" / "launch.py"), *argv, *overrides]
+        env = {**self._env, "TORCHFT_LIGHTHOUSE": self.address, "REPLICA_GROUP_ID": name}
+        return Group(name, command, env, self.folder / f"{name}.log", self._restarts, shown=False)
 
     def drain(self, name: str) -> None:
         """It is told to leave, and does not come again."""
@@ -98,6 +134,16 @@ class Job:
         process = self.groups[name].process
         return [process.pid, *descendants(process.pid)] if process else []
 
+    def server(self, name: str) -> int:
+        """The process of the group's server."""
+        [pid] = [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
+        return pid
+
+    @property
+    def writer(self) -> str:
+        """The group that saves: the first of those that held the newest state."""
+        return max((self.diaries[name].quorum for name in self.live), key=lambda line: line.quorum_id).participants[0]
+
     def signal(self, pids: Iterable[int], number: signal.Signals) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -109,6 +155,8 @@ class Job:
         """Starts again who died, as run_replicas.sh does, and reads. Raises Failed where a group ended that must not."""
         for name, group in self.groups.items():
             group.short_lives = 0  # its deaths are ours
+            if name in self.away and group.process is None:
+                group.again_at_s = time.monotonic() + 1
             group.look(time.monotonic())
             self.diaries[name].read()
             if group.code is not None and (name not in self.gone or group.code != 0):
@@ -172,6 +220,10 @@ class Job:
             words.append(f"group {name} at step {self.diaries[name].step}: {' | '.join(said[-4:])}")
         return Failed("\n  ".join([what, *words]))
 
+    def has(self, step: int) -> bool:
+        """True when that checkpoint is whole."""
+        return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
+
     def __enter__(self) -> Job:
         return self
 
@@ -183,6 +235,12 @@ class Job:
             group.end()
         self.lighthouse.kill()
         self.lighthouse.communicate()
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def pick(dice: random.Random, names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 
 SUBNET = "10.77.0"  # seen by nobody outside these namespaces
+NOBODY = "02:00:00:00:00:01"  # a card that is nowhere
 HUB, HUB_ADDRESS = "hub", f"{SUBNET}.254"
 
 
@@ -46,6 +47,15 @@ class Network:
         """What it sends is lost; what others send arrives."""
         for address in [HUB_ADDRESS, *(other for who, other in self._addresses.items() if who != name)]:
             self._at(name, f"ip route {'add' if on else 'del'} blackhole {address}/32")
+
+    def part(self, one: str, other: str, on: bool) -> None:
+        """Packets between these two are lost, without a word, to whoever sends them; all others arrive. Each has a wrong address of the
+        other's card, which the bridge delivers to nobody."""
+        for here, there in ((one, other), (other, one)):
+            neighbour = f"{self._addresses[there]} dev eth0"
+            self._at(
+                here, f"ip neigh {f'replace {neighbour} lladdr {NOBODY} nud permanent' if on else f'del {neighbour}'}"
+            )
 
     def narrow(self, name: str, megabits: float | None) -> None:
         """Per second, each way; None: as wide as before."""

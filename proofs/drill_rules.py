@@ -109,10 +109,9 @@ def bitwise_equal(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -
     """Of each rank: the same commit, the same weights; and of each step one commit that anybody went on from, until all state was lost."""
     problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
     gone_on: dict[tuple[int, int, int], str] = {}  # era, rank, step
-    eras = [incident.at_s for incident in incidents if incident.kind == "all"]
     for name, diary in diaries.items():
         for rank in range(len(diary.ranks)):
-            lines = _trusted(diary, rank, incidents)
+            lines, eras = _trusted(diary, rank, incidents), _eras(diary, rank, incidents)
             for line in lines:
                 compared += (state := (rank, line.step, line.commit_id)) in weights
                 if weights.setdefault(state, line.digest) != line.digest:
@@ -127,6 +126,13 @@ def bitwise_equal(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -
         problems.append("after a fault no step was everybody's")
     words = f"{compared} digests beside another group's, {len(problems)} problems; {least} or more steps of all groups after each fault"
     return Verdict("replicas bitwise equal", compared > 0 and not problems, "; ".join([words, *problems[:10]]))
+
+
+def _eras(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[float]:
+    """When each new history began for it: with its first life after all had been killed. Until it dies it goes on in the old one, however
+    long that takes on a busy machine."""
+    starts = (diary.since(incident.at_s, "start", rank=rank) for incident in incidents if incident.kind == "all")
+    return [lives[0].at_s for lives in starts if lives]
 
 
 def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[Line]:
@@ -164,10 +170,19 @@ def ledger_exact(run: Path) -> Verdict:
     return Verdict("ledger exact", found.exact, "; ".join([words, *found.wrong[:10]]))
 
 
+def figures_complete(run: Path) -> Verdict:
+    """No step between the first and the last that the journal tells of is missing in it, and none is there twice."""
+    steps = [int(row["step"]) for row in rows(run) if "loss" in row]
+    problems = [f"{after} follows {before}" for before, after in pairwise(steps) if after - before != 1]
+    words = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no steps"
+    return Verdict("figures complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
+
+
 def rows(run: Path) -> list[dict[str, float]]:
-    """Of metrics.jsonl."""
+    """Reads the rows of metrics.jsonl; a line that is not whole yet, or never will be, is none."""
     journal = run / "metrics.jsonl"
-    return [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()] if journal.exists() else []
+    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def looks(run: Path) -> list[tuple[float, float]]:

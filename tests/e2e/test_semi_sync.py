@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proofs.drill_faults import KINDS
-from tests.e2e.test_drill import ALL, HOLES, LIMIT_S, drill, injected
+from tests.e2e.test_drill import ALL, HOLES, LIMIT_S, QUICK, drill, injected
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 SEMI = (
@@ -24,7 +23,7 @@ LOCAL_SGD = (HOLES, "--fault_tolerance.semi_sync_method=local_sgd", "--fault_tol
 
 def test_shards_that_are_killed_and_stopped(tmp_path: Path):
     kinds = (
-        [*KINDS.keys() - {"corrupt"}] if ALL else ["kill", "stop"]
+        [kind for kind in QUICK if kind != "corrupt"] if ALL else ["kill", "stop"]
     )  # weights of a group alone are compared with nobody's
     eight_bits = "--fault_tolerance.should_quantize=true"
     said = drill(tmp_path, 3 if ALL else 2, sorted(kinds), *SEMI, eight_bits, *([] if ALL else ["--brief"]), ranks=2)

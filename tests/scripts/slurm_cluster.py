@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from tests import system_packages
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd")
 FETCH_S = 120
@@ -221,8 +223,8 @@ def fetch(cache: Path = ROOT / ".venv-slurm") -> Path:
 
 
 def _fill(cache: Path) -> None:
-    if os.environ.get("PHAROS_NO_INSTALL") == "1":
-        raise Unavailable("PHAROS_NO_INSTALL=1, and it was not fetched before")
+    if why := system_packages.refusal():
+        raise Unavailable(f"it was not fetched before: {why}")
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         folder = Path(temporary)
         (folder / "lists").mkdir()

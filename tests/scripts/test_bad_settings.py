@@ -94,6 +94,14 @@ CASES = [
     Case("heads do not divide", "--model.n_heads = 7: must cut model.dim = 256 into heads of one even width (rotary positions turn pairs); nearest: 4 or 8", ("--model.n_heads=7",), nproc=1),
     Case("no such model", '--model.name = "lama": there is no models/lama.py; there are: llama', ("--model.name=lama",)),
     Case("run name with a slash", '--job.name = "a/b": must be the name of one folder; job.dump_folder says where it lies', ("--job.name=a/b",)),
+    Case("run folder a URL", '--job.dump_folder = "s3://bucket/runs": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; nearest: "./outputs"', ("--job.dump_folder=s3://bucket/runs",)),
+    Case(
+        "other ranks make another step",
+        "--training.global_batch_size: saved 8 sequences of a step, now -1, which is 4: training.local_batch_size = 2 on 2 data-parallel ranks; nearest: --training.global_batch_size=8 goes on with the same step on these ranks\n"
+        "outputs/run holds a run with the saved settings: put them back, or start another run with --job.name NAME (from these weights: add --checkpoint.initial_load_path outputs/run/checkpoint/step-N)",
+        ("--training.global_batch_size=-1",),
+        files={"outputs/run/config.toml": GOOD.replace("steps = 5", "steps = 5\nglobal_batch_size = 8")},
+    ),
     Case("warm-up longer than the run", "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1", ("--training.steps=1",)),
     Case(
         "batch that ranks cannot share",

@@ -80,7 +80,7 @@ def tree(tmp_path: Path) -> Path:
         "configs/__init__.py": "",
         "configs/load.py": LOAD,
         "configs/check.py": CHECK,
-        "configs/saved.py": "def check_saved(config, folder): pass\n",
+        "configs/saved.py": "def check_saved(config, folder, **ranks): pass\n",
     }.items():
         (tmp_path / name).write_text(text)
     return tmp_path

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts.samples import Proof, prove, read
-from tests.scripts.slurm_cluster import ROOT, Cluster, Unavailable, free_ports, until
+from tests.scripts.slurm_cluster import ROOT, Cluster, Unavailable, fetch, free_ports, until
 from tests.scripts.test_run_replicas import CONFIG
 
 SBATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -30,6 +30,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(f"no Slurm: {error}")
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("env", [{}, {"CI": "true", "PHAROS_NO_INSTALL": "1"}], ids=["not asked for", "forbidden"])
+def test_nothing_is_fetched_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str]):
+    """On somebody's own machine, say."""
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name in ("CI", "PHAROS_NO_INSTALL", "PHAROS_TEST_INSTALL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Unavailable, match=r"PHAROS_TEST_INSTALL=1 lets|PHAROS_NO_INSTALL=1|no dpkg-deb"):
+        fetch(tmp_path / "cache")
+    assert not (tmp_path / "called").exists()
 
 
 class Job:
