@@ -1,5 +1,5 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts
+.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
@@ -8,13 +8,14 @@ help:
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
 	@echo "make bits    groups that are killed do not change a bit of the weights; renews docs/bits.md (15 minutes)"
-	@echo "make drill   every fault there is, three seeds, each beside its twin (half an hour)"
-	@echo "make e2e     every fault on every layout of the groups (half an hour)"
+	@echo "make drill   every fault there is, three seeds, each beside its twin (an hour)"
+	@echo "make e2e     every fault on every layout of the groups (an hour)"
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
 	@echo "make gpu     what only a GPU can prove, and its speed (8 minutes; PYTHON=python3 where torch is there already); writes docs/gpu.md"
 	@echo "make starts  fifty starts with loader workers beside a live channel (10 minutes)"
+	@echo "make soak    10,000 membership changes, and what they leave behind; renews docs/soak.md (hours; goes on where it was)"
 	@echo "make sim     10,000 runs of the protocol"
 	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
 
@@ -81,3 +82,6 @@ gpu:
 
 starts:
 	@.venv/bin/python proofs/starts.py
+
+soak:
+	@.venv/bin/python proofs/soak.py --write docs/soak.md
