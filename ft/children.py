@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 
 WISHES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -23,3 +24,10 @@ def unsignalled() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_forkserver() -> None:
+    """Starts multiprocessing's fork server as `unsignalled` has it, for all that this process forks from it later, or leaves it running."""
+    resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
+    with unsignalled():
+        forkserver.ensure_running()

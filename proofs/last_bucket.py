@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "proofs"))]
 
+from ft.children import start_forkserver  # noqa: E402
+
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
 MOMENT_S = 0.006  # the latest moment of a kill, from the launch of the last bucket
 LIMIT_S = 60.0
@@ -131,6 +133,7 @@ class Job:
         self.lighthouse = lighthouse
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline"])
+        start_forkserver()
         self.groups: list[Group] = []
 
     def start(self, name: str) -> Group:

@@ -36,6 +36,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "proofs"))]
 
+from ft.children import start_forkserver  # noqa: E402
+
 KINDS = {"cut": 6, "evict": 1, "leave": 1}  # of each so many; deaths are spread evenly between them
 LIMIT_S = 180.0
 SAMPLE = 25  # changes from one look to the next
@@ -292,6 +294,7 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline", "training.checkpoint"])
+        start_forkserver()  # its first user decides for a data loader of this process, too
         self.folder = folder
         self.house = Process(self.context, house, folder)
         self.lighthouse = self.house.hear()
