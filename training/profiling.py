@@ -5,6 +5,8 @@ Floor 3. train.py holds one Profiler around the loop and calls `step` after each
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -103,18 +105,24 @@ class Profiler:
     def _save_trace(self, finished: Any) -> None:
         if self._profile is None:
             return  # stopped inside a trace: fewer steps than asked for are no trace
-        path = self._path(self._config.save_traces_folder, f"step-{self._step}", "json.gz")
-        finished.export_chrome_trace(str(path))
-        self._log.info(f"profile: {path}")
+        self._write(
+            "profile", self._config.save_traces_folder, f"step-{self._step}", "json.gz", finished.export_chrome_trace
+        )
 
     def _save_snapshot(self, name: str) -> None:
         import torch
 
-        path = self._path(self._config.save_memory_snapshot_folder, name, "pickle")
-        torch.cuda.memory._dump_snapshot(str(path))
-        self._log.info(f"memory snapshot: {path}")
+        folder = self._config.save_memory_snapshot_folder
+        self._write("memory snapshot", folder, name, "pickle", torch.cuda.memory._dump_snapshot)
 
-    def _path(self, folder: str, name: str, ending: str) -> Path:
+    def _write(self, kind: str, folder: str, name: str, ending: str, write: Callable[[str], object]) -> None:
         path = self._run_folder / folder / name / f"rank-{self._global_rank}.{ending}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+        except (OSError, RuntimeError) as error:  # a disk that is full costs a trace, not the run
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._log.warning("%s: %s is not written: %s", kind, path, error)
+        else:
+            self._log.info(f"{kind}: {path}")

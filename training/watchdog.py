@@ -176,7 +176,10 @@ class Watchdog:
             where = describe(answers, self._world_size)
             ends_s = self._ends_after_s - (now - self._suspected)
             self._log.error(f"no step for {waited_s:.0f} s: {where}; stack dumps and the end in {ends_s:.0f} s")
-        self._record()
+        try:
+            self._record()
+        except OSError as error:  # a full disk must not end this thread, which may have to call the end off
+            self._log.warning("the flight recorder is not saved: %s", error)
 
     def _call_off(self, now: float) -> None:
         assert self._suspected is not None

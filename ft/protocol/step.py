@@ -180,7 +180,6 @@ class Step:
 
     def _ask(self, why: str) -> None:
         self.phase, self.reason = Phase.ASKING, why
-        blame = self._failure.blame if self._failure else ()
         known = self.part.quorum_id if self.part else 0
         member = Member(
             replica_id="",
@@ -194,9 +193,10 @@ class Step:
             init_sync=self.config.init_sync,
         )
         self._questions += 1
-        shape, number = self.config.shape, self._questions
-        call = m.RankCall(self.config.group_rank, member, "", known, self._failed, blame, shape, number)
-        self._emit(m.AskQuorum(call))
+        call = m.RankCall(
+            self.config.group_rank, member, "", known, self._failed, shape=self.config.shape, number=self._questions
+        )
+        self._emit(m.AskQuorum(call))  # with whom this rank cannot work, its driver adds
 
     def _on_part(self, part: Part, now_s: float) -> None:
         same = part.known and self.part is not None and part.reference[0] == self._place
@@ -238,9 +238,9 @@ class Step:
         if self.part is None or event.quorum_id != self.part.quorum_id:
             return
         if not event.ok:
-            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._place, event.reason, event.blame)
+            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._place, event.reason)
         ok = event.ok and not self._doomed
-        self._vote("configured", "yes" if ok else "failed", reason=event.reason or self._doomed, blame=event.blame)
+        self._vote("configured", "yes" if ok else "failed", reason=event.reason or self._doomed)
         self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else event.reason or self._doomed
 
     def _on_agreed(self, outcome: Outcome, now_s: float) -> None:
@@ -338,7 +338,7 @@ class Step:
         if self._tail is None:
             assert self._failure is not None
             self.reason = self._failure.reason
-            self._vote("commit", "failed", reason=self._failure.reason, blame=self._failure.blame)
+            self._vote("commit", "failed", reason=self._failure.reason)
             return
         able = round(self._tail.ok) >= len(self.part.members)
         self.reason = (

@@ -75,7 +75,7 @@ def test_a_dead_groups_slots_are_computed_by_the_others_in_the_same_step():
     assert rank.enter() == [m.Compute(0, (0, 16), 0)]
     launch = only(m.LaunchTail, rank.see(Computed((10.0, 11.0), 50.0)))
     assert launch.tail == (10.0, 0.0, 11.0, 50.0, 1.0, 0.0)
-    rank.see(ReduceFailed(1, 0, 0, "socket closed", ("b:1",)))
+    rank.see(ReduceFailed(1, 0, 0, "socket closed"))
     assert only(m.AskQuorum, rank.outcome("commit", "failed")).call.member.dealt == 3
     assert rank.see(part(2, members=("a:1",), participants=("a:1",), dealt=3)) == [
         m.Configure(rank.machine.part, 0)  # and no DropGradients
@@ -108,7 +108,7 @@ def test_a_group_for_which_there_is_no_slot_stands_by_and_is_dealt_one_when_anot
     rank = Rank(slots_per_step=1)
     last = {"replica_rank": 1, "members": ("B:1", "a:1"), "participants": ("B:1", "a:1")}
     assert rank.enter(part(**last)) == [m.LaunchTail(1, 0, 0, (0.0, 0.0, 1.0, 0.0), True, False)]
-    rank.see(ReduceFailed(1, 0, 0, "socket closed", ("B:1",)))
+    rank.see(ReduceFailed(1, 0, 0, "socket closed"))
     rank.outcome("commit", "failed")
     rank.see(part(2, members=("a:1",), participants=("a:1",), dealt=1))
     rank.see(m.Configured(2, True))

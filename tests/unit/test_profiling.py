@@ -1,5 +1,6 @@
 """Traces land where they should and hold the step; garbage is collected when it is its turn."""
 
+import errno
 import gc
 import gzip
 import io
@@ -74,6 +75,30 @@ def test_memory_snapshots_on_cuda_every_profile_freq_steps_and_when_out_of_memor
         str(folder / "step-3-out-of-memory" / "rank-3.pickle"),
         {"enabled": None},
     ]
+
+
+def test_a_disk_that_is_full_costs_the_trace_and_not_the_run(
+    tmp_path: Path, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str) -> None:
+        Path(path).write_bytes(b"the first bytes")
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: full(path))
+    config = ProfilingConfig(
+        enable_profiling=True, profile_freq=2, profiler_warmup=1, enable_memory_snapshot=True, save_traces_folder="t"
+    )
+    with Profiler(config, tmp_path, global_rank=0, log=Log(stream=out)) as profiler:
+        profiler._snapshots = True  # as on CUDA, where no profiler could run here
+        for step in range(1, 4):
+            profiler.step(step)
+    said = [line for line in out.getvalue().splitlines() if "is not written: [Errno 28]" in line]
+    assert len(said) == 2 and "profile: " in said[0] + said[1] and "memory snapshot: " in said[0] + said[1], (
+        out.getvalue()
+    )
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_period_must_hold_warmup_and_trace() -> None:

@@ -1,5 +1,6 @@
 """A hang is told once, by one rank, before it is ended; on a clock that the test moves and a store in memory."""
 
+import errno
 import io
 import json
 import math
@@ -162,6 +163,17 @@ def test_a_step_in_the_nick_of_time_calls_it_off_and_the_next_hang_is_told_anew(
     cluster.wait(110, frozen={3})
     assert [line for line in cluster.said() if "rank 3 does not answer" in line]
     assert cluster.armed() == [30, 30, 30, None]
+
+
+def test_a_flight_recorder_that_finds_the_disk_full_leaves_the_watch_alive(cluster: Cluster) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cluster.ranks[0].watchdog._record = full
+    cluster.wait(110, frozen={2})
+    assert cluster.armed()[0] == 30 and "not saved: [Errno 28]" in cluster.ranks[0].out.getvalue()
+    cluster.wait(1, step=True)
+    assert cluster.armed() == [None] * 4
 
 
 def test_an_answer_of_an_earlier_hang_is_no_answer(cluster: Cluster) -> None:

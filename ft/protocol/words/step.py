@@ -23,7 +23,6 @@ class Configured(Event):
     quorum_id: int
     ok: bool
     reason: str = ""
-    blame: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class ReduceFailed(Event):
     attempt: int
     step: int
     reason: str
-    blame: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
