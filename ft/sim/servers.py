@@ -205,6 +205,8 @@ class LighthouseNode:
                 self._streams[replica_id].send(answer)
 
     def _refuse(self, effect: m.Refuse) -> None:
+        if effect.code == "ALREADY_EXISTS":
+            self._heard_s.pop(effect.replica_id, None)  # another group has its name: until it calls again it is nobody
         refusal = m.LighthouseRefused(effect.replica_id, effect.code, effect.reason)
         if not self._reply(effect.replica_id, refusal) and effect.replica_id in self._streams:
             self._streams[effect.replica_id].send(refusal)
