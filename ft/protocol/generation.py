@@ -41,6 +41,7 @@ class Generation:
         self._waiting: dict[
             str, float
         ] = {}  # members whose ranks are all in a reduction -> since when; the longest first
+        self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
         self._crossed_since_s: float | None = None  # some ask for a quorum, and all others wait in the collective
 
@@ -49,6 +50,7 @@ class Generation:
         self.quorum, self._again, self._change = quorum, True, ""
         self._members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
+        self._waited.clear()
 
     # ---- its members' calls
 
@@ -67,6 +69,14 @@ class Generation:
         return member.state == self._members[member.replica_id].state
 
     # ---- what its members are told
+
+    def keep_wait(self, replica_id: str) -> None:
+        """It is about to be lost. A member that comes back under another id has waited since it began to, not since it returned."""
+        peer, process = self._roster.peers[replica_id], m.process_of(replica_id)
+        called_s = peer.called_s if peer.call else math.inf
+        since_s = min(called_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
+        if since_s < math.inf and self._roster.was_in(replica_id):
+            self._waited[process] = since_s
 
     def lose(self, members: list[str], why: str) -> None:
         first = bool(members) and not self.lost
@@ -140,18 +150,22 @@ class Generation:
         callers_s = [peers[i].called_s for i in islice(present, 1)]
         if self._change:  # a newcomer's wait, too, once members were told: those that make steps ask within one
             callers_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
-        since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1))]
+        back = {i: self._waited[m.process_of(i)] for i in self._roster.candidates if m.process_of(i) in self._waited}
+        since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1)), *back.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
             return [], ""  # the oldest of each are their first: as a rule nothing else is looked at
         front = max((report.launched for report in self._heard.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
-        waits |= {i: peers[i].called_s for i in present}
-        there = [i for i in sorted(previous - self._roster.gone) if i in peers]
+        waits |= {i: peers[i].called_s for i in present} | back
+        there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
         late = [i for i in there if i not in waits and not self._may_take_long(i, now_s)]
         begins_s = sorted(waits.values()) or [math.inf]
         most_s = begins_s[len(there) // 2] if 2 * len(waits) > len(there) else math.inf
         any_s = min([*callers_s, begins_s[0]])
-        limits_s = {i: self._limit_s(i, now_s - any_s, now_s - begins_s[0], now_s - most_s) for i in late}
+        limits_s = dict[str, float | None]()
+        for i in late:
+            went_on_s = self._phase_since_s.get(i, -math.inf) if back else -math.inf  # while they were on their way
+            limits_s[i] = self._limit_s(i, *(now_s - max(at_s, went_on_s) for at_s in (any_s, begins_s[0], most_s)))
         found = [i for i in late if limits_s[i] is not None]
         return found, f"others waited {limits_s[found[0]]:g} s for it" if found else ""
 
@@ -190,4 +204,5 @@ class Generation:
         """Waits are counted without the gap."""
         self._change_s = min(self._change_s + gap_s, now_s)
         self._waiting = {i: min(since_s + gap_s, now_s) for i, since_s in self._waiting.items()}
+        self._waited = {i: min(since_s + gap_s, now_s) for i, since_s in self._waited.items()}
         self._phase_since_s = {i: min(since_s + gap_s, now_s) for i, since_s in self._phase_since_s.items()}

@@ -353,6 +353,8 @@ class Lighthouse:
         for replica_id in gone:
             if peers[replica_id].call:
                 self._emit(m.Refuse(replica_id, "LOST", why))
+            if self._generation:
+                self._generation.keep_wait(replica_id)
             self.roster.forget(replica_id, why)
         if self._generation:
             self._generation.lose([i for i in gone if i in self.roster.previous], why)

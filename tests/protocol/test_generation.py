@@ -270,6 +270,49 @@ def test_newcomers_wait_no_longer_than_members_for_one_that_hangs():
     assert lost == {"a": 60}
 
 
+@pytest.mark.parametrize(
+    ("names", "breaks_s", "limit_s"), [("ab", 40, 60), ("abc", 6, 6.5 + 10)]
+)  # b's wait begins when it is told
+def test_a_connection_that_breaks_begins_no_wait_anew(names: str, breaks_s: float, limit_s: float):
+    """Found by simulation: the last one hangs, and the first, which waits for it, is lost and comes back meanwhile, twice."""
+    talk = formed(names, join_timeout_s=600)
+    last, others = names[-1], names[1:-1]
+    lost: dict[str, float] = {}
+    number = 0
+    while talk.now_s < 90 and last not in lost:
+        if talk.now_s in (breaks_s, breaks_s + 2):
+            talk.say(m.StreamClosed(f"a:1.{number}" if number else "a:1"))
+            talk.say(m.StreamOpened(f"a:1.{number + 1}"))
+            number += 1
+            talk.call("a", known=1, failed=True, replica_id=f"a:1.{number}", at=talk.now_s + 0.5)
+            talk.calls(others, known=1, failed=True)  # they are told
+            talk.now_s -= 0.5
+        talk.say(report(last, waits=False))
+        for name in others if number else "":
+            talk.say(m.Beat(f"{name}:1"))
+        if number:
+            talk.say(m.Beat(f"a:1.{number}"))
+        lost = lost_at(talk, "" if number else "a" + others, talk.now_s + 1)
+    assert lost.get(last) == pytest.approx(limit_s, abs=1.5), lost
+
+
+def test_who_went_on_while_another_returned_is_waited_for_from_then_on():
+    talk = formed("ab", join_timeout_s=600)
+    for at_s in range(40):
+        talk.say(report("b", waits=False))
+        assert not lost_at(talk, "a", at_s + 1.0)
+    talk.say(m.StreamClosed("a:1"))
+    talk.say(m.StreamOpened("a:1.1"))
+    talk.say(report("b", waits=False, launched=7))
+    talk.call("a", known=1, failed=True, replica_id="a:1.1")
+    lost: dict[str, float] = {}
+    while talk.now_s < 120 and "b" not in lost:
+        talk.say(m.Beat("a:1.1"))
+        talk.say(report("b", waits=False, launched=7))
+        lost = lost_at(talk, "", talk.now_s + 1)
+    assert lost.get("b") == pytest.approx(100, abs=1.5), lost
+
+
 def test_who_hangs_while_the_others_go_on_without_it_gives_its_name_back():
     """Its server beat on: it was of no generation in which anybody waits for it, so nobody ever told that it hangs."""
     talk = formed("abc", join_timeout_s=2)
