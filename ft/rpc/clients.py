@@ -163,14 +163,17 @@ class GroupClient:
         why = ""
         try:
             for data in self._watching:
-                down = codec.parse(pharos_pb2.RankDown, data)
-                which = down.WhichOneof("down")
-                if which == "notice":
-                    on_notice(codec.notice_from(down.notice))
-                elif which == "waits":
-                    on_waits(codec.from_message(m.Waits, down.waits))
-                elif which == "ended":
-                    why = down.ended.reason
+                try:
+                    said = _said(codec.parse(pharos_pb2.RankDown, data))
+                except ValueError as error:  # what it meant shows with the next quorum
+                    log.warning("a word of the group's server is passed over: %s", error)
+                    continue
+                if isinstance(said, m.Notice):
+                    on_notice(said)
+                elif isinstance(said, m.Waits):
+                    on_waits(said)
+                elif said is not None:
+                    why = said
             why = why or "the group's server closed the stream"
         except grpc.RpcError as error:
             why = why or f"the stream to the group's server broke: {error.details()}"
@@ -180,6 +183,16 @@ class GroupClient:
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
         call = self._channel.unary_unary(f"/pharos.Group/{method}")
         return codec.parse(reply_type, _answer(call, request, timeout_s, self._metadata))
+
+
+def _said(down: pharos_pb2.RankDown) -> m.Notice | m.Waits | str | None:
+    """What came down a rank's stream; a text: why the group has ended. None: nothing that is known here. Raises ValueError."""
+    which = down.WhichOneof("down")
+    if which == "notice":
+        return codec.notice_from(down.notice)
+    if which == "waits":
+        return codec.from_message(m.Waits, down.waits)
+    return str(down.ended.reason) if which == "ended" else None
 
 
 def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:

@@ -26,7 +26,9 @@ W = TypeVar("W")
 P = TypeVar("P", bound=Message)
 
 MAX_TEXT = 512  # characters of an id, an address, a digest
-MAX_TEXTS = {"reason": 4 << 10, "data": 64 << 10, "checkpoint_metadata": 64 << 10, "reconfigure_handles": 64 << 10}
+MAX_REASON = 4 << 10
+MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}
+MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # a member's, and the same in a rank's part
 MAX_DIGESTS = 256  # one for each key that groups must have alike
 MAX_NAMED = 65_536  # members blamed by one call or report
 MAX_WORDS = 500  # characters of what is told to people
@@ -99,8 +101,13 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
 _HEALED = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 
 
+def words(text: str, most: int) -> str:
+    """`text` as it can be sent and will be read: a reason may quote a file's name that is no UTF-8, or name a thousand members."""
+    return text[:most].encode("utf-8", "replace").decode("utf-8")
+
+
 def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
-    return pharos_pb2.Happened(lane=lane, step=step, text=text[:MAX_WORDS])
+    return pharos_pb2.Happened(lane=lane, step=step, text=words(text, MAX_WORDS))
 
 
 def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
@@ -224,6 +231,8 @@ def _ways(name: str, hint: Any) -> tuple[Any, Any]:
 
 
 def _put_scalar(name: str) -> Any:
+    if name == "reason":
+        return lambda message, value: setattr(message, name, words(value, MAX_REASON))
     return lambda message, value: setattr(message, name, value)
 
 

@@ -404,10 +404,12 @@ class GroupService:
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
-        """Of the call that is being fed, if it is this rank's; else of its call for a quorum."""
+        """Of the vote that is being fed, if it is this rank's; else of its call for a quorum."""
         refused = Refused(_STATUS[effect.code], effect.reason)
         if self._feeding and self._feeding[0][0] == effect.group_rank:
             self._feeding[1].fail(refused)
+            if self._feeding[0][1] is not None:
+                return
         for pending in self._waiting.pop((effect.group_rank, None), []):
             pending.fail(refused)
 
@@ -417,7 +419,7 @@ class GroupService:
             self._streams[effect.group_rank].send(pharos_pb2.RankDown(notice=notice).SerializeToString())
 
     def _tell_waits(self, effect: m.TellWaits) -> None:
-        waits = pharos_pb2.Waits(reason=effect.reason, waited_s=effect.waited_s)
+        waits = codec.to_message(m.Waits(effect.reason, effect.waited_s))
         message = pharos_pb2.RankDown(waits=waits).SerializeToString()
         for outbox in self._streams.values():
             outbox.send(message)

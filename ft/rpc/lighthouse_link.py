@@ -178,7 +178,7 @@ class Link(Wire):
                 why = "it was closed"
             except grpc.RpcError as error:
                 why = _words(error)
-            except ValueError as error:
+            except asyncio.InvalidStateError as error:  # it broke before the hello's turn to be written had come
                 why = str(error)
             if why != said:
                 said = why
@@ -193,12 +193,18 @@ class Link(Wire):
             await self._write(stream, pharos_pb2.Up(hello=hello))
             self._stream = stream
             while (data := await stream.read()) is not grpc.aio.EOF:
-                await self._heard(codec.parse(pharos_pb2.Down, data), stream)
+                await self._heard(data, stream)
         finally:
             self._stream = None
             stream.cancel()
 
-    async def _heard(self, down: pharos_pb2.Down, stream: Any) -> None:
+    async def _heard(self, data: bytes, stream: Any) -> None:
+        try:
+            await self._take(codec.parse(pharos_pb2.Down, data), stream)
+        except ValueError as error:  # of another version; opened again, the stream would begin with the same
+            log.warning("a word of the lighthouse is passed over: %s", error)
+
+    async def _take(self, down: pharos_pb2.Down, stream: Any) -> None:
         which = down.WhichOneof("down")
         if which == "beat_answered":
             self._hear(m.BeatAnswered(down.beat_answered))
@@ -225,8 +231,15 @@ class Link(Wire):
 
     async def _say(self, up: pharos_pb2.Up) -> None:
         if self._stream is not None:
-            with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):  # whoever reads it notices
-                await self._write(self._stream, up)
+            # In a task of its own: where the stream is replaced, grpc cancels whoever is writing into the old one.
+            write = asyncio.ensure_future(self._write(self._stream, up))
+            try:
+                await asyncio.wait([write])
+            finally:
+                write.cancel()  # with the one who waits; else it is done
+            over = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError)
+            with suppress(*over):  # whoever reads the stream notices
+                write.result()
 
     async def _write(self, stream: Any, up: Any) -> None:
         async with self._writing:

@@ -303,7 +303,8 @@ class LighthouseService:
         for waiting in calls:
             waiting.fail(Refused(_STATUS[effect.code], effect.reason))
         if not calls and effect.replica_id in self.streams:
-            refused = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=effect.reason)
+            reason = codec.words(effect.reason, codec.MAX_REASON)
+            refused = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
             self.streams[effect.replica_id].send(pharos_pb2.Down(refused=refused).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.plan import TorchftReply
+from ft.protocol.group import Group, GroupConfig
+from ft.protocol.plan import TorchftReply, plan
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
@@ -89,6 +90,30 @@ def test_texts_are_bounded_each_by_its_own_length():
         longer = replace(long, **{name: getattr(long, name) + "x"})
         with pytest.raises(ValueError, match=f"{name}: {len(getattr(longer, name))} characters, legal is up to"):
             codec.from_message(m.Member, codec.to_message(longer))
+
+
+@pytest.mark.parametrize("reason", ["x" * 5000, "x" * codec.MAX_REASON, "no file caf\udce9"])
+def test_a_reason_is_sent_as_it_can_be_read(reason: str):
+    """It may name a thousand members, or a file whose name is no UTF-8; a vote that is refused for it would end its group."""
+    vote = m.Vote(0, "commit", 1, 0, 0, "failed", reason=reason)
+    read = codec.from_bytes(m.Vote, codec.to_message(vote).SerializeToString())
+    assert read.reason == reason[: codec.MAX_REASON].replace("\udce9", "?")
+    machine = Group(GroupConfig("a:1", 1), 0.0)
+    machine.handle(m.RankCall(0, m.Member("")), 0.0)
+    machine.handle(m.LighthouseAnswered(m.Quorum(1, (m.Member("a:1"),))), 0.0)
+    [outcome] = [x.outcome for x in machine.handle(read, 0.0).effects if isinstance(x, m.AnswerVote)]
+    assert codec.from_bytes(m.Outcome, codec.to_message(outcome).SerializeToString()).verdict == "failed"
+    notice = codec.notice_message(m.Abandoned(1, f"lost ({reason}): returning"))
+    assert codec.notice_from(notice).reason.startswith("lost (")
+    assert codec.happened_message("commit", 1, reason).text == read.reason[: codec.MAX_WORDS]
+
+
+def test_a_rank_can_read_what_the_lighthouse_has_taken():
+    """A handle is bounded by one length, in a member and in the part that is made of it: else one group could end all others."""
+    member = m.Member("b:1", reconfigure_handles=("x" * codec.MAX_TEXTS["reconfigure_handles"],))
+    quorum = m.Quorum(1, (m.Member("a:1"), codec.from_message(m.Member, codec.to_message(member))))
+    part = plan(quorum, "a:1", 0)
+    assert codec.from_message(m.Part, codec.to_message(part)).handles == part.handles
 
 
 @given(st.from_type(TorchftReply))

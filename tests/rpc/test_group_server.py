@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc
@@ -22,12 +23,15 @@ from ft import LighthouseServer
 from ft.children import WISHES
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
+from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import GroupService, RankReports, Settings
+from ft.rpc.lighthouse_link import Link
 from ft.rpc.processes import Process
+from ft.rpc.serving import Refused
 from tests.rpc.wire import WAIT_S, Wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,6 +240,136 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
 
     asyncio.run(story())
     assert "Traceback" in caplog.text
+
+
+def test_a_late_vote_fails_no_call_for_a_quorum():
+    """Of the same rank: what is refused is the vote."""
+
+    async def story() -> None:
+        service = GroupService(GroupConfig("a:1", 2), "http://127.0.0.1:1", Access(), lambda why: None)
+        context = SimpleNamespace(time_remaining=lambda: None)
+        call = asyncio.ensure_future(service._ask((0, None), m.RankCall(0, m.Member("")), context))
+        await asyncio.sleep(0)
+        late = m.Vote(0, "commit", 9, 0, 0, "yes")
+        with pytest.raises(Refused, match="a vote for quorum 9; this group is in 0"):
+            await service._ask((0, late.key), late, context)
+        for _ in range(3):  # whatever was woken runs
+            await asyncio.sleep(0)
+        assert not call.done() and service.machine.waiting == {0}
+        call.cancel()
+        await service.close()
+
+    asyncio.run(story())
+
+
+def _streaming(handle: Callable[[Any], Any]) -> tuple[Any, int]:
+    """A server whose streams are all served by `handle`, and its port."""
+
+    class Streams(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: Any) -> Any:
+            async def serve(_: Any, context: Any) -> None:
+                await context.send_initial_metadata(())
+                await handle(context)
+
+            return grpc.stream_stream_rpc_method_handler(serve)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Streams(),))
+    return server, server.add_insecure_port("127.0.0.1:0")
+
+
+def test_who_beats_goes_on_when_the_stream_is_replaced_under_a_beat():
+    """grpc cancels whoever writes into a call that is cancelled. A group whose beats end unseen is lost again and again."""
+
+    async def story() -> None:
+        over = asyncio.Event()
+
+        async def read_nothing(context: Any) -> None:
+            await over.wait()
+
+        server, port = _streaming(read_nothing)
+        await server.start()
+        link = Link(f"127.0.0.1:{port}", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
+        link.open_stream("a:1", lambda: 0)
+        while link._stream is None:
+            await asyncio.sleep(0)
+        beat = asyncio.ensure_future(link.beat(pharos_pb2.Report(phase="x" * (32 << 20))))  # more than fits on the way
+        while not link._writing.locked():
+            await asyncio.sleep(0)
+        link.open_stream("a:1.1", lambda: 0)
+        await asyncio.wait_for(beat, WAIT_S)
+        link.open_stream("a:1.2", lambda: 0)
+        gone = asyncio.ensure_future(link.beat(pharos_pb2.Report()))
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        over.set()
+        await link.close()
+        await server.stop(0)
+
+    asyncio.run(story())
+
+
+def test_a_stream_that_breaks_before_its_hello_is_opened_again():
+    """While the last beat of the one before is still on its way; the group goes on."""
+
+    async def story() -> None:
+        tries, again = [], asyncio.Event()
+        link = Link("127.0.0.1:1", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
+
+        async def write(stream: Any, up: Any) -> None:
+            tries.append(up)
+            if len(tries) == 1:
+                raise asyncio.InvalidStateError("RPC already finished.")  # as grpc has it
+            again.set()
+
+        link._write = write  # type: ignore[method-assign]
+        link.open_stream("a:1", lambda: 0)
+        await asyncio.wait_for(again.wait(), WAIT_S)
+        await link.close()
+
+    asyncio.run(story())
+
+
+def test_a_word_that_cannot_be_read_is_passed_over():
+    """Of another version, by both ends: what comes after it is heard, and the stream stays open."""
+    known, strange = m.Abandoned(3, "over"), pharos_pb2.Notice()
+    down = [pharos_pb2.Down(notice=strange), pharos_pb2.Down(notice=codec.notice_message(known))]
+    rank_down = [pharos_pb2.RankDown(notice=strange), pharos_pb2.RankDown(notice=codec.notice_message(known))]
+
+    async def story(told: list[Any], listen: Callable[[str, Callable[[Any], None]], Any]) -> Any:
+        heard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        streams = 0
+
+        async def tell(context: Any) -> None:
+            nonlocal streams
+            streams += 1
+            for data in (b"\xff", *(word.SerializeToString() for word in told)):
+                await context.write(data)
+            while await context.read() is not grpc.aio.EOF:
+                pass
+
+        server, port = _streaming(tell)
+        await server.start()
+        loop = asyncio.get_running_loop()
+        close = listen(f"127.0.0.1:{port}", lambda event: loop.call_soon_threadsafe(heard.set_result, event))
+        event = await asyncio.wait_for(heard, WAIT_S)
+        assert streams == 1
+        await asyncio.to_thread(close) if not asyncio.iscoroutinefunction(close) else await close()
+        await server.stop(0)
+        return event
+
+    def as_group(address: str, hear: Callable[[Any], None]) -> Any:
+        link = Link(address, Access(), hear, asyncio.ensure_future, lambda o: None)
+        link.open_stream("a:1", lambda: 0)
+        return link.close
+
+    def as_rank(address: str, hear: Callable[[Any], None]) -> Any:
+        client = GroupClient(address, 0)
+        client.watch(hear, lambda why: None, pid=0)
+        return client.close
+
+    assert asyncio.run(story(down, as_group)) == asyncio.run(story(rank_down, as_rank)) == known
 
 
 def test_an_operators_orders():

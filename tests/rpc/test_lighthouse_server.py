@@ -297,7 +297,7 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
         (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y" * 600),))), "shape: 600 characters"),
         (OURS, pharos_call(m.Call(m.Member("a:1", deal_id="x" * 600))), "deal_id: 600 characters, legal is up to 512"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), blame=("x" * 600,))), "blame: 600 characters"),
-        (LEAVE, codec.to_message(m.Leave("a:1", True, "x" * 5000)).SerializeToString(), "reason: 5000 characters"),
+        (LEAVE, pharos_pb2.Leave(replica_id="a:1", reason="x" * 5000).SerializeToString(), "reason: 5000 characters"),
     ],
 )
 def test_an_absurd_claim_is_refused_with_its_reason(shared: House, path: str, data: bytes, said: str):
