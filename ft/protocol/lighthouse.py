@@ -149,7 +149,7 @@ class Lighthouse:
         if event.kind == "torchft" and peer.call:
             roster.drop_call(replica_id)  # its join time is that of its newest call
         peer.called_s = peer.called_s if peer.call else now_s
-        peer.call, peer.called = event, True
+        peer.call, peer.called, peer.cancelled = event, True, False
         roster.place(replica_id)
         newcomer = event.kind == "pharos" and replica_id not in roster.previous
         if generation and newcomer and replica_id in roster.candidates:
@@ -157,8 +157,10 @@ class Lighthouse:
 
     def _on_cancelled(self, event: m.CallCancelled, now_s: float) -> None:
         peer = self.roster.peers.get(event.replica_id)
-        if peer and not peer.stream:
-            self.roster.drop_call(event.replica_id)
+        if peer:
+            peer.cancelled = True
+            if not peer.stream:
+                self.roster.drop_call(event.replica_id)
 
     def _on_beat(self, event: m.Beat, now_s: float) -> None:
         if not self._is_foreign(event.replica_id, event.kind) and not self._is_lost(event.replica_id, now_s):
@@ -198,6 +200,8 @@ class Lighthouse:
         replica_id, timeout_s = event.replica_id, self.config.times.heartbeat_timeout_s
         if now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2 and replica_id in self.roster:
             self.roster.peers[replica_id].stream = False
+            if self.roster.peers[replica_id].cancelled:
+                self.roster.drop_call(replica_id)
             return
         self.roster.end_claim(replica_id, now_s - timeout_s)
         self._lose([replica_id], "its connection broke")

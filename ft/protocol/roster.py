@@ -41,6 +41,7 @@ class Peer:
     seen_s: float
     stream: bool = False
     call: Call | None = None  # waiting for a quorum
+    cancelled: bool = False  # nobody waits on that call any more: its answer can go over the stream alone
     called_s: float = 0.0
     called: bool = False  # at least once
     number: int = 0  # of its newest call

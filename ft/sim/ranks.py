@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 RETRY_S = 0.5
 VOTE_TRIES = 20
 WATCHDOG_S = 100.0  # train_timeout_seconds
+FIRST_STEP_S = 300.0  # init_timeout_seconds
 WORD_S = 3.0  # a word of the server's is good for so long
 WHOLE_VOTE_S = 2.0  # group_calls.py
 DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
@@ -93,6 +94,7 @@ class RankNode:
         self.waits_since_s = 0.0
         self.word_s = -math.inf  # when its server last said that the group waits for others
         self._still_s = 0.0  # without a step, and without that word
+        self._may_be_still_s = FIRST_STEP_S
         self.step = 0  # committed, as the trainer has seen it: the machine may be ahead by held steps
         self.trainer = Trainer(self)
         self.prober = Prober(self)
@@ -204,8 +206,8 @@ class RankNode:
                 give_up()
         waits = self.cluster.machines.watchdog_stands and self.world.now_s - self.word_s <= WORD_S
         self._still_s += 0.0 if waits else 1.0
-        if self._still_s > WATCHDOG_S:
-            self.exit(f"no step in {WATCHDOG_S:g} s")
+        if self._still_s > self._may_be_still_s:
+            self.exit(f"no step in {self._may_be_still_s:g} s")
 
     def interrupt(self) -> None:
         """Whatever waits for other groups ends: one of them cannot be reached."""
@@ -501,7 +503,7 @@ class RankNode:
         self._kept = NOTHING
         self.weights, self.step = digest(self.weights, sums.text, effect.divisor), effect.step
         parent, self.commit_id = self.commit_id, effect.commit_id
-        self.progress_s, self._still_s = self.world.now_s, 0.0
+        self.progress_s, self._still_s, self._may_be_still_s = self.world.now_s, 0.0, WATCHDOG_S
         self.cluster.liveness.restart()
         assert self._part is not None
         self.truth.commits(self, effect, self._part, sums, parent)

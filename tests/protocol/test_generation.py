@@ -155,6 +155,21 @@ def test_no_restart_lowers_the_terms_but_by_an_operators_word():
     assert m.Terms(1, 20.0, 0).at_least(m.Terms(1, 40.0, 0)).takeover_s == 40.0
 
 
+def test_a_lighthouse_that_was_stopped_puts_nobody_into_a_quorum_who_does_not_listen():
+    """Found by simulation: what came meanwhile is heard at once; a asked, gave the question up, and ended."""
+    talk = formed("ab")
+    for name in "ab":
+        talk.say(m.StreamOpened(f"{name}:1"))
+    talk.beats("ab", 1)
+    talk.call("a", 40, known=1, failed=True)
+    talk.say(m.CallCancelled("a:1"), 40)
+    talk.say(m.StreamClosed("a:1"), 40)
+    talk.call("b", 40, known=1, failed=True)
+    assert talk.quorum == (1, "ab")
+    talk.beats("b", 46)
+    assert talk.quorum == (2, "b")
+
+
 def test_a_lighthouse_that_was_stopped_loses_nobody_whose_connection_was_given_up_meanwhile():
     """The groups' keepalive ends after 15 s without an answer, and they connect again."""
     talk = formed("ab")
