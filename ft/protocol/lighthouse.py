@@ -389,7 +389,7 @@ class Lighthouse:
         roster = self.roster
         if len(roster.candidates) < self.config.min_replicas and roster.let_in(now_s, early=True):
             self._evaluate(now_s)
-        elif cut := roster.pairs([*roster.candidates, *roster.sitting]):
+        elif cut := roster.pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting]):
             self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     # ---- what to refuse
@@ -462,12 +462,16 @@ class Lighthouse:
 
     def _is_lost(self, replica_id: str, now_s: float) -> bool:
         """Tells it so. It will return under another id, and is awaited for a moment: those whom a cut had kept away come back within
-        milliseconds of each other, and the first few must not form a quorum without the rest."""
-        lost = self.roster.lost
-        if replica_id in lost:
-            self._emit(m.Refuse(replica_id, "LOST", lost[replica_id]))
-            self.roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
-        return replica_id in lost
+        milliseconds of each other, and the first few must not form a quorum without the rest. Once: one that beats on under an id that
+        it knows to be lost does not return, and must not keep the others waiting."""
+        roster = self.roster
+        if replica_id not in roster.lost:
+            return False
+        self._emit(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
+        if replica_id not in roster.told:
+            roster.told.add(replica_id)
+            roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
+        return True
 
     def _name_taken(self, event: Call, now_s: float) -> Problem:
         """A newcomer replaces the live id of its name if that is silent; else there are two groups with one id."""

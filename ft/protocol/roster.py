@@ -13,11 +13,11 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ft.protocol import messages as m
-from ft.protocol.blame import Pairs, pairs_among
+from ft.protocol.blame import Pairs, pairs_among, pairs_with
 from ft.protocol.messages import Call, Kind, Member, Quorum
 from ft.protocol.rules import View
 
@@ -55,6 +55,7 @@ class Roster:
         self.peers: dict[str, Peer] = {}
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
+        self.told: set[str] = set()  # of those, who know it
         self.previous: frozenset[str] = frozenset()  # ids of the last quorum
         self.gone: set[str] = set()  # of those, who left on purpose
         self.left_out: dict[
@@ -76,6 +77,9 @@ class Roster:
         self._processes: frozenset[str] = frozenset()  # of the previous: one that was lost comes back under another id
         self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._sat: dict[str, int] = {}  # name -> times that it sat out
+        self._pairs: tuple[tuple[str, ...], Pairs] | None = (
+            None  # that cannot work together, of the ids that were asked about last
+        )
         self._parted: dict[str, frozenset[str]] = {}  # id that sits out -> the processes that it could not work with
         self._view = View(
             candidates=self.candidates,
@@ -170,12 +174,12 @@ class Roster:
         self.sitting.pop(replica_id, None)
         self.odd.pop(replica_id, None)
         self._parted.pop(replica_id, None)
-        self.blames.pop(replica_id, None)
+        self._pardon(replica_id)
         if self.live.get(name) == replica_id:
             del self.live[name]
         self.lost[replica_id] = why
         while len(self.lost) > LOST_KEPT + len(self.previous):
-            self.lost.popitem(last=False)
+            self.told.discard(self.lost.popitem(last=False)[0])
         self.place(replica_id)
 
     @property
@@ -237,24 +241,39 @@ class Roster:
     def hear_blame(self, replica_id: str, others: Collection[str]) -> None:
         """Replaces what the group said before of those it cannot work with."""
         if others:
-            self.blames[replica_id] = frozenset(map(m.process_of, others))
+            if self.blames.get(replica_id) != (named := frozenset(map(m.process_of, others))):
+                self.blames[replica_id], self._pairs = named, None
         elif self.blames:
-            self.blames.pop(replica_id, None)
+            self._pardon(replica_id)
+
+    def _pardon(self, replica_id: str) -> None:
+        if self.blames.pop(replica_id, None):
+            self._pairs = None
 
     def pairs(self, ids: Collection[str]) -> Pairs:
-        """Returns the pairs among these that cannot work together."""
-        return pairs_among(ids, self.blames)
+        """Returns the pairs among these that cannot work together. Those of a cut between hundreds are counted once, not at each event."""
+        asked = tuple(ids)
+        if self._pairs is None or self._pairs[0] != asked:
+            self._pairs = asked, pairs_among(asked, self.blames)
+        return self._pairs[1]
+
+    def pairs_with(self, replica_id: str, ids: Iterable[str]) -> Pairs:
+        """Returns those that it is in with one of these."""
+        return pairs_with(replica_id, ids, self.blames)
 
     def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float, first_s: float, most_s: float) -> None:
         """They are no candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; nor as long as
         they cannot work with somebody who is there."""
+        parted: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
+        for pair in cut:
+            for replica_id in pair & parted.keys():
+                parted[replica_id] |= pair - {replica_id}
         for replica_id in sorted(ids):
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
             self.sitting[replica_id] = now_s + min(most_s, first_s * 2 ** min(times, 16))
-            others = frozenset().union(*(pair for pair in cut if replica_id in pair)) - {replica_id}
-            self._parted[replica_id] = frozenset(map(m.process_of, others))
+            self._parted[replica_id] = frozenset(map(m.process_of, parted[replica_id]))
             self.place(replica_id)
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
@@ -282,6 +301,7 @@ class Roster:
         """From the state file or a report: its members are alive until they were silent for a whole heartbeat timeout from now."""
         for member in quorum.members:
             self.lost.pop(member.replica_id, None)
+            self.told.discard(member.replica_id)
             self.live.setdefault(member.name, member.replica_id)
             if member.replica_id not in self.peers:
                 self.see(member.replica_id, self.kind, now_s)
@@ -310,7 +330,7 @@ class Roster:
         peer = self.peers.get(replica_id)
         if peer:
             del self._order[replica_id]
-            self.blames.pop(replica_id, None)
+            self._pardon(replica_id)
             if peer.call is None:
                 del self.peers[replica_id]
             self.place(replica_id)
@@ -329,12 +349,11 @@ class Roster:
         """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
         they were parted from are gone, or where it is `early` that they are wanted. Whether there is one."""
         here = {m.process_of(i) for i in self._order}
+        there = [i for i in self._order if i not in self.sitting]
         let_in = []
         for replica_id, until_s in self.sitting.items():
-            gone = self._parted[replica_id].isdisjoint(here)
-            there = [i for i in self._order if i not in self.sitting]
-            cut = any(replica_id in pair for pair in self.pairs([*there, replica_id]))
-            if not cut and (until_s <= now_s or gone or early):
+            may = early or until_s <= now_s or self._parted[replica_id].isdisjoint(here)
+            if may and not self.pairs_with(replica_id, there):
                 let_in.append(replica_id)
         for replica_id in let_in:
             del self.sitting[replica_id], self._parted[replica_id]

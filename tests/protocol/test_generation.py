@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.blame import smallest_cover
+from ft.protocol.blame import pairs_among, smallest_cover
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from tests.protocol.talk import Talk, formed, notices, refusals
 
@@ -591,6 +596,72 @@ def test_smallest_cover_of_many_pairs_covers_them():
     pairs = [frozenset((f"x{i}", f"x{i + 1}")) for i in range(200)]
     cover = smallest_cover(pairs)
     assert all(pair & cover for pair in pairs) and len(cover) <= 134
+
+
+@given(st.sets(st.frozensets(st.sampled_from("abcdefg"), min_size=2, max_size=2), min_size=1, max_size=12), st.data())
+def test_smallest_cover_is_the_first_of_the_smallest_ones(pairs: set[frozenset[str]], data: st.DataObject):
+    spare = data.draw(st.sets(st.sampled_from("abcdefg")))
+    blamed = Counter(replica_id for pair in pairs for replica_id in pair)
+    order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
+    covers = (set(x) for n in (1, 2, 3) for x in combinations(order, n) if all(pair & set(x) for pair in pairs))
+    assert (first := next(covers, None)) is None or smallest_cover(pairs, spare) == first
+
+
+def halves(count: int) -> tuple[list[str], list[str]]:
+    names = [f"g{i:03d}:1" for i in range(count)]
+    return names[: count // 2], names[count // 2 :]
+
+
+def test_a_cut_between_halves_is_covered_in_one_look_at_each_pair():
+    """Counted, not timed: what took half a minute with 256 groups, while nobody else was heard."""
+    left, right = halves(66)
+    pairs = [frozenset((one, other)) for one in left for other in right]
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        cover = smallest_cover(pairs)
+    finally:
+        sys.setprofile(None)
+    assert len(cover) == 33 and calls < 20 * len(pairs)
+
+
+def test_while_nobody_may_sit_out_a_cut_is_not_counted_anew_at_each_event(monkeypatch: pytest.MonkeyPatch):
+    left, right = halves(20)
+    talk = Talk(min_replicas=20)
+    for replica_id in left + right:
+        talk.say(m.Call(m.Member(replica_id), number=1))
+    talk.machine.config = LighthouseConfig(min_replicas=15)
+    for half, other in ((left, right), (right, left)):
+        for replica_id in half:
+            member = m.Member(replica_id, step=1, commit_failures=1)
+            talk.say(m.Call(member, known=1, failed=True, blame=tuple(other), number=2))
+    assert "fewer than min_replicas = 15 would be left" in talk.reason
+    counted: list[object] = []
+    monkeypatch.setattr("ft.protocol.roster.pairs_among", lambda *what: counted.append(what) or pairs_among(*what))
+    for replica_id in left:
+        talk.say(m.Report(replica_id, 1, blame=tuple(right)))
+        talk.say(m.Tick(), talk.now_s + 0.1)
+    assert not counted
+    talk.say(m.Report(left[0], 1, blame=tuple(right[1:])))
+    assert len(counted) == 1, "a word that is another one counts"
+
+
+def test_who_beats_on_under_a_lost_id_keeps_nobody_waiting():
+    """It is awaited for a moment, once: told that it is lost, a group returns under another id, or never."""
+    talk = formed("ab", join_timeout_s=5.0)
+    talk.say(m.Evict("b:1"), 1.0)
+    talk.say(m.Report("b:1", 0), 1.1)
+    talk.call("a", 1.2, known=1, failed=True)
+    assert talk.quorum == (1, "ab") and "more than half is needed" in talk.reason, "b may return"
+    while talk.now_s < 4.0:
+        for event in (m.Report("a:1", 0), m.Report("b:1", 0), m.Tick()):
+            talk.say(event, round(talk.now_s + 0.1, 3))
+    assert talk.quorum == (2, "a")
 
 
 def test_who_finishes_tells_all_others_and_who_opens_a_stream_later():
