@@ -69,19 +69,27 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = _apply(_CausalAttention, q, k, v)
     elif t == s:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    elif t > 1 and aligns_last_rows(q.device.type, q.dtype):
+        out = _flash_last_rows(q, k, v)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=_last_rows(t, s, q.device), enable_gqa=grouped)
+        mask = None if t == 1 else _last_rows(t, s, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return out.transpose(1, 2)  # [B, T, H, D]
 
 
-def _last_rows(t: int, s: int, device: torch.device) -> Tensor | None:
-    """The last t rows of the causal mask [s, s]: on CUDA as a mark that flash attention understands; None: all is seen."""
-    if t == 1:
-        return None
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, which takes as long as torch
+def aligns_last_rows(device_type: str, dtype: torch.dtype) -> bool:
+    """True where flash attention takes T < S queries as the last T of S positions, without a mask."""
+    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
-        return cast(Tensor, causal_lower_right(t, s))
+
+def _flash_last_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The operator that torch.nn.attention.bias.causal_lower_right ends in; its tensor subclass cannot be made inside a compiled graph."""
+    result: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return result[0]
+
+
+def _last_rows(t: int, s: int, device: torch.device) -> Tensor:
+    """The last t rows of the causal mask [s, s]."""
     return torch.ones(t, s, dtype=torch.bool, device=device).tril(s - t)
 
 

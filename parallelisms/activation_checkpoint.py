@@ -61,6 +61,10 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
 
 def _computed_again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since a compiler begins at one
+        if (
+            not torch.is_grad_enabled()
+        ):  # nothing is computed again, and a block that appends to a cache could not be traced
+            return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return with_checkpoint
@@ -95,7 +99,6 @@ def _kept() -> set[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._efficient_attention_forward.default,  # what causal_lower_right becomes
         ops.CPU_ATTENTION,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         aten.max.default,  # float8 takes its scales from it

@@ -117,6 +117,20 @@ def test_what_is_computed_again(blocks_up_to: int, attention: str, monkeypatch: 
     assert products == {"none": 0, "second": 2 * whole_block, "op": 3 * LAYERS, "full": LAYERS * whole_block}
 
 
+@pytest.mark.parametrize("mode", ["second", "op", "full"])
+def test_compiled_blocks_go_through_a_cache_where_no_gradient_is_asked_for(mode: str) -> None:
+    """As the text sample at a run's end does. A checkpoint around a block that appends to its cache cannot be traced."""
+    model = built(MODES[mode])
+    tokens = torch.randint(0, V, (1, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(tokens)
+    for block in model.layers.values():
+        block.compile(backend="eager", fullgraph=True)
+    with torch.no_grad():
+        cache = model.new_cache(1, T)
+        assert torch.allclose(model(tokens, cache=cache), plain, atol=1e-6)
+
+
 @pytest.mark.parametrize("config", MODES.values(), ids=MODES)
 def test_names_are_those_of_the_model(config: ActivationCheckpointConfig) -> None:
     plain, model = built(MODES["none"]), built(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -131,11 +132,26 @@ def test_attention_of_the_last_tokens_takes_no_memory_for_a_mask() -> None:
     assert 0 < max(sizes) < t * s / 4
 
 
-def test_rows_of_the_causal_mask_that_kernels_are_given() -> None:
-    assert ops._last_rows(1, 9, torch.device("cpu")) is None
-    lower_right = ops._last_rows(3, 5, torch.device("cuda"))  # needs no device to be made
-    assert lower_right is not None
-    assert torch.equal(lower_right._materialize(), ops._last_rows(3, 5, torch.device("cpu")))  # type: ignore[attr-defined]
+def test_flash_attention_is_given_no_mask_where_it_aligns_the_last_rows_itself() -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert [ops.aligns_last_rows("cuda", dtype) for dtype in dtypes] == [True, True, False]
+    assert not any(ops.aligns_last_rows("cpu", dtype) for dtype in dtypes)
+    assert ops._last_rows(2, 4, torch.device("cpu")).tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_a_compiled_block_traces_attention_over_the_last_rows_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler's own limits and no device: on meta tensors, as one graph. The mark of torch.nn.attention.bias cannot be traced."""
+    monkeypatch.setattr(ops, "aligns_last_rows", lambda device_type, dtype: True)
+    q, k, v = (x.to("meta") for x in heads(2, 4, 16, 4, 2, 8, torch.bfloat16))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    out = torch.compile(ops.causal_attention, backend=backend, fullgraph=True)(q, k, v)
+    assert out.shape == q.shape and len(graphs) == 1
+    assert "_scaled_dot_product_flash_attention" in graphs[0].code
 
 
 @DTYPES
