@@ -35,6 +35,8 @@ MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another tr
 LEAST_STRIPE, MOST_STRIPE = 64, 1024  # chunks
 TELL_S = 1.0
 AGAIN_S = 0.05  # between two looks for an offer that is not there yet
+LOOK_S = 0.25  # between two looks, of a connection that has nothing left to take, for one that is too slow
+SLOWER = 4.0  # times as slow as the one that waits for it, and a second
 log = logging.getLogger("pharos.healing")
 
 
@@ -93,8 +95,14 @@ class Fetch:
         if manifest is None or not complete or self.stopped:
             reason = self.stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
             raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed))
-        for source in self.sources:
-            _FromSource(self, source).tell_done()
+        told = [
+            threading.Thread(target=_FromSource(self, source).tell_done, name="heal-done", daemon=True)
+            for source in self.sources
+        ]
+        for thread in told:
+            thread.start()
+        for thread in told:
+            thread.join(TELL_S)  # a courtesy: one that takes longer to hear it is not waited for
         return self.into.values_of(manifest)
 
     @property
@@ -143,16 +151,22 @@ class Fetch:
                 where,
             )
 
-    def take(self, source: Source, backwards: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def take(self, one: _FromSource, backwards: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """The next stripe, in one piece, and what we lack in all; no stripe: all is verified, or the fetch was stopped. Waits while others
-        may yet give chunks back, and while this source must not give any."""
+        may yet give chunks back, and while this source must not give any; but not for one that is far too slow."""
+        source = one.source
+
+        def enough() -> bool:
+            may = self._equal or self._chosen in (None, source)
+            return bool(self.stopped or self.complete or (self._open and may))
+
         with self._lock:
             assert self._manifest is not None
-            self._lock.wait_for(
-                lambda: (
-                    self.stopped or self.complete or (self._open and (self._equal or self._chosen in (None, source)))
-                )
-            )
+            idle_since_s = time.monotonic()
+            while not self._lock.wait_for(enough, LOOK_S):
+                for other in self._sources:
+                    if other is not one and other.is_too_slow_for(one, idle_since_s):
+                        other.hang_up("it sends far more slowly than the other")
             self._chosen = self._chosen or source
             if self.stopped or not self._open:
                 return [], []
@@ -196,19 +210,24 @@ class _FromSource:
         self._fetch, self._backwards = fetch, backwards
         self._damaged = 0
         self._sock: socket.socket | None = None
+        self._stripe: Sequence[int] = ()  # that is being received
+        self._moved_s = 0.0  # when the last chunk of it came
+        self._chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
+        self._given_up = ""
 
     def run(self) -> None:
         try:
             body = self._fetch.agree(self._fetch_header())
             bounce = Bounce(body)
             while True:
-                stripe, lacks = self._fetch.take(self.source, self._backwards)
+                stripe, lacks = self._fetch.take(self, self._backwards)
                 if not stripe:
                     break
                 self._receive_stripe(body, bounce, stripe, lacks)
         except (SourceFailed, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
-            self.failure = f"it was silent for {self._fetch.config.heal_grace_s:g} s" if silent else str(error)
+            words = f"it was silent for {self._fetch.config.heal_grace_s:g} s" if silent else str(error)
+            self.failure = self._given_up or words
             log.warning("healing from %s: %s", self.source.replica_id, self.failure)
         finally:
             if self._sock:
@@ -233,7 +252,18 @@ class _FromSource:
             if self._sock:
                 self._sock.close()
 
-    def hang_up(self) -> None:
+    def is_too_slow_for(self, other: _FromSource, idle_since_s: float) -> bool:
+        """`other` has nothing left to take since then, and would have had this stripe long ago; or, where it was not allowed to take any
+        yet, this one has not sent a single chunk for a third of what it may be silent."""
+        now_s = time.monotonic()
+        if not self._stripe:
+            return False
+        if other._chunk_s:
+            return now_s - idle_since_s > 1 + SLOWER * other._chunk_s * len(self._stripe)
+        return now_s - max(self._moved_s, idle_since_s) > self._fetch.config.heal_grace_s / 3
+
+    def hang_up(self, why: str = "") -> None:
+        self._given_up = self._given_up or why
         if self._sock:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -292,6 +322,8 @@ class _FromSource:
     def _receive_stripe(self, body: Body, bounce: Bounce, stripe: Sequence[int], lacks: list[tuple[int, int]]) -> None:
         """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
         verified: set[int] = set()
+        self._stripe, self._moved_s = stripe, time.monotonic()
+        began_s = self._moved_s
         try:
             got: set[int] = set()
             wanted = (("Range", f"chunks={stripe[0]}-{stripe[-1]}"), ("Lacks", bounded_ranges(lacks)))
@@ -302,10 +334,13 @@ class _FromSource:
             for chunk in stripe:
                 if self._receive_chunk(body, bounce, chunk):
                     got.add(chunk)
+                self._moved_s = time.monotonic()
             if not hmac.compare_digest(self._read(SEAL_BYTES), self._seal):
                 raise SourceFailed("its offer is another than the one it began with")
             verified = got
+            self._chunk_s = (time.monotonic() - began_s) / len(stripe)
         finally:
+            self._stripe = ()
             self._fetch.give(stripe, verified)
         self._damaged += len(stripe) - len(verified)
         if len(verified) < len(stripe):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +45,38 @@ def test_one_of_two_sources_dies(world: World, dies_after: int):
     dies = world.proxy(world.source(group, "a"), cut(dies_after))
     heal(world.transport("j"), joiner, dies, world.source(group, "b"))
     assert equal(joiner.loaded, group.values)
+
+
+def test_a_source_that_is_far_too_slow_is_not_waited_for(world: World, caplog: pytest.LogCaptureFixture):
+    """It is not silent for longer than it may be; but the other one has long done its own part, and does the rest."""
+    group, joiner, config = large(1, chunks=32), large(2, chunks=32), HealConfig(heal_grace_s=3600.0)
+    slow = world.proxy(world.source(group, "a"), hold(5 * MIB, world.event()))
+    heal(world.transport("j", config=config), joiner, slow, world.source(group, "b"))
+    assert equal(joiner.loaded, group.values)
+    assert "healing from source-0: it sends far more slowly than the other" in caplog.text
+
+
+def test_who_is_too_slow():
+    """Against what the waiting one took for a chunk; where that one was not let yet, against silence."""
+    config = HealConfig(heal_grace_s=30.0)
+    fetch: Any = SimpleNamespace(config=config)
+    one, other = (http_fetch._FromSource(fetch, Source(name, "")) for name in "ab")
+    now_s = time.monotonic()
+    assert not other.is_too_slow_for(one, now_s - 100), "it receives nothing"
+    other._stripe, other._moved_s = range(64), now_s
+    assert not other.is_too_slow_for(one, now_s - 100), "a chunk has just come"
+    other._moved_s = now_s - 11
+    assert other.is_too_slow_for(one, now_s - 11) and not other.is_too_slow_for(one, now_s - 5)
+    one._chunk_s = 0.1  # so 64 take 6.4 s
+    assert other.is_too_slow_for(one, now_s - 28) and not other.is_too_slow_for(one, now_s - 24)
+
+
+def test_a_source_that_does_not_hear_the_thanks_keeps_nobody(world: World, monkeypatch: pytest.MonkeyPatch):
+    group, joiner, gate, heard = large(1, chunks=16), large(2, chunks=16), world.event(), list[bool]()
+    monkeypatch.setattr(http_fetch, "TELL_S", 0.01)
+    monkeypatch.setattr(http_fetch._FromSource, "tell_done", lambda self: heard.append(gate.wait(30)))
+    heal(world.transport("j"), joiner, world.source(group, "a"), world.source(group, "b"))
+    assert equal(joiner.loaded, group.values) and not heard
 
 
 def test_sources_with_different_states(world: World):
