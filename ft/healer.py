@@ -144,12 +144,12 @@ class Healer:
 
     def _ask(self, address: str) -> str:
         """Where that group's rank of our number serves its state. Empty: it does not say."""
-        with closing(GroupClient(address, self._group_rank, self._access)) as client:
-            try:
+        try:
+            with closing(GroupClient(address, self._group_rank, self._access)) as client:
                 return client.checkpoint_metadata(self._group_rank, ASK_S)
-            except (TimeoutError, RuntimeError) as error:
-                log.warning("%s does not say where its state is: %s", address, error)
-                return ""
+        except (TimeoutError, RuntimeError, ValueError) as error:
+            log.warning("%s does not say where its state is: %s", address, error)
+            return ""
 
     def _names(self, part: m.Part) -> list[str]:
         return [part.members[source.replica_rank] for source in part.sources]

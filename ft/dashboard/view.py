@@ -76,7 +76,7 @@ class View:
             step = member.step if member and peer else m.VOID
             if report:
                 step, phase = report.step, self._phase(report.phase)
-                goodput = round(100 * report.goodput_s / report.wall_s) if report.wall_s else -1
+                goodput = round(100 * _share(report.goodput_s, report.wall_s)) if report.wall_s else -1
                 flags |= IN_REDUCTION * report.waiting
             elif peer and peer.call:
                 step = peer.call.member.step
@@ -189,7 +189,7 @@ class View:
             "min_replicas": service.config.min_replicas,
             "kind": saved.kind,
             "steps_per_s": float(f"{history.steps_per_s():.3g}"),
-            "goodput": round(goodput_s / wall_s, 3) if wall_s else None,
+            "goodput": round(_share(goodput_s, wall_s), 3) if wall_s else None,
             "trouble": clean(service.keeper.trouble if service.keeper else "", NOTE_TEXT),
         }
 
@@ -239,6 +239,11 @@ class View:
         patience_s = STANDS_STEPS * max(report.median_step_s for report in reports.values())
         stands_s = self._wall_clock() - last_s
         return stands_s if stands_s > max(STANDS_S, patience_s) else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    """Of figures that come from elsewhere: at most 1, whatever they are."""
+    return min(1.0, part / whole)
 
 
 def _sentence(text: str) -> str:

@@ -39,7 +39,7 @@ class Healing:
         heal = self.open
         if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
             return None
-        heal.state = event.state
+        heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
         found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
         whole = event.ok and found == heal.reference
         reason = "" if whole else event.reason or f"the state is {found}"

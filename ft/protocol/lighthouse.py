@@ -186,7 +186,7 @@ class Lighthouse:
         """A group has been put into a quorum by the lighthouse that was here before."""
         old = self.quorum
         newest = old.quorum_id if old else 0
-        if old and known.epoch != old.epoch:
+        if not known.members or (old and known.epoch != old.epoch):
             return
         if known.quorum_id > newest:
             self._epoch, self._settled = known.epoch, 0  # another history's, if the job has gone back since

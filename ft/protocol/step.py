@@ -321,9 +321,15 @@ class Step:
             self._launch(again=False)
 
     def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
-        if self._at(event) and not self._missing():
-            self._tail, self._failure = Tail.of(event.tail, self._digests), None
-            self._vote_on_commit()
+        if not self._at(event) or self._missing():
+            return
+        tail = Tail.of(event.tail, self._digests)
+        if tail.is_sound:
+            self._tail, self._failure = tail, None
+        else:
+            why = "the figures that were summed with the gradients are no numbers"
+            self._failure = m.ReduceFailed(event.quorum_id, event.attempt, event.step, why)
+        self._vote_on_commit()
 
     def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
         if not self._at(event):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -30,6 +31,11 @@ class Tail:
     @cached_property
     def divisor(self) -> float:
         return sum(count for count in self.tokens if count > 0)
+
+    @property
+    def is_sound(self) -> bool:
+        """What all groups decide by are numbers. A loss need not be one."""
+        return math.isfinite(sum(self.tokens) + self.ok + self.change)
 
     @property
     def is_empty(self) -> bool:

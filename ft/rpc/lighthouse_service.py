@@ -31,6 +31,7 @@ MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
 CALLS_PER_ID = 64
+MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighthouse not: as many are left to give out
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
 
@@ -150,6 +151,7 @@ class LighthouseService:
     async def _ask(self, call: m.Call, roster: str, size: int, context: Any) -> bytes:
         """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
+        self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
         replica_id, waiting = call.member.replica_id, _Waiting(call.kind, roster)
         if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
@@ -178,6 +180,11 @@ class LighthouseService:
             self.refused += 1
             raise Refused(_STATUS[problem[0]], problem[1])
 
+    def _check_id(self, quorum_id: int) -> None:
+        """Ids go on from what groups know. Raises ValueError for one after which there would be none left."""
+        if quorum_id > max(MAX_KNOWN, self._newest_id):
+            raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
+
     def _forget(self, replica_id: str, waiting: _Waiting) -> None:
         """A call that nobody has answered is over: its caller went, or its deadline came."""
         calls = self._waiting.get(replica_id, [])
@@ -205,6 +212,7 @@ class LighthouseService:
             hello = codec.parse(pharos_pb2.Up, first or b"").hello
             _check(m.Call(m.Member(hello.replica_id), known=hello.quorum_id))
             _check_step(hello.settled)
+            self._check_id(hello.quorum_id)
             self._check_kind("pharos")
             await self._serve_stream(hello, outbox)
         except (TimeoutError, asyncio.TimeoutError):
@@ -246,8 +254,8 @@ class LighthouseService:
             self.driver.feed(report)
             if self.onlooker:
                 self._show(self.onlooker.reported, up.report)
-            if hello.replica_id in self._waiting and outbox.told != self.machine.reason:
-                outbox.told = self.machine.reason
+            if hello.replica_id in self._waiting and outbox.told != (why := self._why_it_waits(hello.replica_id)):
+                outbox.told = why
                 outbox.send(pharos_pb2.Down(waits=outbox.told[: codec.MAX_WORDS]).SerializeToString())
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
@@ -261,6 +269,13 @@ class LighthouseService:
                 self._show(self.onlooker.told, hello.replica_id, happened)
         else:
             raise ValueError("after the hello come reports")
+
+    def _why_it_waits(self, replica_id: str) -> str:
+        peer = self.machine.roster.peers.get(replica_id)
+        if peer and peer.call is None and self.keeper:
+            trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
+            return f"a quorum is answered when the lighthouse's state file is written{trouble}"
+        return self.machine.reason
 
     def order(self, replica_id: str, kind: str, reason: str) -> bool:
         """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""

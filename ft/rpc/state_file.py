@@ -20,15 +20,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ft.protocol import messages as m
+from ft.protocol.rules import MAX_STEP, absurd
+from ft.rpc import codec
 
 FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
@@ -44,14 +47,37 @@ def read(path: Path) -> m.Saved | None:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a state file: {error}") from None
     try:
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
-        return m.Saved.from_dict(data)
+        return _checked(m.Saved.from_dict(data))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a state file of this version: {error!r}") from None
+
+
+def _checked(saved: m.Saved) -> m.Saved:
+    """As it is, if each value is of its type and range: a wrong one would end the lighthouse later. Raises TypeError and ValueError."""
+    for name in ("last_id", "settled"):
+        number = getattr(saved, name)
+        if type(number) is not int or not 0 <= number <= MAX_STEP:
+            raise ValueError(f"{name} = {number!r}")
+    if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
+        raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
+    if saved.terms:
+        codec.to_message(saved.terms)  # says what is of a wrong type, as below
+        if saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf:
+            raise ValueError(f"{saved.terms}")
+    if saved.quorum:
+        codec.to_message(saved.quorum)
+        members, (*numbers, commit_id) = saved.quorum.members, saved.quorum.reference
+        if [*map(type, numbers), type(commit_id)] != [int, int, str]:
+            raise ValueError(f"reference {saved.quorum.reference}")
+        problems = [absurd(m.Call(member, saved.kind, known=saved.quorum.quorum_id)) for member in members]
+        if not members or any(problems) or list(saved.quorum.ids) != sorted(set(saved.quorum.ids)):
+            raise ValueError(f"quorum {saved.quorum.quorum_id}: its members")
+    return saved
 
 
 def reserved(saved: m.Saved) -> m.Saved:

@@ -16,6 +16,8 @@ import grpc
 
 from ft.protocol import messages as m
 from ft.protocol.plan import reference_state
+from ft.protocol.rules import absurd
+from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.lighthouse_link import CALL_S, TorchftLink, Wire
 
@@ -91,4 +93,7 @@ def _member(member: m.Member) -> m.Member:
         raise ValueError(
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
         ) from None
-    return replace(member, data="", **values)
+    found = codec.from_message(m.Member, codec.to_message(replace(member, data="", **values)))
+    if problem := absurd(m.Call(found)):
+        raise ValueError(problem[1])
+    return found

@@ -651,6 +651,15 @@ def test_while_nobody_may_sit_out_a_cut_is_not_counted_anew_at_each_event(monkey
     assert len(counted) == 1, "a word that is another one counts"
 
 
+def test_a_quorum_that_is_told_without_its_members_is_not_gone_on_from():
+    talk = Talk()
+    talk.say(m.StreamOpened("a:1", m.Quorum(7, ()), 5))
+    assert talk.machine.quorum is None
+    talk.call("a", known=7)
+    quorum = talk.machine.quorum
+    assert quorum and (quorum.quorum_id, quorum.epoch) == (8, "job")
+
+
 def test_who_beats_on_under_a_lost_id_keeps_nobody_waiting():
     """It is awaited for a moment, once: told that it is lost, a group returns under another id, or never."""
     talk = formed("ab", join_timeout_s=5.0)

@@ -113,6 +113,12 @@ def test_another_state_than_the_quorums_is_not_taken():
     assert only(m.CastVote, rank.see(m.HealEnded(2, True, source_state(4)))).vote.verdict == "failed"
 
 
+@pytest.mark.parametrize("state", [None, [], "state", 3, {}])
+def test_what_is_no_state_is_not_taken(state: Any):
+    """It came over the wire, and ends nobody."""
+    assert only(m.CastVote, healing().see(m.HealEnded(2, True, state))).vote.verdict == "failed"
+
+
 def test_when_the_generation_fails_the_groups_word_on_the_heal_comes_first():
     rank = healing()
     rank.see(ReduceFailed(2, 0, 5, "socket closed"))

@@ -309,3 +309,17 @@ def test_what_comes_late_or_twice_changes_nothing(event: m.Event):
     assert rank.see(event) == []
     assert (rank.machine.phase, rank.machine.state_dict(), rank.at) == before
     assert names(rank.outcome("commit")) == ["Settled", "CommitStep"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 4])  # tokens, ok, change
+@pytest.mark.parametrize("figure", [float("nan"), float("inf"), -float("inf")])
+def test_figures_that_are_no_numbers_are_a_failed_attempt(place: int, figure: float):
+    """One damaged word of one group's bucket reaches all ranks of all groups: none may end by it."""
+    rank = Rank()
+    rank.enter()
+    rank.see(Computed((10.0,), 25.0))
+    tail = [10.0, 10.0, 50.0, 2.0, 0.0]
+    tail[place] = figure
+    vote = only(m.CastVote, rank.reduced(*tail)).vote
+    assert (vote.kind, vote.verdict) == ("commit", "failed") and "are no numbers" in vote.reason
+    assert names(rank.outcome("commit", "failed")) == ["AbandonGeneration", "AskQuorum"]

@@ -23,10 +23,14 @@ import grpc
 import pytest
 
 from ft import LighthouseServer
+from ft.dashboard.history import History
+from ft.dashboard.view import View
 from ft.protocol import messages as m
+from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import lighthouse_http, lighthouse_service, serving
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.lighthouse_service import LighthouseService
 from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +168,20 @@ def test_figures_that_are_no_numbers_are_no_broken_page(running: Running):
     assert 'pharos_loss{replica="n\\"\\\\:1"} NaN' in running.get("/metrics", **GOOD)[1]
     stream.close()
     wire.close()
+
+
+def test_figures_beyond_all_measure_are_no_broken_live_page():
+    async def story() -> None:
+        service = LighthouseService(LighthouseConfig())
+        service.machine.handle(m.StreamOpened("a:1"), 0.0)
+        view = View(service, History(service.machine))
+        for goodput_s, wall_s in ((1e308, 1e-300), (1e308, 1e308), (0.0, 1e308)):
+            for name in ("a:1", "b:1"):
+                service.reports[name] = pharos_pb2.Report(goodput_s=goodput_s, wall_s=wall_s)
+            rows = view.rows()
+            json.dumps([rows, view.job(rows), view.lasting("a:1")], allow_nan=False)
+
+    asyncio.run(story())
 
 
 # ------------------------------------------------------------------------------------------------ connections

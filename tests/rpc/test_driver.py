@@ -182,6 +182,47 @@ def test_what_is_no_state_file_is_told(tmp_path: Path, text: str):
         state_file.read(path)
 
 
+DAMAGED: list[Callable[[dict[str, Any]], Any]] = [
+    lambda data: data.update(last_id="5"),
+    lambda data: data.update(last_id=-5),
+    lambda data: data.update(settled=None),
+    lambda data: data.update(settled=1 << 70),
+    lambda data: data.update(epoch=5),
+    lambda data: data.update(kind="other"),
+    lambda data: data["terms"].update(min_replicas="1"),
+    lambda data: data["terms"].update(takeover_s=-1.0),
+    lambda data: data["quorum"].update(members=[]),
+    lambda data: data["quorum"].update(quorum_id="1"),
+    lambda data: data["quorum"].update(reference=[None, None, None]),
+    lambda data: data["quorum"]["members"][0].update(replica_id=None),
+    lambda data: data["quorum"]["members"][0].update(step="1"),
+    lambda data: data["quorum"]["members"].append(data["quorum"]["members"][0]),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damage: Callable[[dict[str, Any]], Any]):
+    """Or it would end the lighthouse, at its start or at the first call."""
+    path = tmp_path / "state.json"
+    quorum = m.Quorum(1, (m.Member("a:1", step=2, restored=0),), (2, 1, "c"), "e", (("layout", "x"),))
+    saved = m.Saved("e", 7, 2, "pharos", quorum, m.Terms(takeover_s=None))
+    for good in (saved, replace(saved, quorum=None, terms=None)):
+        state_file.write(path, good)
+        assert state_file.read(path) == good
+    data = {"format": state_file.FORMAT, **json.loads(json.dumps(saved.to_dict()))}
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"state\.json is not a state file"):
+        state_file.read(path)
+
+
+def test_a_state_file_of_brackets_is_told(tmp_path: Path):
+    path = tmp_path / "state.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"state\.json is not a state file"):
+        state_file.read(path)
+
+
 def _keep(path: Path, story: Callable[[state_file.Keeper], Any]) -> None:
     async def run() -> None:
         keeper = state_file.Keeper(path, state_file.take_over(path) if path.parent.exists() else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -292,6 +293,8 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
         (OURS, pharos_call(m.Call(m.Member("a:1", world_size=0))), "world size 0"),
         (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=-1))), "quorum -1"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 50)), "step 0"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 40)), "a lighthouse learns of ids up to"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=1 << 40))), "a lighthouse learns of ids up to"),
         (OURS, pharos_call(m.Call(m.Member("a:1", dealt=1 << 50))), "step or count"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y"),) * 257)), "digests"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y" * 600),))), "shape: 600 characters"),
@@ -322,6 +325,7 @@ UP = pharos_pb2.Up
         ([b"\xff"], "not a pharos.Up"),
         ([UP(report=pharos_pb2.Report(step=1))], "an id or address is empty"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", settled=1 << 60))], "a step or count"),
+        ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=1 << 40))], "a lighthouse learns of ids up to"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=9)), b"\x12\x02\x08\x09"], "quorum 9 of 0 members"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP(report=pharos_pb2.Report(phase="x" * 600))], "phase: 600"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP(report=pharos_pb2.Report(wall_s=math.nan))], "wall_s = nan"),
@@ -385,3 +389,26 @@ def test_a_taken_port_is_told():
     with pytest.raises(ValueError, match="in use"):
         LighthouseServer(server.address().removeprefix("http://"), 1)
     server.shutdown()
+
+
+def test_who_waits_for_the_disk_is_told_so(house: Any, tmp_path: Path):
+    """Else it would hear that all had called, for as long as the disk is full."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    wire = house(state=folder / "state.json").wire()
+    shutil.rmtree(folder)
+    stream = Stream(wire, "a:1")
+    answer = wire.pharos(m.Call(m.Member("a:1"), number=1))
+    told = [""]
+    while "No such file" not in told[-1]:
+        stream.send(report=pharos_pb2.Report(sent_s=60.0 * len(told)))
+        told.append(told[-1])
+        for data in stream.call:
+            down = pharos_pb2.Down.FromString(data)
+            told[-1] = down.waits or told[-1]
+            if down.WhichOneof("down") == "beat_answered":
+                break
+    assert told[-1].startswith("a quorum is answered when the lighthouse's state file is written: ")
+    folder.mkdir()
+    assert pharos_pb2.QuorumReply.FromString(answer.result(WAIT_S)).quorum.quorum_id == 1
+    stream.close()

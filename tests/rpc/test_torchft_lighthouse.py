@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from ft.manager import GroupEnded
@@ -59,3 +62,15 @@ def test_what_torchft_has_no_field_for_travels_as_data():
 def test_a_quorum_with_torchfts_groups_is_refused(data: str):
     with pytest.raises(ValueError, match="b:1 is not one of Pharos's groups"):
         read(m.Quorum(4, (m.Member("b:1", data=data),)))
+
+
+@pytest.mark.parametrize(
+    "said", [{"dealt": 10**30}, {"commit_quorum_id": -5}, {"deal_id": "x" * 600}, {"commit_id": "\n"}]
+)
+def test_what_no_honest_group_says_of_itself_is_refused(said: dict[str, Any]):
+    """A rank could not read the part that is made of it, and would end."""
+    ours = json.loads(write(m.Member("b:1")).data)
+    ours["pharos"].update(said)
+    with pytest.raises(ValueError, match=r".") as caught:
+        read(m.Quorum(4, (m.Member("b:1", data=json.dumps(ours)),)))
+    assert "is not one of Pharos's groups" not in str(caught.value)
