@@ -75,7 +75,13 @@ class HealServer:
                 time.sleep(0.1)  # no descriptors left: try again, rarely
                 continue
             connection = _Connection(self, sock)
-            if not self._take_in(connection):
+            try:
+                taken_in = self._take_in(connection)
+            except RuntimeError as error:  # no thread can be had: as with one too many
+                log.warning("a reader of the state is turned away: %s", error)
+                self._forget(connection)
+                taken_in = False
+            if not taken_in:
                 connection.end()
                 sock.close()
 

@@ -21,7 +21,8 @@ from ft.healing.format import CHUNK_BYTES, digest
 from ft.healing.transport import Fenced
 
 SEAL_BYTES = 16
-MAX_READERS = 64
+MAX_READERS = 64  # that are not done
+MAX_NAMES = 4096  # of readers in all
 LOOK_S = 0.1  # between looks, of a fence that waits for a reader's lock, whether the offer is over
 
 
@@ -60,8 +61,9 @@ class Offer:
         """Raises Withdrawn where there are too many."""
         with self._changed:
             if name not in self._readers:
-                if len(self._readers) == MAX_READERS:
-                    raise Withdrawn(f"{MAX_READERS} readers already")
+                reading = sum(bool(reader.wants) for reader in self._readers.values())
+                if reading >= MAX_READERS or len(self._readers) >= MAX_NAMES:
+                    raise Withdrawn(f"{reading} readers already, of {len(self._readers)}")
                 self._readers[name] = Reader(self.manifest.chunks)
             return self._readers[name]
 

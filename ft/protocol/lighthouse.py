@@ -214,7 +214,8 @@ class Lighthouse:
         generation = self._generation
         if generation and event.replica_id in self.roster.previous:
             in_it = event.commit_quorum_id == generation.quorum.quorum_id
-            told = event.settled if event.commit_quorum_id >= self._restored_in else 0
+            of_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
+            told = event.settled if of_this_history else 0
             self._settled = max(self._settled, told, event.step - 1 if in_it else 0)
             generation.hear(event, now_s)
 

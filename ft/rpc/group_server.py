@@ -140,7 +140,8 @@ class RankReports:
 
     @property
     def settled(self) -> int:
-        return max((report.settled for report in self._of.values()), default=0)
+        """Of ranks that hold a state: of one that heals it is a step of the history that it leaves."""
+        return max((report.settled for report in self._of.values() if report.step != m.VOID), default=0)
 
     def together(self) -> Any:
         """Rank 0's figures, what those of all add up to, and the longest phase that one of them is in."""

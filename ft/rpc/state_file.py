@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +170,7 @@ class Keeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
         self._lazy: asyncio.TimerHandle | None = None
+        self._writing: Future[bool] | None = None  # lazily
 
     def keep(self, saved: m.Saved) -> asyncio.Future[None] | None:
         """A future where what comes next must wait for the disk. Raises TakenOver."""
@@ -187,13 +188,17 @@ class Keeper:
             self._retrying.cancel()
         if self._lazy:
             self._lazy.cancel()
-            self._write_lazily()
+            assert self._newest
+            self._thread.submit(self._try, self._newest)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     def _write_lazily(self) -> None:
         self._lazy = None
         assert self._newest
-        self._thread.submit(self._try, self._newest)
+        if self._writing is None or self._writing.done():
+            self._writing = self._thread.submit(self._try, self._newest)
+        else:  # a disk that hangs: what waits for it would only grow
+            self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
 
     async def _until_written(self, saved: m.Saved) -> None:
         loop = asyncio.get_running_loop()

@@ -16,6 +16,7 @@ import torch
 from ft.healing import http_server
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import HttpTransport
+from ft.healing.offer import MAX_READERS, Offer, Withdrawn
 from ft.healing.transport import Fenced, HealConfig, HealFailed
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
@@ -385,6 +386,40 @@ def test_strangers_keep_nobody_out(world: World):
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_reader_that_is_done_makes_room_for_another():
+    """At step 0 all groups but one heal from that one: hundreds, one after the other."""
+    offer = Offer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
+    for number in range(3 * MAX_READERS):
+        offer.reader(f"done-{number}")
+        offer.done(f"done-{number}")
+    for number in range(MAX_READERS):
+        offer.reader(f"reads-{number}")
+    with pytest.raises(Withdrawn, match="64 readers already"):
+        offer.reader("one-too-many")
+    offer.done("reads-0")
+    assert offer.reader("one-too-many").wants == {0, 1, 2} & set(range(offer.manifest.chunks))
+
+
+def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    group, joiner, starts, start = large(1, chunks=2), large(2, chunks=2), list[str](), threading.Thread.start
+
+    def starts_not(self: threading.Thread) -> None:
+        if self.name == "heal-reader" and len(starts) < 2:
+            starts.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    source = world.source(group)
+    monkeypatch.setattr(threading.Thread, "start", starts_not)
+    for _ in range(2):
+        with pytest.raises(HealFailed):
+            heal(world.transport("j"), joiner, source)
+    heal(world.transport("j"), joiner, source)
+    assert equal(joiner.loaded, group.values) and source._server.connections <= 2
 
 
 def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch):

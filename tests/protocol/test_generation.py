@@ -660,6 +660,20 @@ def test_a_quorum_that_is_told_without_its_members_is_not_gone_on_from():
     assert quorum and (quorum.quorum_id, quorum.epoch) == (8, "job")
 
 
+def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
+    """The job was restored from step 90; b, of the history before, heals; and the lighthouse that knew is started anew."""
+    a = m.Member("a:1", step=92, commit_id="c92", commit_quorum_id=6)
+    b = m.Member("b:1", step=100, commit_id="old", commit_quorum_id=5)
+    saved = m.Saved("job", 7, 92, "pharos", m.Quorum(7, (a, b), (92, 6, "c92"), "job"), m.Terms())
+    talk = Talk(saved=saved)
+    talk.say(m.Report("b:1", m.VOID, 5, settled=99), 0.5)
+    talk.say(m.Report("a:1", 93, 7, settled=92))
+    talk.say(m.Call(replace(a, step=93, commit_id="c93", commit_quorum_id=7), known=7, number=1), 1.0)
+    said = talk.say(m.Call(m.Member("b:1", step=m.VOID), known=7, number=1), 1.1)
+    assert not [effect for effect in said if isinstance(effect, m.MustRestore)]
+    assert talk.quorum[1] == "ab" and talk.machine.saved.settled == 93
+
+
 def test_who_beats_on_under_a_lost_id_keeps_nobody_waiting():
     """It is awaited for a moment, once: told that it is lost, a group returns under another id, or never."""
     talk = formed("ab", join_timeout_s=5.0)

@@ -260,6 +260,32 @@ def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Pat
     assert json.loads(path.read_text())["settled"] == 9
 
 
+def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, hangs, write, late = tmp_path / "state.json", threading.Event(), state_file.write, list[m.Saved]()
+    monkeypatch.setattr(state_file, "LAZY_S", 0.001)
+
+    def writes(path: Path, saved: m.Saved, owner: str = "") -> None:
+        late.append(saved)
+        assert len(late) == 1 or hangs.wait(30)
+        write(path, saved, owner)
+
+    monkeypatch.setattr(state_file, "write", writes)
+
+    async def story(keeper: state_file.Keeper) -> None:
+        await (keeper.keep(SAVED) or asyncio.sleep(0))
+        for settled in range(4, 40):
+            keeper.keep(replace(SAVED, settled=settled))
+            while len(late) < 2:
+                await asyncio.sleep(0.001)
+            for _ in range(3):
+                await asyncio.sleep(0.001)
+        assert keeper._thread._work_queue.qsize() == 0
+        hangs.set()
+
+    _keep(path, story)
+    assert json.loads(path.read_text())["settled"] == 39 and len(late) <= 4
+
+
 def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "gone"
     monkeypatch.setattr(state_file, "RETRY_S", 0.001)

@@ -587,6 +587,8 @@ def test_reports_of_ranks_come_to_one():
     assert (together.step, together.settled, together.phase, together.phase_limit_s) == (7, 4, "checkpoint", 300.0)
     ranks.hear(2, word())
     assert ranks.together().phase_limit_s == 0 and not ranks.together().summed
+    ranks.hear(1, word(step=m.VOID, settled=99))
+    assert ranks.settled == 0, "of a rank that heals it is a step of another history"
 
 
 def test_a_report_costs_the_same_however_many_ranks_there_are():
