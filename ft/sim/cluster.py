@@ -240,6 +240,7 @@ class Cluster:
         self.state_owner = self.lighthouses
         self.lighthouse = LighthouseNode(self, self.lighthouses)
         self.lighthouse.start()
+        self.liveness.lighthouse_starts()
 
     def start_group(self, name: Name) -> None:
         if self.no_capacity:

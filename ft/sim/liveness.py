@@ -114,6 +114,10 @@ class Liveness:
         """It is a member."""
         self._refused_s.pop(group.name, None)
 
+    def lighthouse_starts(self) -> None:
+        """It cannot know for how long the one before has refused somebody."""
+        self._refused_s.clear()
+
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def ends(self, group: GroupNode, who: str, why: str, *, member: bool) -> None:
