@@ -92,7 +92,7 @@ class History:
         self.gone: OrderedDict[str, Departure] = OrderedDict()  # ids, the latest last
         self.last_step_s = 0.0  # when a step was last seen to be committed, since 1970
         self._numbers = 0
-        self._clean: dict[str, None] = {}  # ids that have just said good-bye
+        self._clean: set[str] = set()  # the id that has just said good-bye
         self._ids: frozenset[str] = frozenset()  # of the newest quorum
         self._quorum_id = 0
         self._steps: deque[tuple[float, int]] = deque()  # when, how far: of the last minute
@@ -103,8 +103,7 @@ class History:
     # ---- what it is told
 
     def saw(self, event: m.Event, out: m.Out) -> None:
-        if isinstance(event, m.Leave) and event.clean:
-            self._clean[event.replica_id] = None
+        self._clean = {event.replica_id} if isinstance(event, m.Leave) and event.clean else set()
         self._see_departures()
         for effect in out.effects:
             if isinstance(effect, m.Answer):
@@ -128,7 +127,7 @@ class History:
             self.last_step_s = now_s
         if not self._steps or step > self._steps[-1][1]:
             self._steps.append((now_s, step))
-            while now_s - self._steps[0][0] > RATE_S:
+            while not 0 <= now_s - self._steps[0][0] <= RATE_S:  # below 0: the clock was set back
                 self._steps.popleft()
         loss = report.mean_loss  # 0: that group has not committed a step since its start
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
@@ -189,7 +188,6 @@ class History:
             who = [i for i in new if (lost[i], i in self._clean) == (why, went)]
             verb = "left" if went else "is lost" if len(who) == 1 else "are lost"
             self.add("membership", "info" if went else "bad", f"{named(who)} {verb}: {why}")
-        self._clean.clear()
         if new and not self._ids.isdisjoint(new):
             self._see_size()
 

@@ -168,3 +168,15 @@ def test_a_lost_group_that_is_told_so_fails_nobody():
     job.feed(m.Leave("b:1", clean=False, reason="gone"))
     job.feed(replace(m.StreamOpened("b:1.1"), quorum=m.Quorum(1, ())))
     assert not [text for lane, _, text in job.said if lane == "commit"]
+
+
+def test_neither_strange_good_byes_nor_a_clock_that_was_set_back_make_it_grow():
+    job = Job("a:1")
+    for unique in range(1000):
+        job.feed(m.Leave(f"nobody:{unique}"))
+    assert len(job.history._clean) <= 1
+    job.now_s = 1e6
+    for step in range(1, 1001):
+        job.report("a:1", step)
+        job.now_s = 2000.0 + step  # a fortnight back, and on from there
+    assert len(job.history._steps) <= told.RATE_S + 2 and 0.9 < job.history.steps_per_s() < 1.1
