@@ -110,8 +110,16 @@ def take_over(path: Path) -> str:
     """To be called before `read`; from then on nobody else writes there. Returns the name to write by. Raises OSError."""
     owner = uuid.uuid4().hex[:12]
     stamp = path.with_name(f"{path.name}.{owner}")
-    stamp.write_text(owner, encoding="ascii")
-    stamp.replace(_stamp(path))
+    try:
+        try:
+            stamp.write_text(owner, encoding="ascii")
+        except OSError:  # the disk is full, maybe: a link that names it, and leads nowhere, needs no room
+            stamp.unlink(missing_ok=True)
+            stamp.symlink_to(owner)
+        stamp.replace(_stamp(path))
+    except OSError:
+        stamp.unlink(missing_ok=True)
+        raise
     for other in path.parent.iterdir():
         if other.name.startswith(_partial(path, "").name):
             other.unlink(missing_ok=True)
@@ -141,8 +149,9 @@ def write(path: Path, saved: m.Saved, owner: str = "") -> None:
 
 def _look(path: Path, owner: str) -> None:
     """Raises TakenOver."""
+    stamp = _stamp(path)
     with suppress(FileNotFoundError):
-        if _stamp(path).read_text(encoding="ascii") != owner:
+        if (str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")) != owner:
             raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
 
 

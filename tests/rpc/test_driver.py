@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -258,6 +259,32 @@ def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Pat
 
     _keep(path, story)
     assert json.loads(path.read_text())["settled"] == 9
+
+
+def test_who_starts_on_a_full_disk_takes_over_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else the job would stand for as long as the disk is full: commits wait for a lighthouse that answers."""
+    path = tmp_path / "state.json"
+    state_file.write(path, SAVED, first := state_file.take_over(path))
+
+    def is_full(self: Path, text: str, **_: Any) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", is_full)
+        second = state_file.take_over(path)
+        with pytest.raises(state_file.TakenOver):
+            state_file.write(path, SAVED, first)
+        third = state_file.take_over(path)
+    with pytest.raises(state_file.TakenOver):
+        state_file.write(path, SAVED, second)
+    state_file.write(path, replace(SAVED, last_id=9), third)
+    assert state_file.read(path) == replace(SAVED, last_id=9)
+    fourth = state_file.take_over(path)
+    with pytest.raises(state_file.TakenOver):
+        state_file.write(path, SAVED, third)
+    state_file.write(path, SAVED, fourth)
+    assert {file.name for file in tmp_path.iterdir()} == {"state.json", "state.json.owner"}
 
 
 def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
