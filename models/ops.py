@@ -69,7 +69,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = _apply(_CausalAttention, q, k, v)
     elif t == s:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    elif t > 1 and aligns_last_rows(q.device.type, q.dtype):
+    elif t > 1 and aligns_last_rows(q.device.type, q.dtype, q.shape[-1]):
         out = _flash_last_rows(q, k, v)
     else:
         mask = None if t == 1 else _last_rows(t, s, q.device)
@@ -77,9 +77,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)  # [B, T, H, D]
 
 
-def aligns_last_rows(device_type: str, dtype: torch.dtype) -> bool:
-    """True where flash attention takes T < S queries as the last T of S positions, without a mask."""
-    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+def aligns_last_rows(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """True where flash attention takes T < S queries as the last T of S positions, without a mask. Called by its name, it pads no head."""
+    kernel = head_dim % 8 == 0 and head_dim <= 256
+    return device_type != "cpu" and dtype in (torch.bfloat16, torch.float16) and kernel
 
 
 def _flash_last_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ RESTART_S = 1.0  # before a group starts again; twice as long after each life th
 SHORT_LIFE_S, SHORT_LIVES = 30.0, 6  # so many of them in a row are no accident
 POLL_S = 0.1
 OPEN = "--open"  # the live page, in a browser
+SHARED = "SHARE_GPUS"  # 1: groups may have ranks on one GPU; slow, for trying things out
 ENABLED = "--fault_tolerance.enable=true"
 
 
@@ -203,7 +204,8 @@ def main(argv: list[str]) -> int:
 
     try:
         number, rest = read_groups([word for word in argv if word != OPEN])
-        config, restarts, grace_s = prepare([*rest, ENABLED], number)
+        devices = devices_of_groups(number)
+        config, restarts, grace_s = prepare([*rest, ENABLED], number, ranks=len(devices[0]) or None)
         # Else a job that goes on lost its token, and its groups their way back
         lock = RunLock(config.run_folder / "groups")
     except ValueError as error:
@@ -218,7 +220,13 @@ def main(argv: list[str]) -> int:
         Group(
             str(name),
             [sys.executable, str(ROOT / "scripts" / "launch.py"), *rest, ENABLED],
-            {**env, "TORCHFT_LIGHTHOUSE": lighthouse.address, "REPLICA_GROUP_ID": str(name), "MAX_RESTARTS": "0"},
+            {
+                **env,
+                **seen(devices[name], str(name)),
+                "TORCHFT_LIGHTHOUSE": lighthouse.address,
+                "REPLICA_GROUP_ID": str(name),
+                "MAX_RESTARTS": "0",
+            },
             folder / f"{name}.log",
             restarts,
         )
@@ -282,14 +290,59 @@ def read_groups(argv: Sequence[str]) -> tuple[int, list[str]]:
     return int(text), rest
 
 
-def prepare(argv: list[str], groups: int, *, nodes: int = 1) -> tuple[Config, int, float]:
-    """Checks all that can be checked before anything is started; a group has this many nodes. Raises ValueError."""
+def devices_of_groups(groups: int) -> list[list[str]]:
+    """The CUDA devices of each group, as CUDA_VISIBLE_DEVICES names them; none each: this machine trains on CPUs. Raises ValueError."""
+    import torch
+
+    from scripts.launch import Plan
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return deal_devices(
+        visible_devices(os.environ, count), groups, Plan.read(os.environ).nproc, os.environ.get(SHARED) == "1"
+    )
+
+
+def visible_devices(env: Mapping[str, str], count: int) -> list[str]:
+    """Names of the `count` devices that CUDA sees: numbers, or what CUDA_VISIBLE_DEVICES calls them (it reads up to the first unknown)."""
+    named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (named or [str(number) for number in range(count)])[:count]
+
+
+def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared: bool) -> list[list[str]]:
+    """`nproc` devices for each group, one for each of its ranks, in order; None: as many as there are for all. `shared`: where there are
+    too few a device serves ranks of several groups, never two of one. Raises ValueError: too few."""
+    if not visible:
+        return [[] for _ in range(groups)]
+    each = nproc or max(1, len(visible) // groups)
+    if each > len(visible):
+        raise ValueError(f"NPROC={each}: more ranks than the {len(visible)} GPUs that are visible here")
+    if each * groups > len(visible) and not shared:
+        fit = len(visible) // each
+        raise ValueError(
+            f"--groups {groups}: {each} GPU{'s' * (each > 1)} each are more than the {len(visible)} that are visible here; nearest: "
+            f"--groups {fit}; {SHARED}=1 lets groups share them"
+        )
+    return [[visible[(group * each + rank) % len(visible)] for rank in range(each)] for group in range(groups)]
+
+
+def seen(devices: Sequence[str], group: str) -> dict[str, str]:
+    """What makes a group see its devices and no others. NCCL refuses two ranks of one machine on one device, so groups that share theirs
+    look like machines of their own to it."""
+    if not devices:
+        return {}
+    apart = {"NCCL_HOSTID": os.environ.get("NCCL_HOSTID", f"pharos-{group}")} if os.environ.get(SHARED) == "1" else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **apart}
+
+
+def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None = None) -> tuple[Config, int, float]:
+    """Checks all that can be checked before anything is started; a group has this many nodes, and ranks on each (None: as many as one
+    group alone would have). Raises ValueError."""
     from configs.load import load
     from scripts.launch import Plan, check, ranks_here
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
     plan, config = Plan.read(os.environ), load(argv)
-    check(config, world_size=ranks_here(plan) * nodes, environ=env)
+    check(config, world_size=(ranks or ranks_here(plan)) * nodes, environ=env)
     return config, plan.max_restarts if "MAX_RESTARTS" in os.environ else 100, plan.grace_s
 
 

@@ -19,6 +19,8 @@ usage() {
     "On many machines: scripts/run_lighthouse.sh on one, then on each, with TORCHFT_LIGHTHOUSE, REPLICA_GROUP_ID and PHAROS_TOKEN set," \
     "scripts/run_train.sh CONFIG --fault_tolerance.enable true." \
     "" \
+    "The visible GPUs are dealt out: NPROC to each group, else an equal number. Too few are refused, unless SHARE_GPUS=1." \
+    "" \
     "Environment: as for run_train.sh; PHAROS_TOKEN, else a random one; MAX_RESTARTS  of each group in 24 h, default 100; STOP_GRACE." \
     "Exit code: 0 all groups finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 the rest."
 }

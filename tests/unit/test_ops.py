@@ -134,14 +134,17 @@ def test_attention_of_the_last_tokens_takes_no_memory_for_a_mask() -> None:
 
 def test_flash_attention_is_given_no_mask_where_it_aligns_the_last_rows_itself() -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    assert [ops.aligns_last_rows("cuda", dtype) for dtype in dtypes] == [True, True, False]
-    assert not any(ops.aligns_last_rows("cpu", dtype) for dtype in dtypes)
+    assert [ops.aligns_last_rows("cuda", dtype, 64) for dtype in dtypes] == [True, True, False]
+    assert not any(ops.aligns_last_rows("cpu", dtype, 64) for dtype in dtypes)
+    assert not any(
+        ops.aligns_last_rows("cuda", torch.bfloat16, width) for width in (36, 264)
+    )  # the kernel refuses them
     assert ops._last_rows(2, 4, torch.device("cpu")).tolist() == [[True, True, True, False], [True] * 4]
 
 
 def test_a_compiled_block_traces_attention_over_the_last_rows_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler's own limits and no device: on meta tensors, as one graph. The mark of torch.nn.attention.bias cannot be traced."""
-    monkeypatch.setattr(ops, "aligns_last_rows", lambda device_type, dtype: True)
+    monkeypatch.setattr(ops, "aligns_last_rows", lambda device_type, dtype, head_dim: True)
     q, k, v = (x.to("meta") for x in heads(2, 4, 16, 4, 2, 8, torch.bfloat16))
     graphs: list[Any] = []
 

@@ -17,7 +17,18 @@ import pytest
 from ft.config import FaultTolerance
 from scripts.agent import Agent
 from scripts.launch import RESTARTS_WITHIN_S
-from scripts.replicas import SHORT_LIFE_S, SHORT_LIVES, Group, Lighthouse, main, read_groups, token_file
+from scripts.replicas import (
+    SHORT_LIFE_S,
+    SHORT_LIVES,
+    Group,
+    Lighthouse,
+    deal_devices,
+    main,
+    read_groups,
+    seen,
+    token_file,
+    visible_devices,
+)
 from training.runlock import RunLock
 
 
@@ -165,3 +176,48 @@ def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
     assert re.fullmatch(
         r"pharos: job.name: outputs/a/groups is being trained by process \d+ on .+\n", capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "names"),
+    [
+        (None, 3, ["0", "1", "2"]),
+        ("", 0, []),
+        ("-1", 0, []),
+        ("4,6", 2, ["4", "6"]),
+        ("GPU-a, MIG-b", 2, ["GPU-a", "MIG-b"]),
+        ("2,1,-1,0", 2, ["2", "1"]),  # CUDA reads up to the first that it does not know
+    ],
+)
+def test_devices_have_the_names_that_the_user_gave_them(named: str | None, count: int, names: list[str]):
+    assert visible_devices({} if named is None else {"CUDA_VISIBLE_DEVICES": named}, count) == names
+
+
+def test_the_visible_devices_are_dealt_out_among_the_groups():
+    eight = [str(number) for number in range(8)]
+    assert deal_devices(eight, 2, None, False) == [eight[:4], eight[4:]]
+    assert deal_devices(eight, 3, None, False) == [eight[:2], eight[2:4], eight[4:6]]
+    assert deal_devices(eight, 2, 1, False) == [["0"], ["1"]]
+    assert deal_devices([], 2, 4, False) == [[], []], "CPUs"
+
+
+def test_too_few_devices_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["configs/llama.toml", "--groups=3"]) == 2
+    assert capsys.readouterr().err == (
+        "pharos: --groups 3: 1 GPU each are more than the 2 that are visible here; nearest: --groups 2; SHARE_GPUS=1 lets groups share "
+        "them\n"
+    )
+    monkeypatch.setenv("NPROC", "4")
+    assert main(["configs/llama.toml", "--groups=3"]) == 2
+    assert capsys.readouterr().err == "pharos: NPROC=4: more ranks than the 2 GPUs that are visible here\n"
+
+
+def test_devices_are_shared_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch):
+    assert deal_devices(["0", "1"], 3, None, True) == [["0"], ["1"], ["0"]]
+    assert deal_devices(["5"], 2, None, True) == [["5"], ["5"]]
+    assert seen(["5"], "1") == {"CUDA_VISIBLE_DEVICES": "5"} and seen([], "1") == {}
+    monkeypatch.setenv("SHARE_GPUS", "1")
+    assert seen(["5"], "1") == {"CUDA_VISIBLE_DEVICES": "5", "NCCL_HOSTID": "pharos-1"}
