@@ -145,6 +145,7 @@ class Cluster:
         self.truth = Truth(self)
         self.harm = Harm(self)
         self.liveness = Liveness(self)
+        self.network.at_break = self.liveness.broke
         self.state_file: m.Saved | None = None
         self.state_owner = 0  # the lighthouse that may write it
         self.lighthouse_config = setting.lighthouse

@@ -6,7 +6,8 @@ there are so many again. Longer only
 - by heal_grace_s where a heal is open, for the others wait so long for one that has too many steps held;
 - by the join timeout where a group that is well has not called: one that starts, or a member;
 - by takeover_s where none of those is a member of the newest quorum with a state, for the others may come back;
-- by the slowest group's steps.
+- by the slowest group's steps;
+- by the detection time of each connection that a bad network breaks meanwhile.
 
 No rank ends unless something was done to its group: what goes wrong elsewhere is waited for, and so is a refusal by whoever was a member.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ft.protocol import messages as m
+from ft.sim.faults import BROKEN, DETECTION_S
 from ft.sim.invariants import require
 
 if TYPE_CHECKING:
@@ -43,6 +45,10 @@ class Liveness:
         self._faults.append((now_s + lasts_s + detection_s + FORGOTTEN_S, detection_s, kind))
         self.detection_s = max(self.detection_s, detection_s)
         self.restart()
+
+    def broke(self) -> None:
+        """A bad network has broken a connection, and what was under way with it."""
+        self._extra[BROKEN] = self._extra.get(BROKEN, 0.0) + DETECTION_S[BROKEN]
 
     def restart(self) -> None:
         """Something has changed: what was waited for until now says nothing."""

@@ -112,6 +112,7 @@ class Network:
     def __init__(self, world: World, quality: Quality) -> None:
         self.world = world
         self.quality = quality
+        self.at_break: Callable[[], None] = lambda: None  # a connection breaks of itself
         self.cuts: list[Cut] = []
         self.calls: dict[
             Call, None
@@ -182,6 +183,7 @@ class Network:
         if self.is_cut(to.other.process, to.process):
             to.held.append(message)
         elif to.process.site != to.other.process.site and self._happens("stream broken", self.quality.broken):
+            self.at_break()
             self.snap(to)
         else:
             self._in_order(to, self._arrive, to, message)
