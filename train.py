@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from configs.check import check
+from configs.check import check, gradients_lie_on
 from configs.help import help_text
 from configs.load import load
 from configs.saved import check_saved, save, to_toml, what_groups_share
@@ -209,6 +209,7 @@ class Run:
                     self.environment,
                     slot_size=self.slot_size,
                     folder=self.group_folder,
+                    device_type=gradients_lie_on(config, self.device.type),
                     store=self.world.store,
                     agreement=Agreement(hosts) if hosts else None,
                     long_phase_s=config.comm.init_timeout_seconds,

@@ -60,6 +60,7 @@ def check_settings(config: Config, *, world_size: int) -> None:
             lambda: _check_folders(config),
             lambda: _check_run_folder(config),
             lambda: _check_fault_tolerance(config),
+            lambda: _check_process_group(config),
             lambda: _check_meeting(config),
             lambda: _check_rounds(config),
         ],
@@ -104,6 +105,17 @@ def _check_fault_tolerance(config: Config) -> None:
             'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
             'nearest: "files", or fault_tolerance.enable = false'
         )
+
+
+def _check_process_group(config: Config) -> None:
+    """What sums gradients is for the device that they lie on."""
+    if config.fault_tolerance.enable:
+        config.fault_tolerance.group_kind(gradients_lie_on(config, "cuda" if has_cuda() else "cpu"))
+
+
+def gradients_lie_on(config: Config, device_type: str) -> str:
+    """The type of the device that has the gradients of a run whose forward pass is on `device_type`."""
+    return "cpu" if config.training.enable_cpu_offload else device_type
 
 
 def _check_rounds(config: Config) -> None:

@@ -28,9 +28,10 @@ class FaultTolerance:
 
     enable: Annotated[bool, "train together with other replica groups, as the lighthouse brings them together"] = False
     process_group: Annotated[
-        Literal["gloo", "nccl", "baby_gloo", "baby_nccl"],
-        "what gradients travel over between groups; baby: in a child process, which can be killed when it hangs",
-    ] = "gloo"
+        Literal["auto", "gloo", "nccl", "baby_gloo", "baby_nccl"],
+        "what gradients travel over between groups; auto: nccl where they lie on a GPU, else gloo; baby: in a child process, which can be "
+        "killed when it hangs",
+    ] = "auto"
     min_replica_size: Annotated[
         int,
         "groups without which no step is committed; the lighthouse's --min_replicas, where run_replicas.sh starts it",
@@ -182,6 +183,24 @@ class FaultTolerance:
         keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
         self.schedule.check(tuple(f"fault_tolerance.{key}" for key in keys))
 
+    def group_kind(self, device_type: str) -> GroupKind:
+        """The process group for gradients on a device of that type, "cpu" or "cuda". Raises ValueError where `process_group` names one that
+        cannot sum them.
+
+        "auto" on CUDA is NCCL in this process: unless MPS runs, a child and this process have the GPU by turns, and a sum that waits for
+        peers may take turns from the backward pass. A child by default wants a measurement first.
+        """
+        kinds = _KINDS[device_type]
+        for kind in kinds:
+            if self.process_group in ("auto", kind):
+                return kind
+        sums, lie = ("host memory", "on a GPU") if device_type == "cuda" else ("the memory of GPUs", "in host memory")
+        legal = ", ".join(f'"{kind}"' for kind in ("auto", *kinds))
+        raise ValueError(
+            f'fault_tolerance.process_group = "{self.process_group}": sums {sums} alone, and gradients lie {lie} here; '
+            f'legal here: {legal}; nearest: "{kinds[self.process_group.startswith("baby")]}"'
+        )
+
     @property
     def schedule(self) -> Schedule:
         """When groups that step by themselves sum what."""
@@ -198,6 +217,10 @@ class FaultTolerance:
         lengths = {length.name: getattr(self, length.name) for length in fields(Times)}
         return Times(**{**lengths, "takeover_s": self.takeover_s or None})
 
+
+GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]
+# By where gradients lie: in this process, in a child. torch's gloo is registered for the CPU alone.
+_KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), "cuda": ("nccl", "baby_nccl")}
 
 _SEMI_SYNC = (
     "sync_steps",

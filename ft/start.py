@@ -24,6 +24,7 @@ def open_manager(
     *,
     slot_size: int,
     folder: Path,
+    device_type: str = "cpu",
     store: Any = None,
     agreement: Agreement | None = None,
     long_phase_s: float = 0.0,
@@ -32,9 +33,10 @@ def open_manager(
     accounts: Accounts | None = None,
     happened: Events = no_events,
 ) -> Seam:
-    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `shape`: what all groups must have alike, by name.
-    `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most that a first step or a checkpoint may take.
-    `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`, `happened`: see accounts.py.
+    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the device that has the gradients.
+    `shape`: what all groups must have alike, by name. `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most
+    that a first step or a checkpoint may take. `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`,
+    `happened`: see accounts.py.
     Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
     RuntimeError where the group's server does not start."""
     if not settings.enable:
@@ -77,7 +79,7 @@ def open_manager(
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(Diarist, folder) if environment.drill else Manager
-    group = process_group(settings)
+    group = process_group(settings, device_type)
     manager = make(
         group,
         wish,
@@ -108,8 +110,9 @@ def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
     )
 
 
-def process_group(settings: FaultTolerance) -> ProcessGroup:
-    """To the other groups' ranks."""
+def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
+    """To the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
+    kind = settings.group_kind(device_type)
     from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
     from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 
@@ -119,4 +122,4 @@ def process_group(settings: FaultTolerance) -> ProcessGroup:
         "baby_gloo": ProcessGroupBabyGloo,
         "baby_nccl": ProcessGroupBabyNCCL,
     }
-    return kinds[settings.process_group](settings.collective_s, rendezvous_s=settings.rendezvous_s)
+    return kinds[kind](settings.collective_s, rendezvous_s=settings.rendezvous_s)

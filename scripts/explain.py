@@ -91,18 +91,28 @@ def _without_devices(config: Config) -> Config:
         config.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
     )
     training = replace(config.training, enable_cpu_offload=False)
-    return replace(config, parallelism=parallelism, training=training, float8=type(config.float8)())
+    fault_tolerance = replace(config.fault_tolerance, process_group="auto")
+    return replace(
+        config,
+        parallelism=parallelism,
+        training=training,
+        fault_tolerance=fault_tolerance,
+        float8=type(config.float8)(),
+    )
 
 
 def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]]:
-    """What it takes of a rank's memory. Raises ValueError where the environment says nothing of the groups."""
+    """What it takes of a rank's memory. Raises ValueError where the environment says nothing of the groups, or the process group is of
+    another device."""
     import torch
 
+    from configs.check import gradients_lie_on
     from ft.config import Environment
     from ft.memory import memory
 
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
+    in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
 
     def beside(rank: Rank) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
@@ -110,7 +120,7 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
         return memory(
             [torch.empty(kind.local_shape, dtype=dtype, device="meta") for kind in kinds],
             keep_gradients=settings.keep_gradients,
-            in_child=settings.process_group.startswith("baby"),
+            in_child=in_child,
             slots=slots,
             heal_backlog=settings.heal_backlog,
             heal_copy_bytes=settings.heal_copy_bytes,

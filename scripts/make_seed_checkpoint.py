@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
 def for_any_machine(config: Config) -> Config:
     """Without what says how many ranks and which devices the run will have: the seed is the same for all."""
     training = replace(config.training, enable_cpu_offload=False)
-    return replace(config, parallelism=ParallelismConfig(), training=training)
+    fault_tolerance = replace(config.fault_tolerance, process_group="auto")
+    return replace(config, parallelism=ParallelismConfig(), training=training, fault_tolerance=fault_tolerance)
 
 
 def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES) -> None:

@@ -125,6 +125,11 @@ CASES = [
     ),
     Case("heads that ranks cannot share", "--parallelism.tensor_parallel_degree = 2: must divide model.n_kv_heads = 1; nearest: 1", ("--parallelism.tensor_parallel_degree=2", "--model.n_kv_heads=1")),
     Case("ring without CUDA", '--parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"', ("--parallelism.context_parallel_rotate_method=ring",)),
+    Case(
+        "NCCL without CUDA",
+        '--fault_tolerance.process_group = "nccl": sums the memory of GPUs alone, and gradients lie in host memory here; legal here: "auto", "gloo", "baby_gloo"; nearest: "gloo"',
+        ("--fault_tolerance.enable", "--fault_tolerance.process_group=nccl"),
+    ),
     Case("offloading without CUDA", "--training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; nearest: false", ("--training.enable_cpu_offload",)),
     Case("budget without a compiler", '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"', ("--activation_checkpoint.mode=memory_budget",)),
     Case("blocks that are not counted", '--activation_checkpoint.selective_ac_option = "two": must be "op" or the text of a number >= 1; nearest: "1"', ("--activation_checkpoint.selective_ac_option=two",)),

@@ -267,6 +267,29 @@ def test_what_cuda_has_is_not_refused_on_it(folder: Path, monkeypatch: pytest.Mo
     assert complaints(folder, *ring, world_size=2) == []
 
 
+@pytest.mark.parametrize(
+    ("process_group", "cuda", "more", "legal"),
+    [
+        ("gloo", True, [], False),
+        ("baby_gloo", True, [], False),
+        ("nccl", True, [], True),
+        ("auto", True, [], True),
+        ("gloo", True, ["--training.enable_cpu_offload"], True),  # gradients lie in host memory
+        ("nccl", True, ["--training.enable_cpu_offload"], False),
+        ("gloo", False, [], True),
+        ("nccl", False, [], False),
+    ],
+)
+def test_a_process_group_of_another_device_is_refused(
+    folder: Path, process_group: str, cuda: bool, more: list[str], legal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.check.has_cuda", lambda: cuda)
+    given = f"--fault_tolerance.process_group={process_group}"
+    assert complaints(folder, given, *more) == []  # groups that are alone sum nothing
+    found = complaints(folder, "--fault_tolerance.enable", given, *more)
+    assert len(found) == (not legal) and all(f'process_group = "{process_group}": ' in line for line in found)
+
+
 def test_the_nearest_offers_are_legal(folder: Path) -> None:
     assert complaints(folder, "--lr_scheduler.decay_ratio=0.9") == []
     long = ["--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,30 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
 )
 def test_settings_that_do(settings: dict[str, object]):
     FaultTolerance(**settings).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("process_group", "device_type", "expected"),
+    [
+        ("auto", "cpu", "gloo"),
+        ("gloo", "cpu", "gloo"),
+        ("baby_gloo", "cpu", "baby_gloo"),
+        ("auto", "cuda", "nccl"),
+        ("nccl", "cuda", "nccl"),
+        ("baby_nccl", "cuda", "baby_nccl"),
+        ("gloo", "cuda", 'fault_tolerance.process_group = "gloo": sums host memory alone, and gradients lie on a GPU here; legal here: "auto", "nccl", "baby_nccl"; nearest: "nccl"'),
+        ("baby_gloo", "cuda", 'fault_tolerance.process_group = "baby_gloo": sums host memory alone, and gradients lie on a GPU here; legal here: "auto", "nccl", "baby_nccl"; nearest: "baby_nccl"'),
+        ("nccl", "cpu", 'fault_tolerance.process_group = "nccl": sums the memory of GPUs alone, and gradients lie in host memory here; legal here: "auto", "gloo", "baby_gloo"; nearest: "gloo"'),
+        ("baby_nccl", "cpu", 'fault_tolerance.process_group = "baby_nccl": sums the memory of GPUs alone, and gradients lie in host memory here; legal here: "auto", "gloo", "baby_gloo"; nearest: "baby_gloo"'),
+    ],
+)  # fmt: skip
+def test_the_process_group_is_one_for_the_device(process_group: Any, device_type: str, expected: str):
+    settings = FaultTolerance(process_group=process_group)
+    if " " not in expected:
+        assert settings.group_kind(device_type) == expected
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        settings.group_kind(device_type)
 
 
 # ------------------------------------------------------------------------------------------------ the environment
