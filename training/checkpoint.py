@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -118,10 +119,6 @@ class Checkpointer:
             return time.perf_counter() - began
         if not settled:
             self._claim = Aside()
-        if not self._ranks.first(lambda: self._take_claim(step)):
-            self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
-            self._dues.begun()
-            return time.perf_counter() - began
         if alone:
             self._export(step)
         elif last or not settled or self._config.async_mode == "disabled":
@@ -139,6 +136,7 @@ class Checkpointer:
         `streamed`: what gives the values of a model on the meta device, one tensor at a time.
         """
         self.wait()
+        self._claim = Alone()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
@@ -213,7 +211,9 @@ class Checkpointer:
 
         began = time.perf_counter()
         try:
-            partial = self._ranks.first(lambda: files.begin(self.folder, step, self._claim.name))
+            partial = self._ranks.first(lambda: self._begin(step))
+            if partial is None:
+                return self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
             report = Report(dcp.write(states, partial, group=self._ranks.group, planner=planner))
         except OSError as error:
             report = Report(problem=files.reason(error), own=True)
@@ -247,8 +247,9 @@ class Checkpointer:
             files.publish(self.folder, manifest, name)
         except OSError as error:
             files.discard(self.folder, step, name)
-            if self._is_late(step):
-                return None
+            with suppress(OSError):  # what is unwell may not say who saves by now, either
+                if self._is_late(step):
+                    return None
             good = files.newest(self.folder, but=self._damaged)
             rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
             raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
@@ -260,11 +261,9 @@ class Checkpointer:
             self._tidy(until=step)
         return manifest.size_bytes
 
-    def _take_claim(self, step: int) -> bool:
-        try:
-            return self._claim.take()
-        except OSError as error:
-            raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}") from None
+    def _begin(self, step: int) -> Path | None:
+        """None: another group is to save. With the rest of a save it is, as a file is read for it."""
+        return files.begin(self.folder, step, self._claim.name) if self._claim.take() else None
 
     def _is_late(self, step: int) -> bool:
         """Another group saves by now, and has done so: this step, or a later one."""

@@ -120,15 +120,28 @@ class Relay:
 
     def sync(self) -> None:
         """Makes the rows durable where this group writes, and storage allows it within SYNC_S."""
+        self._hear()
         self._wants_sync = True
         self._scribe.wake()
         self._scribe.flush(SYNC_S)
 
     def close(self) -> None:
         """Waits up to CLOSE_S for what is not written. May be called twice."""
+        self._hear()
         self._closing = True
         self._scribe.wake()
         self._scribe.flush(CLOSE_S)
+
+    def _hear(self) -> None:
+        """The role may have come since the newest row, which may be the last: what the one before did not write is written now."""
+        quorum = self._writes()
+        with self._lock:
+            if quorum is None or not self._kept:
+                return
+            if self._quorum is None:
+                newest = self._kept[-1].row.step
+                self._todo = next(kept.number for kept in self._kept if kept.row.step == newest)
+            self._quorum = quorum
 
     # ---- what is remembered: under the lock
 
@@ -186,8 +199,8 @@ class Relay:
         if rows:
             with self._lock:
                 self._todo = max(self._todo, rows[-1].number + 1)
-                if is_ours and not self._anew:
-                    self._there = max(self._there, rows[-1].row.step)
+                if is_ours and not self._anew:  # of the newest step there may be more rows to come
+                    self._there = max(self._there, rows[-1].row.step - 1)
                 self._forget()
 
     def _put_or_take_over(self, quorum: Quorum, rows: list[_Kept]) -> bool:
@@ -266,7 +279,9 @@ class _End:
         self._relay.write(Row(self._kind, step, dict(scalars)))
 
     def sync(self) -> None:
-        self._relay.sync()
+        if self._kind == "journals":  # once for all, as it may wait
+            self._relay.sync()
 
     def close(self) -> None:
-        self._relay.close()
+        if self._kind == "journals":
+            self._relay.close()

@@ -171,6 +171,24 @@ def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path, monkeypatch:
     assert steps_in(tmp_path) == [2]
 
 
+def test_the_claim_is_looked_at_with_the_rest_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the background, where slow storage holds up no step."""
+    a, threads = Group(tmp_path, 1, async_mode="async"), list[str]()
+    take = a.checkpointer._claim.take
+
+    def takes() -> bool:
+        threads.append(threading.current_thread().name)
+        return take()
+
+    monkeypatch.setattr(a.checkpointer._claim, "take", takes)
+    a.train(2)
+    a.checkpointer.save(2)
+    a.checkpointer.close()
+    assert steps_in(tmp_path) == [2]
+    [name] = threads
+    assert name.startswith("checkpoint-writer")
+
+
 def test_a_claim_that_cannot_be_noted_is_one_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
     a = Group(tmp_path / "file", 1)

@@ -389,6 +389,48 @@ def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
+def test_a_disk_that_is_full_in_the_middle_of_a_step_costs_no_row_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its first row is written, and is written again with the others of that step when there is room, long after."""
+    disk = Disk(tmp_path, monkeypatch)
+    a = Group(tmp_path, writes=True)
+    a.commits(1)
+    with disk.full(room=30):
+        for step in range(2, 2 + ROWS_KEPT):
+            a.commits(step)
+    a.commits(2 + ROWS_KEPT)
+    assert rows(tmp_path) == [(step, False) for step in range(1, 3 + ROWS_KEPT)]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_the_role_that_comes_after_the_last_row_brings_what_is_not_written(tmp_path: Path, torn: bool):
+    """The one before died in its last save: no row comes any more that would say who writes."""
+    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    for step in (1, 2):
+        a.commits(step)
+        b.commits(step)
+    b.commits(3)
+    if torn:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "lo')
+    b.writes, b.quorum = True, ("epoch", 2)
+    b.sinks.sync()
+    assert rows(tmp_path) == [(1, False), (2, False), (3, False)]
+    b.sinks.close()
+    assert rows(tmp_path) == [(1, False), (2, False), (3, False)]
+
+
+def test_slow_storage_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All kinds of rows go by one thread, so one wait is for all of them."""
+    a, waits = Group(tmp_path, writes=True), list[float]()
+    a.commits(1)
+    monkeypatch.setattr(a.scribe, "flush", waits.append)
+    a.sinks.sync()
+    a.sinks.close()
+    assert waits == [relay.SYNC_S, relay.CLOSE_S]
+
+
 def test_an_end_while_storage_fails_says_that_rows_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = Disk(tmp_path, monkeypatch)
     a = Group(tmp_path, writes=True)
