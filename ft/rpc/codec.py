@@ -149,6 +149,10 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
             raise ValueError(problem[1])
     if quorum.quorum_id < 1 or not quorum.members or list(quorum.ids) != sorted(set(quorum.ids)):
         raise ValueError(f"quorum {quorum.quorum_id} of {len(quorum.members)} members, not in order, each once")
+    if not quorum.holders:
+        raise ValueError(
+            f"quorum {quorum.quorum_id}: none of its members holds the state of step {quorum.reference[0]}"
+        )
     return quorum
 
 

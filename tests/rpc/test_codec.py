@@ -108,6 +108,14 @@ def test_a_reason_is_sent_as_it_can_be_read(reason: str):
     assert codec.happened_message("commit", 1, reason).text == read.reason[: codec.MAX_WORDS]
 
 
+def test_a_quorum_whose_state_nobody_holds_is_not_believed():
+    """There would be no store to meet at, and nobody to heal from: its members' servers would end."""
+    quorum = _quorum(7)
+    assert codec.quorum_from(codec.to_message(quorum)) == quorum
+    with pytest.raises(ValueError, match="quorum 4: none of its members holds the state of step 8"):
+        codec.quorum_from(codec.to_message(replace(quorum, reference=(8, 3, "c8"))))
+
+
 def test_a_rank_can_read_what_the_lighthouse_has_taken():
     """A handle is bounded by one length, in a member and in the part that is made of it: else one group could end all others."""
     member = m.Member("b:1", reconfigure_handles=("x" * codec.MAX_TEXTS["reconfigure_handles"],))

@@ -231,7 +231,9 @@ def test_what_was_written_until_the_state_is_taken_over_counts(
 
 
 def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):
-    known = m.Quorum(41, (_member("a:1", step=7, commit_id="c"),), (7, 40, "c"), "the epoch", SHAPE)
+    known = m.Quorum(
+        41, (_member("a:1", step=7, commit_quorum_id=40, commit_id="c"),), (7, 40, "c"), "the epoch", SHAPE
+    )
     one = house()
     stream = Stream(one.wire(), "a:1", known, settled=7)
     assert stream.next("send_quorum")
