@@ -171,7 +171,7 @@ class Run:
             slot_size=self.slot_size,
             dp_rank=self.seat.dp_rank,
             dp_size=self.degrees.data_parallel,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.world.device.differences.pins_batches,
         )
         return self.cleanup.enter_context(closing(loader))
 
@@ -190,7 +190,7 @@ class Run:
             model,
             build_mesh(self.degrees, self.device.type),
             cross_entropy_sum,
-            config.layout(precision, vocab_size=self.vocab_size),
+            config.layout(precision, vocab_size=self.vocab_size, device_type=self.device.type),
             local_batch_size=training.local_batch_size,
             seq_len=training.seq_len,
             device=self.device,
@@ -572,7 +572,7 @@ class Run:
             confirmed_s=lambda: self.manager.confirmed_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
-        cuda = self.device.type == "cuda"
+        cuda = world.device.differences.has_allocator
         profiler = Profiler(config.profiling, self.group_folder, global_rank=world.global_rank, log=self.log, cuda=cuda)
         garbage = GarbageCollection(config.training.gc_freq)
         return watchdog, cleanup.enter_context(profiler), cleanup.enter_context(closing(garbage))

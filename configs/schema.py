@@ -77,8 +77,8 @@ class Config:
         """<run>: everything the run leaves is in here."""
         return Path(self.job.dump_folder) / self.job.name
 
-    def layout(self, precision: Precision, *, vocab_size: int) -> Layout:
-        """How these settings have the model run."""
+    def layout(self, precision: Precision, *, vocab_size: int, device_type: str) -> Layout:
+        """How these settings have the model run on this kind of device."""
         return Layout(
             self.parallelism,
             self.activation_checkpoint,
@@ -86,7 +86,7 @@ class Config:
             self.float8,
             precision,
             cpu_offload=self.training.enable_cpu_offload,
-            loss_chunk_tokens=chunk_tokens(self.training, vocab_size),
+            loss_chunk_tokens=chunk_tokens(self.training, vocab_size, device_type),
         )
 
 

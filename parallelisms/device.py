@@ -1,4 +1,9 @@
-"""What differs between devices, in one place. Everything else is one code path."""
+"""What differs between devices, in one place. Everything else is one code path.
+
+`DIFFERENCES` has what the rest of the program must decide by the kind of device. What is one natural call of torch.cuda at one place
+stays there: the allocator's counters (training/metrics.py) and its history (training/profiling.py), NVLink (parallelisms/tensor.py).
+models/ops.py, which knows of torch alone, asks for a CPU or not, and ft/ whether a tensor is CUDA's, since there it has streams.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,45 @@ from parallelisms.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)
+class Differences:
+    """One kind of device beside the others."""
+
+    backend: str  # the library of collectives that serves it
+    pins_batches: bool  # batches wait in pinned memory: the copy from there does not hold the host up
+    least_loss_chunk: (
+        int  # tokens of a chunk of the loss, at least, and then a power of two; 0: as many as the memory bound allows
+    )
+    adds_products_in_fp32: bool  # a product of bf16 matrices is added to an fp32 one within the product's own kernel
+    has_allocator: bool  # of torch's own, with counters, and a history that can be dumped
+
+
+DIFFERENCES = {
+    "cpu": Differences(
+        "gloo", pins_batches=False, least_loss_chunk=0, adds_products_in_fp32=False, has_allocator=False
+    ),
+    "cuda": Differences(
+        "nccl", pins_batches=True, least_loss_chunk=4096, adds_products_in_fp32=True, has_allocator=True
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Device:
-    """The device of this rank, and the collective backend that serves it."""
+    """The device of this rank."""
 
     torch_device: torch.device
-    backend: str
 
     @property
     def type(self) -> str:
         return self.torch_device.type
+
+    @property
+    def differences(self) -> Differences:
+        return DIFFERENCES[self.type]
+
+    @property
+    def backend(self) -> str:
+        return self.differences.backend
 
     @property
     def name(self) -> str:
@@ -60,10 +95,10 @@ def pick_device(local_rank: int, *, keep_memory: bool = True) -> Device:
     if has_cuda():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        return Device(device, "nccl")
+        return Device(device)
     if keep_memory:
         keep_freed_memory()
-    return Device(torch.device("cpu"), "gloo")
+    return Device(torch.device("cpu"))
 
 
 @cache

@@ -61,7 +61,7 @@ def apply_fsdp(
     prefetch(groups, forward=config.fsdp_forward_prefetch, backward=config.fsdp_backward_prefetch)
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            _sum_only(module)
+            _sum_only(module, ranks=axes.size())
 
 
 def let_go(parts: Iterable[nn.Module]) -> None:
@@ -126,7 +126,9 @@ def _wrapped(modules: list[nn.Module]) -> list[FSDPModule]:
     return [module for module in modules if isinstance(module, FSDPModule)]
 
 
-def _sum_only(module: FSDPModule) -> None:
-    """SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses."""
-    module.set_gradient_divide_factor(1.0)
+def _sum_only(module: FSDPModule, *, ranks: int) -> None:
+    """SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses; and for one rank torch's own factor is 1,
+    while it divides by one that is set, into a copy of all gradients."""
+    if ranks > 1:
+        module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

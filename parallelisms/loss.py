@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 
+from parallelisms.device import DIFFERENCES
+
 if TYPE_CHECKING:
     from parallelisms.parallelize import CompileConfig, LossFunction
 
@@ -62,12 +64,20 @@ def head_loss(
         if not 0 < chunk_tokens < labels.numel():
             return of_logits(F.linear(h, weight), labels)
         h, labels = h.flatten(0, 1), labels.flatten()  # [N, C], [N]
+        tokens = equal_chunks(len(labels), chunk_tokens)
         if torch.is_grad_enabled():
-            return cast(Tensor, _InChunks.apply(h, weight, labels, of_logits, chunk_tokens))
-        pairs = zip(h.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+            return cast(Tensor, _InChunks.apply(h, weight, labels, of_logits, tokens))
+        pairs = zip(h.split(tokens), labels.split(tokens), strict=True)
         return torch.stack([of_logits(F.linear(x, weight)[None], y[None]) for x, y in pairs]).sum()
 
     return from_hidden
+
+
+def equal_chunks(tokens: int, most: int) -> int:
+    """The size of the fewest equal chunks of up to `most` tokens, so that a compiled loss has one shape; `most` where that would take
+    more than twice as many as chunks of `most` tokens do, as with a prime number of them."""
+    least = -(-tokens // most)
+    return next((tokens // count for count in range(least, 2 * least + 1) if tokens % count == 0), most)
 
 
 class _InChunks(Function):
@@ -114,8 +124,17 @@ def _chunk(
     if grad_weight is not None and grad.dtype == grad_weight.dtype:
         grad_weight.addmm_(grad.t(), h)
     elif grad_weight is not None:
-        grad_weight += grad.t() @ h  # rounded once per chunk, accumulated in fp32
+        add_product(grad_weight, grad.t(), h, in_fp32=DIFFERENCES[h.device.type].adds_products_in_fp32)
     return loss.detach()
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, in_fp32: bool) -> None:
+    """total [V, C], fp32, += a [V, n] @ b [n, C], of a narrower dtype. `in_fp32`: within the product, which is not rounded before it is
+    added, and needs no memory of its own; else it is rounded once."""
+    if in_fp32:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class _Rows:

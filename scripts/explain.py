@@ -156,8 +156,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     compute = training.mixed_precision_param
     if compute == "auto" and device_type == "cuda" and not torch.cuda.is_available():
         compute = "bfloat16"  # as on every GPU since Ampere
-    backend = {"cpu": "gloo", "cuda": "nccl"}[device_type]
-    here = Device(torch.device(device_type), backend)
+    here = Device(torch.device(device_type))
     precision = choose_precision(training.dtype, compute, training.mixed_precision_reduce, here)
     sizes = degrees(config.parallelism, world_size)
     at_once = training.local_batch_size * sizes.data_parallel
@@ -166,7 +165,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
         build=lambda: build(model, vocab_size=vocab_size, max_seq_len=training.seq_len),
         loss=cross_entropy_sum,
         optimizer=lambda parts: build_optimizer(config.optimizer, parts),
-        layout=config.layout(precision, vocab_size=vocab_size),
+        layout=config.layout(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from models import ops
+from parallelisms.device import DIFFERENCES
 from training.config import TrainingConfig
 
 LARGE_VOCABULARY = 16_384  # from here on the logits are the largest activation
@@ -31,8 +32,13 @@ class CrossEntropySum:
 cross_entropy_sum = CrossEntropySum()
 
 
-def chunk_tokens(config: TrainingConfig, vocab_size: int) -> int:
-    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them."""
-    if config.loss_chunk_tokens >= 0:
-        return config.loss_chunk_tokens
-    return LARGE_LOGITS // vocab_size if vocab_size >= LARGE_VOCABULARY else 0
+def chunk_tokens(config: TrainingConfig, vocab_size: int, device_type: str) -> int:
+    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them.
+
+    Where a device wants it, a power of two: kernels of matrix products take tokens in tiles of 128 and more, and each chunk reads and
+    writes the whole gradient of the weight once.
+    """
+    if config.loss_chunk_tokens >= 0 or vocab_size < LARGE_VOCABULARY:
+        return max(0, config.loss_chunk_tokens)
+    fit, least = LARGE_LOGITS // vocab_size, DIFFERENCES[device_type].least_loss_chunk
+    return max(least, 1 << (fit.bit_length() - 1)) if least else fit

@@ -283,7 +283,7 @@ class Memory:
         """Takes the figures and starts the peak anew."""
         if self._device is None:
             return
-        if self._device.type != "cuda":
+        if not self._device.differences.has_allocator:
             self.gib = self._device.memory_gib()
             self.scalars = self._tags("active", self.gib)
             return
@@ -364,7 +364,7 @@ def _total_gib(device: Device | None) -> float:
     """Memory of the device, or of the machine for a CPU; 0 where nobody says."""
     if device is None:
         return 0.0
-    if device.type == "cuda":
+    if device.differences.has_allocator:
         import torch
 
         return torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ft.rpc.lighthouse_server import LighthouseServer
+from parallelisms.device import DIFFERENCES
+from parallelisms.loss import add_product
 from tests.gpu.devices import one_device
 
 pytestmark = [one_device, pytest.mark.timeout(600)]
@@ -60,3 +63,13 @@ def test_the_host_waits_for_what_decides_and_for_nothing_else(tmp_path: Path) ->
         lighthouse.shutdown()
     assert sum(alone.values()) <= 2, alone
     assert sum(in_group.values()) <= 2, in_group
+
+
+def test_a_product_is_added_to_what_it_is_written_to() -> None:
+    """The gradient of the loss's weight is both: torch.addmm with `out` that is also its first argument, and of a wider dtype."""
+    draws = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(s, generator=draws, device="cuda", dtype=torch.bfloat16) for s in ((256, 512), (512, 128)))
+    total = torch.randn(256, 128, generator=draws, device="cuda")
+    exact = total.double() + a.double() @ b.double()
+    add_product(total, a, b, in_fp32=DIFFERENCES["cuda"].adds_products_in_fp32)
+    assert (total.double() - exact).norm() < 1e-5 * exact.norm()

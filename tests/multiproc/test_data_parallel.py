@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama
 from parallelisms.clip import gradient_norm, scale_gradients
@@ -92,6 +93,28 @@ def test_bf16_gradients_are_near(pool: Pool, alone: dict):
         reference = torch.cat([g.flatten() for g in alone["gradients"].values()])
         assert (whole - reference).norm() / reference.norm() < 0.03
         assert whole.dtype == torch.float32  # accumulated and reduced in fp32
+
+
+class Divisions(TorchDispatchMode):
+    """How many tensors are divided by one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_) and args[1] == 1.0
+        return op(*args, **(kwargs or {}))
+
+
+def divisions(parallelism: ParallelismConfig) -> int:
+    """Of a forward and backward."""
+    with Divisions() as seen:
+        gradients(torch.float32, parallelism, 1)
+    return seen.count
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_gradient_is_divided_by_one(pool: Pool, ranks: int) -> None:
+    assert pool.run(ranks, divisions, ParallelismConfig()) == [0] * ranks
 
 
 def losses_around_a_write(parallelism: ParallelismConfig) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parallelisms.device import DIFFERENCES, Differences
 from training.log import Log
 from training.metrics import Meter, MetricsConfig, known_peak_tflops
 from training.progress import Progress
@@ -38,6 +39,7 @@ class Recorder:
 @dataclass
 class FakeDevice:
     type: str = "cpu"
+    differences: Differences = DIFFERENCES["cpu"]
     name: str = "a CPU"
     peak_gib: float = 1.5
     reads: int = 0
