@@ -315,13 +315,18 @@ class Gradients:
 
         Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in eight bits; then
         `feedback`, which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of
-        integers, RuntimeError where no attempt is open for it, or slots are apart."""
+        integers and for a tensor some of whose elements are one in memory, RuntimeError where no attempt is open for it, or slots are
+        apart."""
         if self._apart:
             raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
         if quantized and not tensor.is_floating_point():
             raise ValueError(f"a quantised sum of a tensor of {tensor.dtype}: only of real floating point numbers")
+        if torch._debug_has_internal_overlap(local_of(tensor)) == 1:  # as torch itself asks before it writes into one
+            raise ValueError(
+                f"a sum of a tensor of shape {tuple(tensor.shape)}, some of whose elements are one in memory: nearest: its clone()"
+            )
         with self._lock:
             attempt, after = self._attempt, self._after_last_pass
             if attempt is None or attempt.tail is not None or self._in_last_pass:

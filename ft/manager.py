@@ -515,7 +515,14 @@ class Manager:
     def _launch(self, effect: m.LaunchTail) -> None:
         self._open((effect.quorum_id, effect.attempt, effect.step))
         self._launched += 1
-        self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
+        try:
+            self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
+        except (
+            RuntimeError
+        ) as error:  # the caller's to mend, and who goes on all the same gets it again: nothing was launched
+            self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
+            self._deal = None
+            raise
         try:
             with self._teller.waits("heal" if self._machine.void else "waiting"):
                 tail = self.gradients.wait()

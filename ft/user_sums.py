@@ -104,10 +104,12 @@ class UserSum:
 
     def _ended(self, complete: bool) -> None:
         with self._on_stream:
-            with self._lock:
-                if complete and not self.work.is_completed():
-                    self._write()
-            self.work.end(None)
+            try:
+                with self._lock:
+                    if complete and not self.work.is_completed():
+                        self._write()
+            finally:  # what cannot be written is raised by `finish`, to the trainer: here nobody hears it
+                self.work.end(None)
 
     def _write(self) -> None:
         if self._sum is None or self._written:

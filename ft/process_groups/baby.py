@@ -172,7 +172,10 @@ class ChildEngine:
     def _ended(self, number: int, error: str | None, source: int) -> None:
         with self._lock:
             ended, loan, operation = self._under_way.pop(number)
-        self._memory.give_back(loan, complete=error is None)
+        try:
+            self._memory.give_back(loan, complete=error is None)
+        except RuntimeError as problem:  # of torch: a tensor that cannot be written into
+            error = str(problem)
         ended(None if error is None else GroupError(f"{operation.name}: {error}"), source)
 
 

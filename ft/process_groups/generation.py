@@ -115,8 +115,11 @@ class Generation:
                     self._news.wait(left_s)
                     continue
                 assert oldest is not None
-                late = oldest.operation
+                late, engine = oldest.operation, self._engine
             self.fail(GroupError(f"{late} has not ended after {self._limit_s:g} s"))
+            if engine is not None:
+                engine.wake()  # this process may wait for the engine itself: a child that is stopped takes no more commands
+            del engine
 
 
 def _end(only: list[Engine], watch: threading.Thread) -> None:

@@ -6,6 +6,8 @@ Its own ways of ending do not do: abort wakes nobody, and dropping a group waits
 
 from __future__ import annotations
 
+import itertools
+import logging
 import queue
 import socket
 import threading
@@ -34,7 +36,9 @@ ANSWER_S = 0.02  # for gloo to answer what it has heard, and to hear the end
 LINGER_S = 1.0  # then a connection that was shut is closed: what the peer sends after that resets it, over what it has not read yet
 END_S = 2.0  # after which a work that has not ended is looked at
 MOST_STRANDED = 32  # a few threads each, for as long as the backstop
+AGAIN_S = 0.5  # until it is looked whether there are descriptors again
 NO_TAG = (1 << 31) - 1  # of a message that nobody sends
+log = logging.getLogger("pharos.group")
 
 
 def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, backstop: timedelta = NEVER) -> Engine:
@@ -131,8 +135,9 @@ class GlooEngine(Native):
             self._news.notify_all()
 
     def _cut(self) -> None:
-        held = sockets.held(near=self._near, far=self._far)
+        held: list[socket.socket] = []
         try:
+            held = self._held()
             sockets.end(held, socket.SHUT_RD)
             time.sleep(ANSWER_S)
             if self._native is not None:
@@ -141,6 +146,18 @@ class GlooEngine(Native):
         finally:
             self._is_cut.set()
         threading.Thread(target=_linger, args=(held,), name="ft-gloo-linger", daemon=True).start()
+
+    def _held(self) -> list[socket.socket]:
+        """All of its connections. Where no descriptors are left it waits for some: else no peer would hear of the end."""
+        for tries in itertools.count():
+            with suppress(OSError):
+                return sockets.held(near=self._near, far=self._far)
+            if not tries:
+                log.warning(
+                    "no descriptors are left: the connections of a group that was given up are ended once there are some"
+                )
+            time.sleep(AGAIN_S)
+        raise AssertionError("unreachable")
 
     def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
         try:

@@ -21,8 +21,10 @@ from ft.children import unsignalled
 from ft.process_groups.baby_worker import BURY, FORK, READY
 from ft.process_groups.channel import Channel
 from ft.process_groups.errors import GroupError
+from ft.process_groups.forming import PREPARE_S
 
 _ROOT = Path(__file__).resolve().parents[2]
+ANSWER_S = 10.0  # for a nursery to hand out a child, which takes milliseconds, or a fork
 
 
 class Child:
@@ -69,7 +71,7 @@ class Child:
 
 
 class Nursery:
-    """The parent's end of one process that forks children. If it dies, the next call starts another."""
+    """The parent's end of one process that forks children. If it dies, or is stopped, the next call starts another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of the conversation with it
@@ -89,11 +91,12 @@ class Nursery:
             for _ in range(2):
                 if self._ready:
                     return
-                message = self._start().receive()
+                control = self._start()
+                message = control.receive() if control.waits(PREPARE_S) else None
                 self._ready = message is not None and message[0] == READY
-                if not self._ready:  # it has died
+                if not self._ready:  # it has died, or is stopped
                     self._stop()
-            raise GroupError("no nursery for child processes: it dies before it has imported torch")
+            raise GroupError("no nursery for child processes: it dies, or stops, before it has imported torch")
 
     def child(self) -> Child:
         """A new one: the spare, else it is forked now; where the nursery has died it is started again first."""
@@ -105,7 +108,7 @@ class Nursery:
             if answer is not None:
                 return Child(int(answer), ours, self)
             ours.close()
-        raise GroupError("no child process: the nursery dies at once")
+        raise GroupError("no child process: the nursery dies at once, or does not answer")
 
     def bury(self) -> None:
         """The nursery takes leave of children that have ended."""
@@ -120,12 +123,12 @@ class Nursery:
             self._stop()
 
     def _ask_for_child(self, theirs: int) -> bytes | None:
-        """Its number; None when the nursery has died."""
+        """Its number; None when the nursery has died, or does not answer: one that is stopped is ended, and its children with it."""
         if self._control is None:
             return None
         with suppress(OSError):
             self._control.send(FORK, [theirs])
-        answer = self._control.receive()
+        answer = self._control.receive() if self._control.waits(ANSWER_S) else None
         if answer is None:
             self._stop()
             return None

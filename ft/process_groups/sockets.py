@@ -9,6 +9,7 @@ never for a socket that another thread opens at the same moment.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -31,23 +32,26 @@ def can_be_found() -> bool:
 
 def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> int:
     """Ends all traffic of the sockets whose near end is in `near` or whose far end is in `far`; how many there were. Nothing is closed: the
-    owner does that, else the number might be somebody else's by then."""
-    found = held(near=near, far=far)
-    end(found, socket.SHUT_RDWR)
-    for sock in found:
-        sock.close()
-    return len(found)
+    owner does that, else the number might be somebody else's by then. Where no descriptors are left some are missing."""
+    count = 0
+    with suppress(OSError):
+        for sock in _sockets():
+            if _belongs(sock, near, far):
+                end([sock], socket.SHUT_RDWR)
+                count += 1
+    return count
 
 
 def held(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> list[socket.socket]:
     """Returns those sockets, under descriptors of the caller's own: when another closes one, the far end hears of it only once the caller
-    does. Where there are no descriptors left, some are missing."""
-    found = []
-    for sock in _sockets():
-        # gloo's thread dies of an accept that fails, and the process with it: a socket that listens is left alone
-        if (_near(sock) in near or _far(sock) in far) and not _listens(sock):
-            with suppress(OSError):
-                found.append(sock.dup())
+    does. Raises OSError where no descriptors are left; it then holds none."""
+    found: list[socket.socket] = []
+    try:
+        found.extend(sock.dup() for sock in _sockets() if _belongs(sock, near, far))
+    except OSError:
+        for sock in found:
+            sock.close()
+        raise
     return found
 
 
@@ -76,16 +80,30 @@ def towards(host: str) -> str:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for."""
+    """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for. Raises OSError where none
+    is left for that."""
     for path in list(_DESCRIPTORS.iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(path.name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                    yield sock
-        except OSError:  # closed since it was listed
+            copy = os.dup(int(path.name))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            continue  # closed since it was listed
+        try:
+            found = socket.socket(fileno=copy)
+        except OSError:  # something else has its number by now
+            os.close(copy)
             continue
+        with found as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock
+
+
+def _belongs(sock: socket.socket, near: Collection[Address], far: Collection[Address]) -> bool:
+    """A socket that listens does not: gloo's thread dies of an accept that fails, and the process with it."""
+    return (_near(sock) in near or _far(sock) in far) and not _listens(sock)
 
 
 def _identity(sock: socket.socket) -> int:

@@ -258,6 +258,27 @@ def test_baby_groups_do_the_same():
             assert [size for _, size, _ in rank.commits] == [2] * 3
 
 
+def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
+    """Who goes on all the same begins again: the step is tried in another generation."""
+
+    def fails_once(rank: Rank, step: int) -> None:
+        if step == 2:
+            launch, rank.manager.gradients.launch = rank.manager.gradients.launch, cannot  # type: ignore[method-assign]
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="cannot be summed"):
+                    rank.train_step()
+            rank.manager.gradients.launch = launch  # type: ignore[method-assign]
+
+    def cannot(*args: object, **more: object) -> None:
+        raise RuntimeError("a gradient that cannot be summed")
+
+    with job(min_replicas=1) as made:
+        rank = made.group("a", steps=4, at=fails_once)[0]
+        assert rank.join().error is None
+        assert [step for step, _, _ in rank.commits] == [1, 2, 3, 4]
+        assert [slots for _, slots in rank.computed] == [(0,), (SLOT,), (2 * SLOT,), (3 * SLOT,)], "each but once"
+
+
 def test_ranks_of_a_group_take_the_same_way():
     """Two groups of two ranks; one rank of one group loses its server's process, so the whole group is gone."""
 

@@ -229,3 +229,21 @@ def test_a_spare_child_that_is_gone_is_not_given():
         child.end()
     finally:
         nursery.close()
+
+
+def test_a_nursery_that_is_stopped_is_ended_and_another_started(monkeypatch: pytest.MonkeyPatch):
+    """As by a debugger, or a machine that freezes what is idle: it does not answer, and who waits for it waits in a step."""
+    nursery = Nursery()
+    try:
+        nursery.prepare()
+        at, control = nursery.pid, nursery._control
+        assert control is not None
+        os.kill(at, signal.SIGSTOP)
+        monkeypatch.setattr(control, "waits", lambda limit_s: False)  # as when that time is over
+        child = nursery.child()
+        assert nursery.pid != at and not Path(f"/proc/{at}").exists()
+        assert "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
+        child.kill()
+        child.end()
+    finally:
+        nursery.close()

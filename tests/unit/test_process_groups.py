@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import queue
 import socket
 import sys
 import threading
@@ -22,7 +24,7 @@ from ft.process_groups import gloo, inline, shared, sockets
 from ft.process_groups import operations as ops
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.channel import Channel
-from ft.process_groups.commands import Form
+from ft.process_groups.commands import ENDED, Form
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Formation
 from ft.process_groups.generation import Generation
@@ -69,6 +71,37 @@ def test_only_the_sockets_of_the_group_are_shut():
                     sockets.shut(far={ours.getsockname()}) == 2
                 )  # this connection and the one before, whose end is dead
                 assert accepted.recv(1) == b""
+
+
+@linux
+def test_sockets_of_a_process_without_descriptors(monkeypatch: pytest.MonkeyPatch):
+    def none_left(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_connection(ours.getsockname()):
+        monkeypatch.setattr(os, "dup", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            sockets.held(far={ours.getsockname()})
+        assert sockets.shut(far={ours.getsockname()}) == 0
+
+
+@linux
+def test_a_group_that_is_given_up_without_descriptors_ends_when_there_are_some(monkeypatch: pytest.MonkeyPatch):
+    store, tries, freed = serve(), [0], threading.Event()
+    held = sockets.held
+
+    def later(**ends: Any) -> list[socket.socket]:
+        tries[0] += 1
+        if tries[0] < 3:
+            raise OSError(errno.EMFILE, "Too many open files", "/proc/self/fd")
+        return held(**ends)
+
+    monkeypatch.setattr(gloo.sockets, "held", later)
+    monkeypatch.setattr(gloo, "AGAIN_S", 0.0)
+    group = ProcessGroupGloo()
+    group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
+    group.abandon("it failed", then=freed.set)
+    assert freed.wait(20) and tries[0] == 3 and group.reaper.pending == 0
 
 
 @linux
@@ -176,10 +209,12 @@ def test_what_cannot_be_started_is_a_failed_work():
 
 
 def test_the_limit_wakes_who_waits():
-    it, _ = generation(limit_s=0.05)
+    """And the engine: a child that is stopped takes no commands, and who gives it one waits, too."""
+    it, engine = generation(limit_s=0.05)
     with pytest.raises(GroupError, match=r"AllReduce has not ended after 0.05 s"):
         it.start(ops.AllReduce([torch.zeros(1)])).wait(timedelta(seconds=20))
-    it.give_up("done", Reaper(), None)
+    it.give_up("done", reaper := Reaper(), None)
+    assert reaper.wait(10) and engine.woken == 2, "by the limit, and by who gave it up"
 
 
 def test_a_wait_with_a_limit_of_its_own_leaves_the_group_alone():
@@ -292,6 +327,38 @@ def test_lent_tensors_are_the_same_memory():
 
 
 @linux
+class ChildWithoutProcess:
+    """A child as its engine has it; `theirs`: the end that its process would have."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.channel, theirs = Channel.pair()
+        self.theirs = Channel(theirs)
+
+    def kill(self) -> None:
+        self.channel.hang_up()
+
+    def end(self) -> None:
+        self.channel.close()
+        self.theirs.close()
+
+
+@linux
+def test_a_result_that_cannot_be_written_is_that_operations_failure():
+    """And the thread that receives goes on."""
+    child, answers = ChildWithoutProcess(), queue.SimpleQueue[Exception | None]()
+    engine = ChildEngine(child)  # type: ignore[arg-type]
+    for number, tensor in enumerate((torch.ones(1).expand(4), torch.ones(4)), 1):
+        engine.start(ops.AllReduce([tensor]), lambda error, source: answers.put(error))
+        child.theirs.send(json.dumps([ENDED, number, None, -1]).encode())
+    with pytest.raises(GroupError, match="AllReduce: unsupported operation: more than one element"):
+        raise answers.get(timeout=20) or AssertionError("it has been written")
+    assert answers.get(timeout=20) is None
+    engine.wake()
+    engine.end()
+
+
 def test_buffers_of_a_failed_operation_are_not_used_again():
     lender = shared.Lender(lambda *_: None, lambda _: None)
     value, loan, again = torch.ones(3), shared.Loan(), shared.Loan()

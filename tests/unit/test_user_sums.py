@@ -134,3 +134,13 @@ def test_held_results_are_written_when_they_are_delivered():
     value.fill_(0.0)
     member.gradients.deliver_held(1)
     assert value.item() == 8.0
+
+
+def test_a_tensor_that_overlaps_itself_is_refused_before_anything_is_sent():
+    """Nobody could write its result, and who waits for it would wait for ever."""
+    team = members(2, nn.Identity)
+    open_all(team)
+    for member in team:
+        with pytest.raises(ValueError, match=r"shape \(4,\), some of whose elements are one in memory"):
+            member.gradients.all_reduce(torch.ones(1).expand(4))
+    assert finish(team) == [(2.0, 1.0)] * 2
