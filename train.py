@@ -486,15 +486,21 @@ class Run:
 
     def write_checkpoint(self, *, last: bool = False) -> None:
         self.meter.sync()  # a checkpoint of a step whose figures a power cut has taken would miss them for ever
+        if last or self.manager.left:  # there is no next try
+            self.forget_earlier_failure()
         self.checkpointer.save(self.manager.step, last=last)
+
+    def forget_earlier_failure(self) -> None:
+        """Of a save in the background: it is made up for by the one that follows."""
+        with suppress(CheckpointFailed, OSError):
+            self.checkpointer.wait()
 
     def go(self, going: Going) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
         if going.holds and self.manager.step:
             with self.progress.phase("checkpoint"):
                 self.meter.sync()
-                with suppress(CheckpointFailed, OSError):
-                    self.checkpointer.wait()  # an earlier one that failed in the background is made up for by this one
+                self.forget_earlier_failure()
                 self.checkpointer.save(self.manager.step, settled=False)
         self.log.info("%s", going)
         self.sum_up("stopped at", next_command="the same command goes on")

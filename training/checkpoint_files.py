@@ -168,19 +168,23 @@ def list_steps(folder: Path) -> list[int]:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged.
 
-    Reads no file's content: `verify` does.
+    Reads no file's content: `verify` does. An OSError is the cause of what is raised where storage fails.
     """
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_text())
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST}: missing") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise Damaged(f"{MANIFEST}: cannot be read ({error})") from None
+    except OSError as error:
+        raise Damaged(f"{MANIFEST}: cannot be read ({error})") from error
     for file in manifest.files:
         try:
             size_bytes = (path / file.name).stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{file.name}: missing") from None
         except OSError as error:
-            raise Damaged(f"{file.name}: {'missing' if isinstance(error, FileNotFoundError) else error}") from None
+            raise Damaged(f"{file.name}: {error}") from error
         if size_bytes != file.size_bytes:
             raise Damaged(f"{file.name}: {size_bytes:,} bytes, {file.size_bytes:,} were written")
     return manifest
@@ -311,10 +315,12 @@ def reason(error: OSError) -> str:
 
 
 def _kind(path: Path) -> str:
-    """ "full", "model", "damaged", or "foreign" for a folder without a manifest."""
+    """ "full", "model", "damaged", or "foreign" for a folder without a manifest, or one of which storage does not say."""
     try:
         return read_manifest(path).kind
-    except Damaged:
+    except Damaged as damage:
+        if isinstance(damage.__cause__, OSError):  # it may be whole when it can be read again
+            return "foreign"
         return "damaged" if (path / MANIFEST).exists() else "foreign"
 
 

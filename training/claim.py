@@ -39,9 +39,9 @@ def is_over(folder: Path, quorum: Quorum) -> bool:
 def _newest(folder: Path) -> Quorum:
     try:
         epoch, number = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # not there, or what a disk has made of it
+        return str(epoch), int(number)
+    except (FileNotFoundError, ValueError, TypeError):  # not there, or what a disk has made of it
         return "", 0
-    return str(epoch), int(number)
 
 
 class Claim:

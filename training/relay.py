@@ -178,7 +178,7 @@ class Relay:
     # ---- the files: in the scribe's thread
 
     def _catch_up(self) -> None:
-        """Raises OSError; then the files are opened anew, and what may be torn in them is taken back."""
+        """May raise; then the files are opened anew, and what may be torn in them is taken back."""
         with self._lock:
             quorum, anew, self._anew = self._quorum, self._anew, False
             rows = [kept for kept in self._kept if kept.number >= self._todo]
@@ -191,7 +191,7 @@ class Relay:
             if self._wants_sync and self._sinks is not None:
                 self._sinks.sync()
                 self._wants_sync = False
-        except OSError:
+        except Exception:  # whatever it is: some of the rows may be in the files
             self._close_files()
             raise
         if not is_ours or self._closing:

@@ -1,7 +1,7 @@
 """A thread that writes what a run keeps of itself, so that storage that is full, read-only or slow holds up no step.
 
 Floor 3. Each piece of work brings files up to date with what somebody remembers (relay.py: figures; events.py: what happened); it fails as
-a whole, by OSError, and is tried again until it does not. Both times it is said, once.
+a whole, and is tried again until it does not. Both times it is said, once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Scribe:
         self._thread: threading.Thread | None = None
 
     def serve(self, name: str, do: Callable[[], None], lost: Callable[[], int] = lambda: 0) -> None:
-        """`do` brings files up to date, in the thread, after each `wake`. Raises OSError where it cannot."""
+        """`do` brings files up to date, in the thread, after each `wake`. Raises where it cannot: OSError of files."""
         self._works.append(_Work(name, do, lost))
 
     def wake(self) -> None:
@@ -113,7 +113,7 @@ class Scribe:
         self._busy_since = began = self._clock()
         try:
             work.do()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 (a damaged file, or W&B, raises what it likes: the thread is everybody's)
             if work.failed_at is None:
                 work.failed_at = began
                 self._say(f"{work.name} cannot be written: {_reason(error)}; kept in memory, and tried again")
@@ -130,7 +130,9 @@ class Scribe:
             self._say(f"storage takes writes again: the last one took {duration(self._clock() - began)}")
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: Exception) -> str:
     """The system's words, and the file."""
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
     cause = error.strerror or str(error)
     return f"{cause} ({error.filename})" if error.filename else cause

@@ -6,6 +6,7 @@ Floor 3. train.py carries `take()` in the step's one small all-reduce and acts o
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -24,6 +25,7 @@ SAVE = 2  # save, then go on
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 # A launcher, a terminal and a scheduler may each deliver the same wish; what comes this soon is no second one.
 _SAME_WISH_S = 2.0
+SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads it
 
 
 class Signals:
@@ -77,7 +79,7 @@ class Signals:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
             self._wish(SAVE)
-            self._log.info(f"{name}: saving after this step, then going on")
+            self._say(f"{name}: saving after this step, then going on")
             return
         now = self._clock()
         if self._stop_asked is None:
@@ -85,15 +87,22 @@ class Signals:
                 self._stop_asked, do = now, self._at_stop
             self._wish(STOP)
             do()
-            self._log.info(f"{name}: saving after this step, then leaving; another one ends the run at once")
+            self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
         elif now - self._stop_asked >= _SAME_WISH_S:
-            # Not through the log: the stuck loop may hold its lock.
-            os.write(2, f"{name} again: ending at once, without saving\n".encode())
+            # Not through the log: the stuck loop may hold its lock. Nor into a pipe that is full, which nobody may read any more.
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, f"{name} again: ending at once, without saving\n".encode())
             self._exit_now(128 + number)
 
     def _wish(self, wish: int) -> None:
         with self._lock:
             self._wishes |= wish
+
+    def _say(self, words: str) -> None:
+        """In a thread of its own: where nobody reads the output any more, whoever speaks waits, and the next signal is to be heard."""
+        saying = threading.Thread(target=self._log.info, args=(words,), name="signals-say", daemon=True)
+        saying.start()
+        saying.join(SAY_S)
 
     def _read(self) -> None:
         while numbers := self._reader.recv(64):

@@ -313,8 +313,6 @@ def _journal_step(line: bytes) -> float:
 
 def _kept_events(path: Path, keep_until: int) -> tuple[int, int]:
     """Returns the offsets at which an event file's figures begin, and at which those up to `keep_until` end."""
-    from tensorboard.compat.proto.event_pb2 import Event
-
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
         first = _HEAD.size + _HEAD.unpack(head)[0] + _FOOT_BYTES if len(head) == _HEAD.size else _HEAD.size
@@ -326,11 +324,22 @@ def _kept_events(path: Path, keep_until: int) -> tuple[int, int]:
             kept = [
                 start + at + _HEAD.size + len(data) + _FOOT_BYTES
                 for at, data in records
-                if start + at >= first and Event.FromString(data).step <= keep_until
+                if start + at >= first and _event_step(data) <= keep_until
             ]
             if kept or start == 0:
                 return first, max([first, *kept])
             block *= 2
+
+
+def _event_step(data: bytes) -> float:
+    """As _journal_step, of an event file's record."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    try:
+        return float(Event.FromString(data).step)
+    except DecodeError:
+        return math.inf
 
 
 def _records(content: bytes, *, exact: bool) -> Iterator[tuple[int, bytes]]:

@@ -178,7 +178,7 @@ class Watchdog:
             self._log.error(f"no step for {waited_s:.0f} s: {where}; stack dumps and the end in {ends_s:.0f} s")
         try:
             self._record()
-        except OSError as error:  # a full disk must not end this thread, which may have to call the end off
+        except Exception as error:  # noqa: BLE001 (nothing must end this thread, which may have to call the end off)
             self._log.warning("the flight recorder is not saved: %s", error)
 
     def _call_off(self, now: float) -> None:

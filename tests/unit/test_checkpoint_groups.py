@@ -13,7 +13,7 @@ import pytest
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_dcp, checkpoint_dues, checkpoint_files
 from training.checkpoint import FIGURES, CheckpointFailed
-from training.claim import Claim
+from training.claim import CLAIM, Claim, claim
 
 EPOCH, WAIT_S = "epoch", 50.0
 
@@ -314,3 +314,9 @@ def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path, mon
         assert not b.checkpointer.overdue(step)
         b.quorum = None
         assert not b.checkpointer.overdue(step)
+
+
+@pytest.mark.parametrize("content", ["", "5", "null", '["e", null]', "{"])
+def test_a_note_that_a_disk_has_damaged_is_none(tmp_path: Path, content: str):
+    (tmp_path / CLAIM).write_text(content)
+    assert claim(tmp_path, ("epoch", 3)) and (tmp_path / CLAIM).read_text() == '["epoch", 3]'

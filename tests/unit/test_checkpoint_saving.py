@@ -17,9 +17,13 @@ import pytest
 import torch
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
+from train import Run
 from training import checkpoint_files
 from training.checkpoint import RETRY_S, CheckpointFailed
 from training.checkpoint_dcp import Snapshot
+from training.log import Log
+from training.metrics import Meter, MetricsConfig
+from training.progress import Progress
 
 # What is kept
 
@@ -209,6 +213,48 @@ def test_a_save_that_failed_is_due_again_after_a_pause(tmp_path: Path, async_mod
     job.checkpointer.wait()
     now[0] = 3 * RETRY_S
     assert not job.checkpointer.overdue(6) and steps_in(tmp_path) == [2, 5]
+
+
+def test_a_checkpoint_that_storage_does_not_show_now_is_neither_counted_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network's file system does, whose server comes back; who asks for the newest is told of another, and does not fail."""
+    Job(tmp_path, keep_latest_k=0).step_and_save(2, 4, 6, 8)
+    folder, stat, read = tmp_path / "checkpoint", Path.stat, Path.read_text
+
+    def gone(path: Path, real: Any, *args: Any, **more: Any) -> Any:
+        if path.parent.name in ("step-4", "step-8"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *args, **more)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "stat", lambda path, **more: gone(path, stat, **more))
+        context.setattr(Path, "read_text", lambda path, *args, **more: gone(path, read, *args, **more))
+        assert checkpoint_files.newest(folder) == 6
+        assert checkpoint_files.prune(folder, 1, written=6) == [2]
+    assert checkpoint_files.newest(folder) == 8 and steps_in(tmp_path) == [4, 6, 8]
+
+
+class Leaving:
+    """The part of a manager that a save asks."""
+
+    step, writes, left = 3, ("epoch", 1), True
+
+
+def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) -> None:
+    """In the background, and storage is well again: it has no next step to try it in."""
+    job = Job(tmp_path, async_mode="async")
+    with largest_file(0):
+        job.step_and_save(2)
+        job.checkpointer._background._thread.submit(int).result()  # type: ignore[union-attr] # it has failed by now
+    run = Run.__new__(Run)
+    run.manager, run.checkpointer, run.progress = Leaving(), job.checkpointer, Progress()  # type: ignore[assignment]
+    run.meter = Meter(MetricsConfig(), log=Log(), progress=run.progress, steps=4)
+    run.save_fails = False
+    job.train(1)
+    run.save()
+    job.checkpointer.wait()
+    assert steps_in(tmp_path) == [3]
 
 
 # In the background

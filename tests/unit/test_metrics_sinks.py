@@ -179,3 +179,16 @@ def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pyt
     assert calls[1:4] == [
         ("define_metric", ("*",), {"step_metric": "step"}), ("log", {"step": 6, TAG: 1.0}), ("finish",)
     ]  # fmt: skip
+
+
+def test_a_record_that_a_disk_has_damaged_does_not_end_who_reads_it(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        sink.write(step, {TAG: 1.0})
+    sink.close()
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    last = len(content) - 4 - 8  # in the data of the last record, in front of its checksum
+    path.write_bytes(content[:last] + b"\xff" * 8 + content[-4:])
+    cut_events(tmp_path, 3)
+    assert events(tmp_path) == [(1, 1.0), (2, 1.0)]

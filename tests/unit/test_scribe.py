@@ -68,3 +68,24 @@ def test_an_end_says_what_it_takes_along() -> None:
     scribe.close(WAIT_S)
     scribe.close(WAIT_S)
     assert said[1:] == ["events: the newest are lost, for storage has not come back before the end"]
+
+
+def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
+    """A damaged file, or somebody else's library, raises what it likes, and the thread is everybody's."""
+    said, tries = list[str](), [0]
+    scribe = Scribe(said.append, retry_s=0.001)
+
+    def fails_once() -> None:
+        tries[0] += 1
+        if tries[0] == 1:
+            raise TypeError("cannot unpack")
+
+    scribe.serve("figures", fails_once)
+    scribe.wake()
+    with scribe._changed:
+        assert scribe._changed.wait_for(lambda: scribe._done == 1, WAIT_S)
+    assert said == [
+        "figures cannot be written: TypeError: cannot unpack; kept in memory, and tried again",
+        "figures are written again, after 0 s; nothing is lost",
+    ]
+    scribe.close()

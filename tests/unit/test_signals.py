@@ -1,5 +1,6 @@
 """Signals as wishes; real signals to this very process where they matter."""
 
+import contextlib
 import io
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from training import signals as signals_module
 from training.log import Log
 from training.signals import SAVE, STOP, Signals
 
@@ -166,3 +168,48 @@ def test_whoever_waits_for_others_hears_of_a_stop_at_once(watched: Watched) -> N
     assert asked == ["heard"], "once"
     watched.signals.when_asked_to_stop(lambda: asked.append("late"))
     assert asked == ["heard", "late"], "who comes after it"
+
+
+class Stuck(io.StringIO):
+    """Output that nobody reads any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.goes_on.wait(60)
+        return super().write(text)
+
+
+def test_output_that_nobody_reads_does_not_keep_the_second_signal_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its log, nor its standard error, both full pipes."""
+    monkeypatch.setattr(signals_module, "SAY_S", 0.0)
+    stuck, clock, exits = Stuck(), Clock(), list[int]()
+    signals = Signals(log=Log(stream=stuck), clock=clock, exit_now=exits.append)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    kept = os.dup(2)
+    heard = threading.Thread(
+        target=lambda: [signals.received(signal.SIGUSR1), signals.received(signal.SIGTERM), later()], daemon=True
+    )
+
+    def later() -> None:
+        clock.now += 3
+        signals.received(signal.SIGTERM)
+
+    os.dup2(writer, 2)
+    try:
+        heard.start()
+        heard.join(20)
+        assert exits == [128 + signal.SIGTERM] and signals.take() == STOP | SAVE
+    finally:
+        os.dup2(kept, 2)
+        stuck.goes_on.set()
+        for descriptor in (kept, reader, writer):
+            os.close(descriptor)
+        signals.close()

@@ -165,9 +165,12 @@ def test_a_step_in_the_nick_of_time_calls_it_off_and_the_next_hang_is_told_anew(
     assert cluster.armed() == [30, 30, 30, None]
 
 
-def test_a_flight_recorder_that_finds_the_disk_full_leaves_the_watch_alive(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("[Errno 28] is not all that can be")]
+)
+def test_a_flight_recorder_that_finds_the_disk_full_leaves_the_watch_alive(cluster: Cluster, error: Exception) -> None:
     def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     cluster.ranks[0].watchdog._record = full
     cluster.wait(110, frozen={2})
