@@ -105,6 +105,7 @@ class Gradients:
         self._place = 0  # of the slot that is computed
         self._device = torch.device(device)
         self._parameters: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []  # attached with them, and not trained
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
         self._buffers = Buffers(shared=shared)
@@ -122,11 +123,15 @@ class Gradients:
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that are trained. Their order is part of the layout and must be the same in each group. Once per part of the model, before
-        `shape` is asked for."""
+        `shape` is asked for. Raises ValueError for a complex one where sums are quantised."""
         assert "_layout" not in self.__dict__, "parameters are attached before the first step"
         known = {id(parameter) for parameter in self._parameters}
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in known:
+            if self._quantized and parameter.is_complex():
+                raise ValueError(f"a parameter of {parameter.dtype}: sums in eight bits are of real numbers alone")
+            if not parameter.requires_grad:
+                self._frozen.append(parameter)
+            elif id(parameter) not in known:
                 known.add(id(parameter))
                 hook = partial(self._completed, len(self._parameters))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -219,6 +224,11 @@ class Gradients:
         with self._lock:
             attempt = self._open_attempt()
             self._raise_problem()
+            if thawed := [parameter for parameter in self._frozen if parameter.requires_grad]:
+                shape = tuple(thawed[0].shape)
+                raise RuntimeError(
+                    f"a parameter of shape {shape} is trained by now, and was not when it was attached: groups would drift"
+                )
             zeros = zeros or not attempt.contributes
             if self._is_lost and not zeros:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")

@@ -141,6 +141,8 @@ class Lane:
     def _sum(self, tensor: Tensor, before: Tensor | None, left_out: list[Tensor], *, gives: bool) -> None:
         """`before`: what earlier sums left out; what this one does goes to `left_out`."""
         rank, ranks = self._rank, self._ranks
+        if not tensor.numel():
+            return
         share = -(-tensor.numel() // (ranks * BLOCK))  # blocks that each rank owns
         given = torch.zeros(ranks * share, BLOCK, device=tensor.device)
         flat = given.view(-1)[: tensor.numel()]

@@ -85,7 +85,10 @@ class Log:
             try:
                 if self._missing:
                     text = f"{self.prefix()} warning: lines of this log are missing here: {self._missing}\n{text}"
-                self._stream.write(text)
+                try:
+                    self._stream.write(text)
+                except UnicodeEncodeError:  # a sample of text, or a path, where few letters are known
+                    self._stream.write(text.encode("ascii", "backslashreplace").decode())
                 self._stream.flush()  # a pipe is block-buffered: without it a killed rank takes its last words along
                 self._missing = ""
             except BrokenPipeError:

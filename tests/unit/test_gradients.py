@@ -364,3 +364,22 @@ def test_frozen_and_tied_parameters_and_several_parts():
     assert gradients.shape == alone.shape
     gradients.close()
     assert not part.weight._post_accumulate_grad_hooks
+
+
+def test_a_parameter_that_is_trained_later_is_an_error_and_no_drift():
+    """Its gradients are nobody's to sum: each group would step with its own."""
+    team = members(2, nn.Identity)
+    frozen = [nn.Parameter(torch.ones(3), requires_grad=False) for _ in team]
+    for member, parameter in zip(team, frozen, strict=True):
+        member.gradients.attach([parameter])
+    open_all(team)
+    finish(team)
+    open_all(team)
+    frozen[0].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) is trained by now"):
+        team[0].gradients.launch([1.0])
+
+
+def test_complex_parameters_are_not_quantised():
+    with pytest.raises(ValueError, match=r"complex64: sums in eight bits are of real numbers"):
+        Gradients(quantized=True).attach([nn.Parameter(torch.ones(2, dtype=torch.complex64))])

@@ -124,3 +124,10 @@ def test_a_log_that_takes_nothing_is_no_failure_at_the_end() -> None:
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, env={**os.environ}, check=False
         )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_letters_that_the_output_does_not_know_end_no_run() -> None:
+    written = io.BytesIO()
+    log = Log(stream=io.TextIOWrapper(written, encoding="latin-1"))
+    log.info("a sample of text:\n%s", "caf\u00e9 \ufffd")
+    assert written.getvalue() == b"[0] a sample of text:\ncaf\\xe9 \\ufffd\n"

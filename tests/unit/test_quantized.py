@@ -323,3 +323,10 @@ def test_memory_is_given_back_when_the_lane_has_ended():
         one.work.end(GroupError("a member is lost"))
     given_back.join(LIMIT_S)
     assert not given_back.is_alive()
+
+
+def test_of_nothing_nothing_is_sent():
+    """A parameter without elements, whose dtype nobody shares, has a bucket of its own."""
+    tensors = [torch.empty(0, 4) for _ in range(2)]
+    world = summed(tensors, [None] * 2)
+    assert not any(group.started for group in world.groups)
