@@ -36,6 +36,7 @@ from ft.config import Environment, group_folder
 from ft.seam import BadInput, Commit, Going, GroupEnded, Stopped
 from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
+from parallelisms.device import has_cuda
 from parallelisms.distributed import BACKSTOP_S, World, host_group, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import let_go
 from parallelisms.means import sum_over_ranks
@@ -96,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     traces = group_folder(config.run_folder, config.fault_tolerance, environment) / TRACES
     os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=traces))
+    os.environ.update(groups_env(config))
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
     log.adopt("pharos")
@@ -118,6 +120,17 @@ def main(argv: Sequence[str]) -> int:
             log.error("%s", failure)
             return 1
     return 0
+
+
+def groups_env(config: Config) -> dict[str, str]:
+    """Environment for what sums between replica groups, to be set before the first process group is made."""
+    settings = config.fault_tolerance
+    if not settings.enable:
+        return {}
+    from ft.process_groups.nccl import process_settings  # not on the way of those who train alone
+
+    kind = settings.group_kind(gradients_lie_on(config, "cuda" if has_cuda() else "cpu"))
+    return process_settings(kind, settings.rendezvous_s)
 
 
 class Run:

@@ -239,7 +239,8 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
     To be set before the first process group is made. Names as torch 2.13 reads them: FlightRecorder.hpp
     (TORCH_FR_BUFFER_SIZE, earlier TORCH_NCCL_TRACE_BUFFER_SIZE) and ProcessGroupNCCL.hpp. NCCL dumps by itself when one
-    of its own timeouts strikes; `dump_flight_recorder` does it for a hang that the watchdog finds, on gloo too.
+    of its own timeouts strikes, but where replica groups sum by it (ft/process_groups/nccl.py); `dump_flight_recorder`
+    does it for a hang that the watchdog finds, on gloo too.
     `torchfrtrace FOLDER -p rank_` reads the files.
     """
     return {

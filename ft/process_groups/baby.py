@@ -22,10 +22,10 @@ from ft.process_groups.base import ProcessGroup
 from ft.process_groups.commands import ENDED, FAILED, READY, Form, Map, Start, Unmap
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Formation
-from ft.process_groups.inline import current_device
 from ft.process_groups.meeting import address_of
 from ft.process_groups.nursery import Child, Nursery, nursery_of_this_process
 from ft.process_groups.operations import Operation
+from ft.threads import current_device, device_thread
 
 
 class ProcessGroupBaby(ProcessGroup):
@@ -58,7 +58,7 @@ class ProcessGroupBaby(ProcessGroup):
         child = self._nursery.child()
         formation.at_giving_up(child.kill)
         self.child = child
-        engine = ChildEngine(child)
+        engine = ChildEngine(child, self.device)
         try:
             engine.form(
                 Form(
@@ -95,9 +95,9 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
 
 class ChildEngine:
-    """The parent's end of one child. A thread receives what it says."""
+    """The parent's end of one child. A thread receives what it says. `device`: the number of the GPU that tensors lie on; None: on none."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, device: int | None) -> None:
         self._child = child
         self._memory = shared.Lender(self._map, self._unmap)
         self._order = threading.Lock()  # of operations: as they are numbered, so they are sent
@@ -107,7 +107,8 @@ class ChildEngine:
         self._formed = threading.Event()
         self._problem: RendezvousFailed | None = None
         self._gone = False
-        self._receiver = threading.Thread(target=self._receive, name=f"ft-child-{child.pid}", daemon=True)
+        # It sets futures, which record events.
+        self._receiver = device_thread(self._receive, name=f"ft-child-{child.pid}", device=device)
         self._receiver.start()
 
     def form(self, command: Form) -> None:

@@ -137,8 +137,9 @@ class Child:
     def _build(self, command: Any) -> None:
         from ft.process_groups.commands import FAILED, READY
         from ft.process_groups.forming import Formation
-        from ft.process_groups.inline import form_gloo, form_nccl
+        from ft.process_groups.gloo import form_gloo
         from ft.process_groups.meeting import Meeting
+        from ft.process_groups.nccl import form_nccl
 
         formation = Formation("child", lambda it: self._engine, shape=command.shape, holders=command.holders)
         try:

@@ -41,7 +41,7 @@ class Meeting:
     def __init__(self, formation: Formation, store: Store | str, rank: int, size: int, limit_s: float) -> None:
         self.rank, self.size = rank, size
         self._formation = formation
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._until_s = time.monotonic() + limit_s
         self._own: StoreClient | None = None
         if isinstance(store, str):
@@ -87,7 +87,7 @@ class Meeting:
         except TimeoutError:
             absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
             self._formation.absent = absent
-            raise RendezvousFailed(f"has not formed within {self._limit_s:g} s", absent) from None
+            raise RendezvousFailed(f"has not formed within {self.limit_s:g} s", absent) from None
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
         """What stands there, once all does. Raises TimeoutError; RendezvousFailed or OSError when it was given up."""

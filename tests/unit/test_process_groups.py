@@ -557,10 +557,14 @@ def test_a_group_of_one_and_a_store_of_torch():
 
 def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch):
     """A generation is formed in another thread, and each thread of CUDA begins with device 0."""
-    devices, formed = threading.local(), list[tuple[str, int | None]]()
+    devices, formed, in_force = threading.local(), list[tuple[str, int | None]](), list[tuple[str, int]]()
     devices.number = 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "number", 0))
+
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda number: in_force.append((threading.current_thread().name[:8], number))
+    )
 
     def form(self: ChildEngine, command: Form) -> None:
         formed.append(("child", command.device))
@@ -579,6 +583,7 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
             group.configure(f"127.0.0.1:{server.port}/{number}", 0, 1)
         group.shutdown(60.0)
     assert formed == [("inline", 3), ("child", 3)]
+    assert in_force == [("ft-child", 3)]  # the thread that sets futures
     assert ProcessGroupNCCL(device=1).device == 1
 
 

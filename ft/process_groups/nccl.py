@@ -1,0 +1,165 @@
+"""torch's NCCL: formed with what torch reads from the environment, proved by a first sum, and aborted in a thread that has a deadline.
+
+A communicator never blocks its caller, and this process watches its own operations: of torch's watchdog and heartbeat monitor only what
+cannot end this process, or hold up a thread that ends a group, is left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ft.process_groups.base import NEVER
+from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
+from ft.process_groups.forming import Ended, Engine, Formation
+from ft.process_groups.meeting import Meeting
+from ft.process_groups.native import Native, failure_of, group_of, source_of
+from ft.process_groups.operations import AllReduce, Operation
+from ft.threads import device_thread
+
+ABORT_LIMIT_S = 10.0  # then the process has to go
+POLL_S = 0.0005  # between looks at the GPU's progress
+
+# In force while ProcessGroupNCCL is constructed, in this process and in a child. Lines are those of ProcessGroupNCCL.hpp of torch 2.13.0,
+# functions those of ProcessGroupNCCL.cpp (torch/csrc/distributed/c10d).
+CONSTRUCTOR_SETTINGS = {
+    # :67. handleException throws in the watchdog's thread, which ends the process, unless this is NoHandling.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # :73. The monitor of a process's first group (a child's is ours) polls the store each second for others that dump, and ends the process
+    # when one does: HeartbeatMonitor::runLoop, checkDumpSignal.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # :101. The monitor ends the process when the watchdog's heart stops: HeartbeatMonitor::runLoop, terminateProcess.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # :106. Even without monitoring a stopped heart sets shouldDump_ (:1379), which is static and which the default group's monitor obeys;
+    # and then this one sleeps as long again, while who drops the group joins it. 23 days: runLoop counts milliseconds in an int.
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2000000",
+    # :120. After a failed work the watchdog sleeps four times this, 60 s by default, while who drops the group joins it:
+    # Watchdog::runLoop, getDumpTimeout.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
+
+def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
+    """What has to stand in the environment of a trainer with such a group (config.py's GroupKind) before its default group is made.
+
+    TORCH_NCCL_DUMP_ON_TIMEOUT: Watchdog::runLoop calls broadcastDumpSignal for each failed work, whatever ASYNC_ERROR_HANDLING says, and
+    that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), one for all groups of the process: a default group that dumps would end a process
+    which has survived the failure, after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. The trainer's own watchdog dumps instead.
+    """
+    return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **nonblocking_settings(rendezvous_s)} if kind == "nccl" else {}
+
+
+def nonblocking_settings(rendezvous_s: float) -> dict[str, str]:
+    """How long a call waits for a communicator that does not come about, with its mutex: by default 30 minutes. Whole seconds. Read once
+    in a process, at the first call that waits (nccl_nonblocking_timeout of NCCLUtils.cpp, declared in NCCLUtils.hpp:212), so it is never
+    taken back. A blocking communicator, such as the default group's, is never in progress and does not wait by it."""
+    return {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(rendezvous_s))}
+
+
+def form_nccl(formation: Formation, meeting: Meeting, number: int | None) -> Engine:
+    """The engine of an NCCL group on the CUDA device of that number, once all are there and a first sum has ended."""
+    if number is None or not dist.is_nccl_available():
+        raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    meeting.gather(device.index)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = NEVER
+    options.config.blocking = 0
+    os.environ.update(nonblocking_settings(meeting.limit_s))
+    with _environment(CONSTRUCTOR_SETTINGS):
+        backend = c10d.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.size, options)
+    formation.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
+    backend.eager_connect_single_device(device)
+    engine = NcclEngine(group_of(backend, "nccl", "cuda", meeting), backend.abort, number)
+    try:
+        _sum_once(engine, formation, meeting, device)
+    except BaseException:
+        engine.wake()
+        engine.end()
+        raise
+    return engine
+
+
+def _sum_once(engine: Engine, formation: Formation, meeting: Meeting, device: torch.device) -> None:
+    """torch connects when a communicator is first used, and whoever uses it waits with its mutex, which `abort` wants, too. So that is this
+    thread, which nobody waits for and which holds no lock of ours. On a stream of its own: what trains may be queued on the other for
+    long. Raises RendezvousFailed."""
+    over, errors = threading.Event(), list[Exception | None]()
+
+    def ended(error: Exception | None, source: int) -> None:
+        errors.append(error)
+        over.set()
+
+    formation.at_giving_up(over.set)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        engine.start(AllReduce([torch.ones(1, device=device)]), ended)
+        over.wait(meeting.left_s())
+    if not errors:
+        raise RendezvousFailed(f"a first sum has not ended within {meeting.limit_s:g} s")
+    if errors[0] is not None:
+        raise RendezvousFailed(f"the first sum failed: {errors[0]}")
+
+
+class NcclEngine(Native):
+    """Looks at the GPU's progress from a thread: no stream ever waits for a peer. NCCL ends operations in their order. `device`: the GPU's
+    number."""
+
+    def __init__(self, native: dist.ProcessGroup, abort: Callable[[], None], device: int) -> None:
+        super().__init__(native)
+        self._abort, self._device = abort, device
+        self._started: queue.SimpleQueue[tuple[dist.Work, Operation, Ended] | None] = queue.SimpleQueue()
+        self._poller = device_thread(self._poll, name="ft-nccl-poll", device=device)
+        self._poller.start()
+
+    def wake(self) -> None:
+        """Nothing that is quick: `abort` may block, so it is part of the end."""
+
+    def end(self) -> None:
+        aborting = device_thread(self._abort, name="ft-nccl-abort", device=self._device)
+        aborting.start()
+        self._started.put(None)
+        aborting.join(ABORT_LIMIT_S)
+        self._poller.join(ABORT_LIMIT_S)
+        if aborting.is_alive() or self._poller.is_alive():
+            raise MustExit(f"NCCL's abort has not ended after {ABORT_LIMIT_S:g} s")
+        self._native = None
+
+    def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
+        self._started.put((work, operation, ended))
+
+    def _poll(self) -> None:
+        while (item := self._started.get()) is not None:
+            work, operation, ended = item
+            while not work.is_completed():
+                time.sleep(POLL_S)
+            ended(failure_of(work.wait), source_of(work, operation))
+            del work, item
+
+
+_environment_lock = threading.Lock()
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """For a constructor that has no arguments for them."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

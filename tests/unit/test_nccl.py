@@ -1,0 +1,192 @@
+"""NCCL as it is formed here, with torch's part a fake: its environment, the first sum, who never comes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ft.config import FaultTolerance
+from ft.process_groups import gloo, nccl
+from ft.process_groups.baby_worker import Child
+from ft.process_groups.commands import Form
+from ft.process_groups.errors import RendezvousFailed
+from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
+from ft.process_groups.meeting import Meeting
+from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, process_settings
+from ft.process_groups.store import serve
+
+HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+SEEN = (*CONSTRUCTOR_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT")
+
+
+@dataclass
+class FakeNccl:
+    """torch's part of a group of one member. Its first sum ends when `peers` is set."""
+
+    peers: threading.Event = field(default_factory=threading.Event)
+    summing: threading.Event = field(default_factory=threading.Event)  # the first sum has begun
+    aborted: threading.Event = field(default_factory=threading.Event)
+    environments: list[dict[str, str | None]] = field(default_factory=list)  # at the constructor, at each sum
+    summed_in: str = ""  # the thread
+    locked: bool = False
+    devices: dict[str, int] = field(default_factory=dict)  # by thread, as it was set last
+
+    def environment(self) -> None:
+        self.environments.append({name: os.environ.get(name) for name in SEEN})
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.environment()
+        self.summed_in, self.locked = threading.current_thread().name, nccl._environment_lock.locked()
+        self.summing.set()
+        return SimpleNamespace(is_completed=lambda: self.peers.is_set() or self.aborted.is_set(), wait=self.wait)
+
+    def wait(self) -> None:
+        if self.aborted.is_set():
+            raise RuntimeError("aborted")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
+    fake = FakeNccl()
+
+    class Backend:
+        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            fake.environment()
+
+        def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+        def abort(self) -> None:
+            fake.aborted.set()
+
+    def set_device(device: torch.device | int) -> None:
+        fake.devices[threading.current_thread().name] = device if isinstance(device, int) else device.index
+
+    ones = torch.ones
+    for name in SEEN:
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda it: fake.devices.update(
+            {threading.current_thread().name: torch.device(it).index if isinstance(it, torch.device) else it}
+        ),
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
+    monkeypatch.setattr(nccl.c10d, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(nccl, "group_of", lambda *_: fake)
+    yield fake
+    fake.peers.set()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Callable[[str], str]]:
+    server = serve()
+    yield lambda name: f"127.0.0.1:{server.port}/{name}"
+
+
+def in_process(address: str) -> None:
+    group = ProcessGroupNCCL(rendezvous_s=60.0, device=3)
+    group.configure(address, 0, 1)
+    group.shutdown(60.0)
+
+
+def in_child(address: str) -> None:
+    replies: list[bytes] = []
+    child = Child(SimpleNamespace(send=replies.append))
+    child._build(Form("nccl", address, 0, 1, 60.0, None, 3))
+    assert b"ready" in replies[0], replies
+    child._engine.end()
+
+
+@pytest.mark.parametrize("form", [in_process, in_child])
+def test_what_torch_reads_at_the_constructor(fake: FakeNccl, store: Callable[[str], str], form: Callable[[str], None]):
+    fake.peers.set()
+    form(store(form.__name__))
+    constructor, first_sum = fake.environments
+    assert constructor == {**CONSTRUCTOR_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"}
+    assert first_sum == {**dict.fromkeys(CONSTRUCTOR_SETTINGS, "before"), "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"}
+    assert fake.devices["ft-nccl-poll"] == fake.devices["ft-nccl-abort"] == 3
+
+
+def test_the_default_group_of_a_survivor_does_not_dump():
+    assert process_settings(FaultTolerance().group_kind("cuda"), 10.5) == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "11",
+    }
+    for kind in ("gloo", "baby_gloo", "baby_nccl"):  # no group of ours is in this process
+        assert process_settings(kind, 10.0) == {}
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="this torch comes without its headers")
+def test_the_names_are_torchs():
+    header = HEADER.read_text()
+    assert [name for name in CONSTRUCTOR_SETTINGS if f'"{name}"' not in header] == []
+    assert "nccl_nonblocking_timeout()" in HEADER.with_name("NCCLUtils.hpp").read_text()
+
+
+def test_a_group_stands_when_its_first_sum_has_ended(fake: FakeNccl, store: Callable[[str], str]):
+    group = ProcessGroupNCCL(rendezvous_s=600.0, device=0)
+    with ThreadPoolExecutor(1) as threads:
+        forming = threads.submit(group.configure, store("stands"), 0, 1)
+        assert fake.summing.wait(60)
+        assert not forming.done() and fake.summed_in.startswith("ft-form-") and not fake.locked
+        fake.peers.set()
+        forming.result(60)
+    assert group.errored() is None
+    group.shutdown(60.0)
+
+
+def test_a_notice_ends_the_first_sum(fake: FakeNccl, store: Callable[[str], str]):
+    group = ProcessGroupNCCL(rendezvous_s=600.0, device=0)
+    with ThreadPoolExecutor(1) as threads:
+        forming = threads.submit(group.configure, store("notice"), 0, 1, quorum_id=7)
+        assert fake.summing.wait(60)
+        group.interrupt("a member is lost", 7)
+        with pytest.raises(RendezvousFailed, match="a member is lost"):
+            forming.result(60)
+    assert fake.aborted.wait(60)
+    group.shutdown(60.0)
+
+
+def test_who_never_comes_to_the_first_sum_is_told_within_the_rendezvous(fake: FakeNccl, store: Callable[[str], str]):
+    group = ProcessGroupNCCL(rendezvous_s=0.25, device=0)
+    while not fake.summing.is_set():  # on a busy machine, the store is not reached in the first of these
+        group.rendezvous_s *= 2
+        with pytest.raises(RendezvousFailed, match=r"within|first sum|given up"):
+            group.configure(store(f"never{group.rendezvous_s}"), 0, 1)
+    assert fake.aborted.wait(60)
+    group.shutdown(60.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_gloos_members_hear_from_each_other_in_the_thread_that_forms(
+    store: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+):
+    """An all-to-all over all connections: another sum would prove nothing more."""
+    seen: list[str] = []
+    hear = gloo._hear_from_all
+
+    def hear_from_all(backend: Any, meeting: Meeting) -> None:
+        hear(backend, meeting)
+        seen.append(threading.current_thread().name)
+
+    monkeypatch.setattr(gloo, "_hear_from_all", hear_from_all)
+    group = ProcessGroupGloo(interface="lo", rendezvous_s=60.0)
+    group.configure(store("gloo"), 0, 1)
+    assert len(seen) == 1 and seen[0].startswith("ft-form-")
+    group.shutdown(60.0)
