@@ -1,0 +1,1 @@
+"""A dry run on a device that computes nothing."""
