@@ -3,7 +3,7 @@ long, or be a process's last.
 
 A thread goes on until it waits: in `sleep`, in a condition, in an operation of a slow disk. Who is next is the one whose time comes first;
 of several, chance decides, which the seed holds. What the code under test takes from `threading`, `time`, `os` and `io` is put in
-its place by `Disk.install` and by saves.py, so it runs as it is.
+its place by `Disk.install` and by writers.py, so it runs as it is.
 """
 
 from __future__ import annotations

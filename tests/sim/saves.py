@@ -1,872 +1,513 @@
-"""Groups that save, and die, over storage that fails: the loop of train.py, LastSave, Checkpointer, Dues, Claim, Relay, Scribe and sinks as
-they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its weights tell its history.
+"""A world of saves: replica groups that share a folder, deaths and storage that fail, and the real Checkpointer, Dues, Claim and LastSave.
 
-In place of ft/manager.py stands Manager: whoever is first of those that hold the state writes; a death moves the role; who comes back heals
-from the others, or, where nobody holds anything, all go on from the newest checkpoint.
+The simulator of the protocol (ft/sim) knows no files, for ft may not import training. Here the rules of quorums are a few lines (the first
+whole group writes; a change makes a new quorum), and all that touches files is the product's. Groups are threads of which one runs at a
+time, chosen by virtual time and a seeded generator, so a seed is one history.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import logging
+import os
 import random
 import shutil
-import zlib
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import train
-from ft.seam import Going
-from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
-from tests.unit.checkpoint_job import Lines
-from training import appended, checkpoint_dcp, checkpoint_dues, checkpoint_files, checkpoint_ranks, relay, scribe, sinks
-from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
+from tests.unit.checkpoint_job import Ledger, Lines
+from training import checkpoint_dues, checkpoint_files
+from training.checkpoint import RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.claim import Claim
-from training.last_save import GRACE_S, PAUSE_S, LastSave
+from training.last_save import LastSave
 from training.progress import Progress
-from training.relay import SYNC_S, Relay
-from training.scribe import Scribe
-from training.signals import STOP
 
-LIMIT_S = 3600.0  # a job of some minutes, with all that is done to it
-KNOWN_S = 5.0  # a death is known after this at the latest
-CLASSES = (
-    "the writer dies at any time",
-    "the writer dies in a save",
-    "the writer dies before its manifest",
-    "the writer dies after its manifest",
-    "the writer dies in the last save",
-    "several writers die in a row",
-    "several writers die in the last save",
-    "the writer commits alone, and dies in its save",
-    "all die",
-    "storage fails",
-    "storage fails in the last save",
-    "storage fails, and the writer dies",
-    "storage is slow",
-    "storage is slow in the last save",
-    "asked to leave",
-    "asked to leave at the end",
-    "asked to leave at the end, over storage that fails",
-    "folders of their own",
-)
-ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
-WHO = ("all", "the writer", "the others")
+STEPS, INTERVAL, STEP_S = 24, 8, 10.0
+RESTART_S = 40.0  # of a group that died
+SLOW_S = 20.0  # of one operation on slow storage
+SETTLE_S = RETRY_S + 3 * STEP_S  # from the last fault until all that was due is there
+LONGEST_S = 2000.0
+MOMENTS = ("before", "in", "after", "last save", "after the last save")
+TROUBLES = ("full", "read-only", "slow")
+
+
+class Died(BaseException):
+    """SIGKILL: nothing of this group's life does anything any more."""
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A job, and what is done to it."""
+class Death:
+    """Of the writer. at: the number of a save of the job, from 1, or of an operation in it. times: writers in a row."""
 
+    moment: str
+    save: int
+    operation: int
+    times: int
+
+
+@dataclass(frozen=True)
+class Trouble:
+    kind: str
+    whose: str  # writer, others, all
+    at_s: float
+    lasts_s: float
+
+
+@dataclass(frozen=True)
+class Setting:
     seed: int
-    fault_class: str
     groups: int
-    steps: int
-    interval: int
+    deaths: tuple[Death, ...]
+    troubles: tuple[Trouble, ...]
+    asked: bool  # one of those that wait at the end is asked to leave
     keep: int
-    step_s: float
-    async_mode: str
-    weights_alone: bool
-    shared: bool
-    deaths: tuple[tuple[str, int], ...] = ()  # in turn: where, and after how many operations
-    kills_at_s: tuple[tuple[float, str], ...] = ()  # when, and whom: "writer", "all"
-    outages: tuple[
-        tuple[str, float, float, str, int, float], ...
-    ] = ()  # from when, after how long, how long, whom, error, slow_s
-    rows_kept: int = 100  # by a relay; fewer than a job has, in half of them
-    asked: tuple[tuple[str, float, int], ...] = ()  # from when, after how long, how many
 
-
-def draw(seed: int, fault_class: str = "") -> Plan:
-    """The job of a seed; its class in turns."""
-    rng = random.Random(f"saves {seed}")
-    fault_class = fault_class or CLASSES[seed % len(CLASSES)]
-    steps, interval, step_s = rng.randint(6, 12), rng.randint(2, 4), rng.choice((1.0, 3.0, 10.0))
-    if fault_class in ("storage fails", "the writer dies in a save"):
-        steps = 20  # a save that failed has time to be made up for
-    whole_s = steps * step_s
-    deaths: list[tuple[str, int]] = []
-    kills: list[tuple[float, str]] = []
-    outages: list[tuple[str, float, float, str, int, float]] = []
-    asked: list[tuple[str, float, int]] = []
-
-    def fails(since: str) -> None:
-        at_s = rng.uniform(0, whole_s if since == "the start" else 3.0)
-        outages.append((since, at_s, rng.choice((5.0, 30.0, 60.0, 200.0)), rng.choice(WHO), rng.choice(ERRORS), 0.0))
-
-    def is_slow(since: str) -> None:
-        at_s = rng.uniform(0, whole_s if since == "the start" else 3.0)
-        outages.append((since, at_s, rng.choice((10.0, 30.0, 120.0)), rng.choice(WHO), 0, rng.choice((0.5, 3.0, 20.0))))
-
-    def dies(where: str) -> None:
-        deaths.append((where, rng.randint(1, 45)))
-
-    if fault_class == "the writer dies at any time":
-        kills.append((rng.uniform(0, whole_s), "writer"))
-    elif fault_class in (
-        "the writer dies in a save",
-        "the writer dies before its manifest",
-        "the writer dies after its manifest",
-    ):
-        dies(fault_class.removeprefix("the writer dies "))
-    elif fault_class == "the writer dies in the last save":
-        dies("in the last save")
-    elif fault_class == "several writers die in a row":
-        for _ in range(rng.randint(2, 4)):
-            dies("in a save")
-    elif fault_class == "several writers die in the last save":
-        for _ in range(rng.randint(2, 4)):
-            dies("in the last save")
-    elif fault_class == "the writer commits alone, and dies in its save":
-        dies("alone")
-        if rng.random() < 0.5:
-            kills.append((rng.uniform(whole_s / 2, whole_s), "all"))
-    elif fault_class == "all die":
-        kills.append((rng.uniform(0, whole_s), "all"))
-    elif fault_class.startswith("storage fails"):
-        fails("the last save" if "last" in fault_class else "the start")
-        if "dies" in fault_class:
-            dies(rng.choice(("in a save", "in the last save")))
-    elif fault_class.startswith("storage is slow"):
-        is_slow("the last save" if "last" in fault_class else "the start")
-    elif fault_class == "asked to leave":
-        asked.append(("the start", rng.uniform(0, whole_s), rng.randint(1, 4)))
-    elif fault_class.startswith("asked to leave at the end"):
-        asked.append(("the end", rng.uniform(0, 60.0), rng.randint(1, 4)))
-        if "fails" in fault_class:
-            fails("the last save")
-        else:
-            dies("in the last save")
-    else:
-        dies(rng.choice(("in a save", "in the last save", "after its manifest")))
-    if rng.random() < 0.3:
-        rng.choice(
-            (
-                lambda: fails("the start"),
-                lambda: is_slow("the start"),
-                lambda: dies("in a save"),
-                lambda: fails("the last save"),
+    @staticmethod
+    def of(seed: int) -> Setting:
+        dice = random.Random(seed)
+        deaths = tuple(
+            Death(dice.choice(MOMENTS), dice.randint(1, 3), dice.randint(1, 16), dice.choice((1, 1, 2)))
+            for _ in range(dice.choice((0, 1, 1, 2)))
+        )
+        troubles = tuple(
+            Trouble(
+                dice.choice(TROUBLES),
+                dice.choice(("writer", "others", "all")),
+                dice.choice((dice.uniform(0, STEPS * STEP_S), dice.randint(1, 3) * INTERVAL * STEP_S)),
+                dice.choice((20.0, 60.0, 200.0)),
             )
-        )()
-    return Plan(
-        seed,
-        fault_class,
-        rng.randint(2, 4),
-        steps,
-        interval,
-        rng.choice((0, 2, 3)),
-        step_s,
-        rng.choice(("disabled", "async")),
-        rng.random() < 0.1,
-        fault_class != "folders of their own",
-        tuple(deaths),
-        tuple(kills),
-        tuple(outages),
-        rng.choice((6, 100)),
-        tuple(asked),
-    )
+            for _ in range(dice.choice((0, 1, 1, 2)))
+        )
+        return Setting(seed, dice.choice((2, 3, 4)), deaths, troubles, dice.random() < 0.2, dice.choice((0, 2)))
 
 
-# ------------------------------------------------------------------------------------------------ in the place of ft
+class Values:
+    """A state of one tensor that says which step it is of."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
 
 
-@dataclass
-class Part:
-    """A quorum."""
+class Group(threading.Thread):
+    """One life of one group. `manager` is itself: what LastSave asks."""
 
-    quorum_id: int
-    members: set[Group]
-    participants: tuple[Group, ...]
-    arrived: set[Group] = field(default_factory=set)
-    released: set[Group] = field(default_factory=set)  # they have the commit to take
-    withheld: set[Group] = field(default_factory=set)  # they are to have it when the writer is heard of again
-    lost: set[Group] = field(default_factory=set)
-    due: bool = False  # another quorum is
+    def __init__(self, world: World, name: int) -> None:
+        super().__init__(name=f"group {name}", daemon=True)
+        self.world, self.place = world, name
+        self.turn = threading.Semaphore(0)
+        self.wakes_s = world.now_s
+        self.arrived = self.ended = self.dead = self.finished = self.is_broken = self.whole = False
+        self.asked = self.may_touch = False
+        self.step = 0
+        self.saving = self.operations = 0  # the number of the save that it is in, and of its operations so far
+        self.outcome = ""
+        self.error: BaseException | None = None
 
-
-class Manager:
-    """One group's, as ft.seam.Seam has it; what all groups know is the Job's."""
-
-    def __init__(self, job: Job, group: Group) -> None:
-        self._job, self._group = job, group
-        self.history: list[str] | None = None  # commits; None: it holds nothing
-        self.part: Part | None = None
-        self.left = self.finished = self.leaving = self.going = False
-        self.saved: bool | None = None
-
-    @property
-    def step(self) -> int:
-        return len(self.history or ())
+    # ---- what the product asks
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        if self.part is None or self.history is None or self.part.participants[:1] != (self._group,):
-            return None
-        return "epoch", self.part.quorum_id
-
-    @property
-    def is_broken(self) -> bool:
-        return self.part is not None and bool(self.part.lost)
-
-    def begin_step(self, *, until: int) -> None:
-        if self.part is None or self.part.due:
-            self._ask()
-        if self.step >= until:
-            self.left = True
-
-    def commit(self) -> bool:
-        part, group = self.part, self._group
-        assert part is not None
-        self._job.arrives(part, group)
-        self._job.changed.wait_for(lambda: group in part.released or bool(part.lost))
-        if group not in part.released:
-            return False
-        part.released.discard(group)
-        assert self.history is not None
-        self.history.append(f"{self.step + 1} of {part.quorum_id}")
-        self.left |= self.leaving
-        return True
-
-    def _ask(self) -> None:
-        job, group = self._job, self._group
-        while True:
-            job.asking.add(group)
-            job.form()
-            job.changed.wait_for(lambda: group not in job.asking or self.going)
-            if not job.changed.wait_for(lambda: group not in job.asking, 1.5):  # three beats after SIGTERM
-                job.asking.discard(group)
-                raise Going(holds=self.history is not None)
-            assert self.part is not None
-            if self.part.participants:
-                return
-            self.history = []
-            group.run.restore()
-
-    def leave(self) -> None:
-        self.leaving = True
-
-    def want_to_leave(self) -> None:
-        self.going = True
-        self._job.changed.notify_all()
-
-    def regroup(self, until: int) -> None:
-        self._ask()
+        return ("epoch", self.world.quorum) if self.world.writer is self else None
 
     def finish(self, *, saved: bool) -> None:
-        self.saved = saved
+        if saved:
+            for group in self.world.members:
+                group.finished = True
 
-    def close(self) -> None:
-        self._job.leaves(self._group, clean=self.left and self.saved is not False, finished=self.saved is True)
+    # ---- its life
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": json.dumps(self.history)}
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            self._live()
+        except Died:
+            self.outcome = "died"
+        except BaseException as error:  # noqa: BLE001 - the world tells it
+            self.error = error
+        self.ended = True
+        self.world.back.release()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.history = json.loads(state["history"])
+    def pause(self, seconds: float) -> None:
+        self.wakes_s = self.world.now_s + seconds
+        self.world.back.release()
+        self.turn.acquire()
+        if self.dead:
+            raise Died
 
-
-class Weights:
-    """They tell the history that they come from."""
-
-    def __init__(self, manager: Manager) -> None:
-        self._manager, self.values = manager, torch.zeros(2, dtype=torch.float64)
-
-    def state_dict(self) -> dict[str, Any]:
-        self.values.copy_(weights(self._manager.history or []))
-        return {"w": self.values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state["w"].clone()
-
-
-def weights(history: list[str]) -> torch.Tensor:
-    return torch.tensor([len(history), zlib.crc32(json.dumps(history).encode())], dtype=torch.float64)
-
-
-# ------------------------------------------------------------------------------------------------ one group
-
-
-class Nothing:
-    def step(self, step: int) -> None:
-        pass
-
-    def step_done(self) -> None:
-        pass
-
-    def eta_s(self, step: int) -> None:
-        pass
-
-
-class Figures(Nothing):
-    """In the place of a Meter."""
-
-    def __init__(self, job: Job, relay: Relay) -> None:
-        self._job, self._sinks = job, relay.sinks()
-        self.sync, self.close = self._sinks.sync, self._sinks.close
-
-    def rows(self, history: list[str]) -> None:
-        step = len(history)
-        self._sinks.journals[0].write(step, {"loss": float(step)})
-        if self._job.random.random() < 0.5:
-            self._job.baton.sleep(0.001)  # the scribe is as fast as that
-        self._sinks.records[0].write(step, {"slots": {str(step): history[-1]}})
-
-
-class Group(Process):
-    """One start of a group's only rank."""
-
-    run: Trainer
-
-    def __init__(self, job: Job, name: str) -> None:
-        super().__init__(name)
-        self.dies_at_manifest = ""
-        self.job, self.wishes, self.was_asked, self.said = job, 0, False, list[str]()
-        self.folder = job.folder if job.plan.shared else job.folder / name
-        self.manager = Manager(job, self)
-        self.main = job.baton.spawn(name, self._live, self)
-
-    def take(self) -> int:
-        wishes, self.wishes = self.wishes, 0
-        return wishes
-
-    def ask(self) -> None:
-        """SIGTERM."""
-        self.was_asked, self.wishes = True, STOP
-        self.manager.want_to_leave()
+    def _arrive(self) -> None:
+        """Until all who are there have come so far."""
+        self.arrived = True
+        while self.arrived:
+            self.pause(0.5)
 
     def _live(self) -> None:
-        job = self.job
-        how = "failed"
-        try:
-            run = Trainer(job, self)
-            try:
-                run.train()
-                how = run.verb or "finished already"
-            finally:
-                if not self.dead:
-                    run.close()
-        except (CheckpointFailed, OSError) as error:
-            how = f"failed: {error}"
-        job.ended(self, how)
-
-
-class Trainer(train.Run):
-    """Its loop, save, finish and go are train.py's."""
-
-    def __init__(self, job: Job, group: Group) -> None:
-        plan, clock = job.plan, job.baton.time
-        self.job, self.group, self.verb, group.run = job, group, "", self
-        self.config = SimpleNamespace(  # type: ignore[assignment]
-            run_folder=group.folder,
-            origin=SimpleNamespace(explain=str),
-            training=SimpleNamespace(steps=plan.steps),
-            validation=SimpleNamespace(enable=False),
-            checkpoint=CheckpointConfig(
-                interval=plan.interval,
-                keep_latest_k=plan.keep,
-                async_mode=plan.async_mode,  # type: ignore[arg-type]
-                last_save_model_only=plan.weights_alone,
-            ),
+        world = self.world
+        self.states = {"model": Values(), "ledger": Ledger()}
+        config = CheckpointConfig(interval=INTERVAL, keep_latest_k=world.setting.keep, async_mode="disabled")
+        self.checkpointer = Checkpointer(
+            config,
+            world.folder,
+            self.states,  # type: ignore[arg-type]
+            log=Lines(),
+            claim=Claim(world.folder, lambda: self.writes),
+            clock=lambda: world.now_s,
         )
-        self.world, self.seat = SimpleNamespace(global_rank=0), SimpleNamespace(counts=True)  # type: ignore[assignment]
-        self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
-        self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
-        self.commits = self.wishes = 0
-        self.save_fails = False
-        self.scribe = Scribe(self.tell_of_storage, clock=clock)
-        writes = lambda: group.manager.writes  # noqa: E731
-        self.relay = Relay(
-            group.folder,
-            writes,
-            lambda step: sinks.open_sinks(group.folder, resumed_step=step),
-            self.scribe,
-            clock=clock,
-        )
-        self.meter = Figures(job, self.relay)  # type: ignore[assignment]
-        self.values = Weights(group.manager)
-        states = {"model": self.values, "ledger": group.manager, FIGURES: self.relay}
-        with self.progress.phase("start"):
-            self.checkpointer = Checkpointer(
-                self.config.checkpoint,
-                group.folder,
-                states,
-                log=self.log,
-                claim=Claim(group.folder, writes),
-                clock=clock,
-            )
-            self.exported = self.checkpointer.exported_step() or 0
-            if self.exported < plan.steps <= (self.checkpointer.newest_step() or 0):
-                self.checkpointer.load()
-                job.loaded(group)
+        with self._touching():
+            self.checkpointer.load()
+        self.step = self.states["ledger"].state["step"]  # type: ignore[attr-defined]
+        self._arrive()
+        wish = False
+        while self.step < STEPS:
+            before = self.step
+            wish |= self.checkpointer.overdue(before)  # which waits for no storage; kept until a step holds
+            world.looks_at(self)
+            self.pause(STEP_S)
+            self._arrive()
+            if before < self.step < STEPS and (self.checkpointer.due(self.step) or wish):
+                self._save()
+            wish &= before == self.step
+        self._end()
 
-    def train_step(self) -> bool:
-        manager = self.group.manager
-        manager.begin_step(until=self.config.training.steps)
-        if manager.step >= self.config.training.steps:
-            return False
-        self.sum_over_group([], [])
-        self.job.baton.sleep(self.job.plan.step_s)
-        if not manager.commit():
-            return False
-        assert manager.history is not None
-        self.meter.rows(manager.history)  # type: ignore[attr-defined]
-        self.job.committed(self.group)
-        return True
+    def take(self, step: int) -> None:
+        self.step = step
+        self.states["model"].values = torch.full((64,), float(step))  # type: ignore[attr-defined]
+        self.states["ledger"].state.update(step=step, position=step)  # type: ignore[attr-defined]
 
-    def restore(self) -> None:
-        super().restore()
-        self.job.loaded(self.group)
-
-    def write_checkpoint(self, *, last: bool = False) -> None:
-        self.job.save_begins(self.group, last=last)
-        super().write_checkpoint(last=last)
-
-    def save(self) -> None:
-        began_s, background = self.job.baton.now_s, self.checkpointer._background
-        joins = background is not None and background._work is not None and not background._work.done()
-        super().save()
-        self.job.held_up(self.group, self.job.baton.now_s - began_s, joins=joins)
-
-    def finish(self, *, asked: bool = False) -> None:
-        self.job.end_begins(self.group)
-        super().finish(asked=asked)
-
-    def tell_of_storage(self, words: str) -> None:
-        self.group.said.append(words)
-
-    def sample(self) -> None:
-        pass
-
-    def sum_up(self, verb: str, *, next_command: str) -> None:
-        self.verb = verb
-        if verb == "finished":
-            self.job.finished(self.group)
-
-    def look_after(self) -> Any:
-        return Nothing(), Nothing(), Nothing()
-
-    def corruption(self) -> Any:
-        return Nothing()
-
-    def close(self) -> None:
-        """As main() closes what it has opened, last first."""
-        closing: list[Callable[[], None]] = [
-            self.meter.close,
-            self.checkpointer.close,
-            self.manager.close,
-            self.scribe.close,
-        ]
-        failure = None
-        for close in closing:
-            try:
-                close()
-            except (CheckpointFailed, OSError) as error:  # noqa: PERF203 (the others are closed all the same)
-                failure = error
-        if failure is not None:
-            raise failure
-
-
-# ------------------------------------------------------------------------------------------------ the job
-
-
-class Job:
-    """Plays a plan, and looks whether what must hold does."""
-
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
-        self.baton = Baton(plan.seed, LIMIT_S)
-        self.disk = Disk(self.baton, folder)
-        self.changed = Condition(self.baton)
-        self.seen: Counter[str] = self.disk.seen
-        self.random = random.Random(f"job {plan.seed}")
-        self.known: set[Group] = set()  # of whom nobody knows that they are gone
-        self.asking: set[Group] = set()
-        self.alive: set[Group] = set()
-        self.quorums = 0
-        self.deaths = list(plan.deaths)
-        self.lines: list[str] = []
-        self.newest: dict[Path, int] = {}  # the newest step that has stood
-        self.since = self.longest = 0  # the step that all went on from; the newest that is committed
-        self.moved_s = 0.0  # when a step was committed last
-        self.disturbed_s = 0.0  # when somebody died, left, or came last, or storage failed
-        self.due: dict[int, float] = {}  # when a save was
-        self.ended_as: Counter[str] = Counter()
-        self.began = Counter[str]()  # "the last save", "the end"
-        self.asked_all = False
-
-    def play(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "sum_over_ranks", lambda values: values)
-            patch.setattr(train, "LastSave", partial(LastSave, clock=self.baton.time, sleep=self.baton.sleep))
-            fake = Threading(self.baton)
-            patch.setattr(scribe, "threading", fake)
-            patch.setattr(checkpoint_dues, "threading", fake)
-            patch.setattr(checkpoint_ranks, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
-            patch.setattr(appended, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
-            patch.setattr(relay, "ROWS_KEPT", self.plan.rows_kept)
-            self.disk.install(patch)
-            self.disk.looks = self.looks
-            self.baton.died = self.died
-            for number in range(self.plan.groups):
-                self.starts("abcd"[number])
-            for at_s, whom in self.plan.kills_at_s:
-                self.baton.spawn("killer", partial(self.kill, whom), after_s=at_s)
-            self.happens("the start")
-            self.baton.run()
-        self.look_back()
-
-    def say(self, words: str) -> None:
-        self.lines.append(f"{self.baton.now_s:8.2f} {words}")
-
-    def must(self, holds: bool, words: str) -> None:
-        if not holds:
-            raise AssertionError(f"{self.baton.now_s:.1f} s: {words}")
-
-    # ---- who is there
-
-    def starts(self, name: str) -> None:
-        group = Group(self, name)
-        self.say(f"{name} starts")
-        self.alive.add(group)
-        self.known.add(group)
-        self.disturbed_s = self.baton.now_s
-
-    def form(self) -> None:
-        """A quorum, if all who are known ask for it."""
-        if not self.known or not self.known <= self.asking:
+    def _save(self) -> None:
+        """As Run.save."""
+        if not self.writes:
             return
-        members = sorted(self.asking, key=lambda group: group.name)
-        self.quorums += 1
-        whole = [group for group in members if group.manager.history is not None]
-        source = max(whole, key=lambda group: group.manager.step) if whole else None
-        history = source.manager.history if source else None
-        part = Part(self.quorums, set(members), tuple(group for group in whole if group.manager.history == history))
-        for group in members:
-            group.manager.part = part
-            if source and history is not None and group.manager.history != history:
-                self.seen["a group heals"] += 1
-                group.manager.history = list(history)
-                group.run.relay.load_state_dict(source.run.relay.state_dict())
-        self.asking.clear()
-        self.disturbed_s = self.baton.now_s
-        names = ", ".join(group.name for group in part.participants)
-        self.say(f"quorum {part.quorum_id}: {names} of {len(members)} at {source.manager.step if source else 0}")
-        self.changed.notify_all()
-
-    def arrives(self, part: Part, group: Group) -> None:
-        part.released |= part.withheld
-        part.withheld = set()
-        part.arrived.add(group)
-        if part.lost or part.arrived != part.members:
-            return self.changed.notify_all()
-        part.arrived = set()
-        leaving = {member for member in part.members if member.manager.leaving}
-        part.due = bool(leaving or self.known - part.members)
-        self.known -= leaving
-        step = group.manager.step + 1
-        if self.deaths[:1] and self.deaths[0][0] == "alone" and step % self.plan.interval == 0:
-            self.seen["a commit of one"] += 1
-            part.withheld, part.released = part.members - {part.participants[0]}, {part.participants[0]}
-        else:
-            part.released = set(part.members)
-        self.changed.notify_all()
-
-    def leaves(self, group: Group, *, clean: bool, finished: bool) -> None:
-        self.known.discard(group)
-        self.asking.discard(group)
-        self.disturbed_s = self.baton.now_s
-        part = group.manager.part
-        if part is not None:
-            part.due = True
-            if finished:
-                part.released |= part.withheld
-                part.withheld = set()
-                for member in part.members:
-                    member.manager.finished = True
-            if not clean or not finished:
-                part.lost.add(group)
-        self.form()
-        self.changed.notify_all()
-
-    def died(self, process: Process) -> None:
-        group = process
-        assert isinstance(group, Group)
-        self.seen["deaths"] += 1
-        self.say(f"{group.name} is dead")
-        self.alive.discard(group)
-        self.disturbed_s = self.baton.now_s
-        self.look_at_folders()
-
-        def is_known() -> None:
-            self.known.discard(group)
-            self.asking.discard(group)
-            if group.manager.part is not None:
-                group.manager.part.lost.add(group)
-                group.manager.part.due = True
-            self.disturbed_s = self.baton.now_s
-            self.form()
-            self.changed.notify_all()
-
-        self.baton.spawn(f"loss of {group.name}", is_known, after_s=self.random.uniform(0, KNOWN_S))
-        self.comes_back(group)
-
-    def comes_back(self, group: Group) -> None:
-        after_s = self.random.choice((1.0, 10.0, 60.0, 300.0))
-        self.baton.spawn("launcher", partial(self.starts, group.name), after_s=KNOWN_S + after_s)
-
-    def kill(self, whom: str) -> None:
-        for group in sorted(self.alive, key=lambda group: group.name):
-            if whom == "all" or group.manager.writes is not None:
-                self.baton.kill(group)
-
-    def ended(self, group: Group, how: str) -> None:
-        self.say(f"{group.name} ends: {how}")
-        self.alive.discard(group)
-        word = how.partition(":")[0]
-        self.ended_as[word] += 1
-        self.seen[f"a group ends: {word}"] += 1
-        if word == "failed":
-            self.leaves(group, clean=False, finished=False)
-            if not group.was_asked:
-                self.seen["a start fails"] += 1
-                self.must(
-                    group.manager.part is None or not group.manager.part.participants,
-                    f"{group.name} ends in its loop: {how}",
-                )
-                self.comes_back(group)
-        if word == "finished already":
-            self.must(
-                self.stands(group.folder) >= self.plan.steps,
-                f"{group.name} says that it has finished, and step {self.plan.steps} is not there",
-            )
-
-    # ---- what happens
-
-    def happens(self, when: str) -> None:
-        """What is to begin with this, which comes for the first time."""
-        self.began[when] += 1
-        if self.began[when] > 1:
-            return
-        for since, after_s, long_s, whom, error, slow_s in self.plan.outages:
-            if since == when:
-                begin_s = self.baton.now_s + after_s
-                meets = {
-                    "all": lambda process: True,
-                    "the writer": lambda process: process.manager.writes is not None,
-                    "the others": lambda process: process.manager.writes is None,
-                }[whom]
-                room = self.random.randint(0, 6) if error == errno.ENOSPC else 0
-                self.disk.outages.append(Outage(begin_s, begin_s + long_s, meets, error, slow_s, room))
-                self.say(
-                    f"storage is to {'be slow' if slow_s else 'fail'} for {whom} from {begin_s:.1f} to {begin_s + long_s:.1f} s"
-                )
-        for since, after_s, count in self.plan.asked:
-            if since == when:
-                self.baton.spawn("SIGTERM", partial(self.ask, count), after_s=after_s)
-
-    def ask(self, count: int) -> None:
-        names = sorted(self.alive, key=lambda group: group.name)
-        self.asked_all = count >= len(names)
-        for group in self.random.sample(names, min(count, len(names))):
-            self.seen["asked to leave"] += 1
-            self.say(f"{group.name} is asked to leave")
-            group.ask()
-
-    def save_begins(self, group: Group, *, last: bool) -> None:
-        self.say(f"{group.name} saves step {group.manager.step}")
-        self.seen["saves"] += 1
-        if last:
-            self.happens("the last save")
-        if not self.deaths or group.dies_at > group.operations:
-            return
-        where, count = self.deaths[0]
-        if where == "in the last save" and not last:
-            return
-        self.deaths.pop(0)
-        if where in ("before its manifest", "after its manifest"):
-            group.dies_at_manifest = where
-        else:
-            group.dies_at = group.operations + count
-
-    def end_begins(self, group: Group) -> None:
-        self.say(f"{group.name} is at its end")
-        self.happens("the end")
-
-    # ---- what must hold
-
-    def looks(self, process: Process, what: str) -> None:
-        group = process
-        assert isinstance(group, Group)
-        if group.dies_at_manifest and what.startswith("open step.partial") and what.endswith("manifest.json"):
-            if group.dies_at_manifest == "before its manifest":
-                group.dies_at = group.operations + 1
-        elif group.dies_at_manifest and what == "rename step":
-            group.dies_at = group.operations + 2
-        if self.baton.current is group.main:
-            where = {name for name, _ in group.run.progress.open_phases()}
-            self.must(
-                bool(where & {"checkpoint", "start"}),
-                f"{group.name}: {what} in the step's own thread, outside of a save",
-            )
-
-    def stands(self, folder: Path) -> int:
-        """The newest step that is whole."""
-        with self.aside():
-            return max(checkpoint_files.newest(folder / "checkpoint", kind=kind) or 0 for kind in ("full", "model"))
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is looked at meanwhile is no operation of anybody's."""
-        current, self.baton.current = self.baton.current, None
+        world = self.world
+        world.begins_save(self)
         try:
-            yield
-        finally:
-            self.baton.current = current
+            with self._touching():
+                self.checkpointer.save(self.step)
+        except (CheckpointFailed, OSError):
+            world.seen["a save failed"] += 1
+        world.ends_save(self)
 
-    @property
-    def quiet_since_s(self) -> float:
-        """From here on nothing is done to the job, so far."""
-        now_s = self.baton.now_s
-        ends = [min(outage.until_s, now_s) + outage.slow_s for outage in self.disk.outages if outage.since_s <= now_s]
-        return max([self.disturbed_s, *ends])
+    def _end(self) -> None:
+        """As Run.finish."""
+        world = self.world
 
-    def loaded(self, group: Group) -> None:
-        history = group.manager.history or []
-        self.say(f"{group.name} goes on from step {len(history)}")
-        with self.aside():
-            newest = checkpoint_files.newest(group.folder / "checkpoint") or 0
-        self.must(len(history) >= newest, f"{group.name} goes on from {len(history)}, and step {newest} is there")
-        if history:
-            self.seen["goes on from a checkpoint"] += 1
-            self.must(torch.equal(group.run.values.loaded, weights(history)), f"step {len(history)} is a mixture")
-        self.since = len(history)
+        def save() -> None:
+            world.begins_save(self)
+            with self._touching():
+                self.checkpointer.save(self.step, last=True)
+            world.ends_save(self)
 
-    def committed(self, group: Group) -> None:
-        manager, now_s = group.manager, self.baton.now_s
-        self.longest = max(self.longest, manager.step)
-        self.moved_s = now_s
-        due = manager.step // self.plan.interval * self.plan.interval
-        if due <= self.since or not self.plan.shared:
-            return
-        self.due.setdefault(due, now_s)
-        newest = self.stands(group.folder)
-        self.due = {step: due_s for step, due_s in self.due.items() if step > max(newest, self.since)}
-        late_s = now_s - max(min(self.due.values(), default=now_s), self.quiet_since_s)
-        retry_s = RETRY_S if self.disk.outages else 0.0
-        self.must(
-            late_s <= retry_s + 3 * self.plan.step_s + 1,
-            f"a save was due {late_s:.1f} s ago at step {min(self.due, default=0)}, and {newest} is the newest",
+        def regroup() -> bool:
+            world.seen["who writes was settled anew at the end"] += 1
+            self._arrive()
+            return True
+
+        last = LastSave(
+            self.checkpointer,
+            self,
+            Progress(),
+            save=save,
+            regroup=regroup,
+            asked=lambda: self.asked,
+            tell=lambda words: None,
+            say=lambda words: None,
+            clock=lambda: world.now_s,
+            sleep=self.pause,
         )
-
-    def held_up(self, group: Group, seconds: float, *, joins: bool) -> None:
-        if self.plan.async_mode == "async" and not joins:
-            self.must(seconds <= SYNC_S, f"{group.name}: a save held up the step for {seconds:.1f} s")
-
-    def finished(self, group: Group) -> None:
-        self.look_at_folders()
-        stands = max(self.stands(folder) for folder in self.folders())
-        self.must(stands >= self.plan.steps, f"{group.name} has finished, and step {stands} is the newest")
-        late_s = self.baton.now_s - max(self.moved_s, self.quiet_since_s)
-        self.must(late_s <= PAUSE_S + GRACE_S, f"{group.name} has finished {late_s:.1f} s after nothing was in the way")
-
-    def folders(self) -> list[Path]:
-        names = "abcd"[: self.plan.groups]
-        return [self.folder] if self.plan.shared else [self.folder / name for name in names]
-
-    def look_at_folders(self, *, content: bool = False) -> None:
-        with self.aside():
-            for folder in self.folders():
-                for step in checkpoint_files.list_steps(folder / "checkpoint"):
-                    self.look_at(checkpoint_files.step_folder(folder / "checkpoint", step), step, content=content)
-                newest = checkpoint_files.newest(folder / "checkpoint") or 0
-                self.must(
-                    newest >= self.newest.get(folder, 0),
-                    f"step {self.newest.get(folder)} is gone, {newest} is the newest",
-                )
-                self.newest[folder] = newest
-
-    def look_at(self, path: Path, step: int, *, content: bool) -> None:
         try:
-            manifest = checkpoint_files.read_manifest(path)
-            checkpoint_files.verify(path, manifest)
-        except checkpoint_files.Damaged as damage:
-            self.must(False, f"step {step} is torn: {damage}")
-        if content:
-            states: dict[str, dict[str, Any]] = {"model": {"w": torch.zeros(2, dtype=torch.float64)}}
-            if manifest.kind == "full":
-                states["ledger"] = {"history": ""}
-            problem = checkpoint_dcp.read(states, path, group=None)
-            history = json.loads(states["ledger"]["history"]) if manifest.kind == "full" else []
-            values = states["model"]["w"].double()
-            same = torch.equal(values, weights(history)) if history else int(values[0]) == step
-            self.must(not problem and same, f"step {step} cannot be read, or is a mixture: {problem}")
+            last.make(self.step)
+        except CheckpointFailed:
+            if not self.asked:
+                raise
+            self.outcome = "asked to leave"
+            return
+        self.outcome = "finished"
+        world.finishes(self)
 
-    def look_back(self) -> None:
-        """When all is over."""
-        self.look_at_folders(content=True)
-        done = self.ended_as["finished"] + self.ended_as["finished already"]
-        self.must(done > 0 or self.plan.asked != (), "nobody has finished")
-        for folder in self.folders():
-            rows = {name: journal(folder / name) for name in (sinks.METRICS, sinks.SAMPLES)}
-            steps = {name: [row["step"] for row in found] for name, found in rows.items()}
-            for name, found in steps.items():
-                self.must(found == sorted(set(found)), f"{name}: {found}")
-                if self.plan.shared:
-                    last = self.plan.steps if done else len(found)
-                    self.must(found == list(range(1, last + 1)), f"{name}: {found}, and {last} steps are committed")
-            newest = checkpoint_files.newest(folder / "checkpoint") or 0
-            if self.plan.shared and newest == self.plan.steps:
-                states = {"ledger": {"history": ""}}
-                checkpoint_dcp.read(states, checkpoint_files.step_folder(folder / "checkpoint", newest), group=None)
-                told = [row["slots"][str(row["step"])] for row in rows[sinks.SAMPLES]]
-                self.must(
-                    told == json.loads(states["ledger"]["history"]),
-                    f"{told} was told, and this is not what was committed",
-                )
+    # ---- what storage does
 
+    def _touching(self) -> Any:
+        group = self
 
-def journal(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        class Allowed:
+            def __enter__(self) -> None:
+                group.may_touch = True
+
+            def __exit__(self, *_: object) -> None:
+                group.may_touch = False
+
+        return Allowed()
+
+    def touch(self, kind: str, path: str) -> None:
+        if self.dead:
+            raise Died
+        if self.saving:
+            self.operations += 1
+            self.world.at_operation(self)
+        trouble = self.world.trouble(self)
+        if trouble == "slow" and kind == "mkdir":
+            self.world.seen["slow: a save took its time"] += 1
+            self.pause(SLOW_S)
+        if trouble == "read-only" or (trouble == "full" and kind in ("open", "fsync", "mkdir")):
+            self.world.seen[f"{trouble}: an operation was refused"] += 1
+            number = errno.EROFS if trouble == "read-only" else errno.ENOSPC
+            raise OSError(number, os.strerror(number), path)
 
 
 @dataclass
-class Played:
-    """A seed's run. failure: "" if all held."""
+class World:
+    folder: Path
+    setting: Setting
+    now_s: float = 0.0
+    quorum: int = 0
+    writer: Group | None = None
+    newest: int = 0
+    calm_since_s: float = 0.0
+    seen: Counter[str] = field(default_factory=Counter)
+    members: list[Group] = field(default_factory=list)
+    waiting: list[Group] = field(default_factory=list)  # come in with the next quorum
+    looks: list[Callable[[], None]] = field(default_factory=list)
 
-    plan: Plan
-    failure: str
-    seen: Counter[str]
-    lines: list[str]
-    virtual_s: float
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.setting.seed + 1)
+        self.back = threading.Semaphore(0)
+        self.restarts: list[tuple[float, int]] = []
+        self.saves = 0
+        self.due: dict[Death, int] = {death: death.times for death in self.setting.deaths}
+        self.running: Group | None = None
+        self.has_asked = False
 
-    def tell(self) -> str:
-        return "\n".join([f"{self.plan}", *self.lines, self.failure])
+    # ---- time
+
+    def play(self) -> None:
+        for place in range(self.setting.groups):
+            self._start(place)
+        while any(not group.ended for group in (*self.members, *self.waiting)) or self.restarts:
+            self._turn()
+            if self.now_s > LONGEST_S:
+                raise Broken(f"not over after {LONGEST_S:g} s: {self._where()}")
+        if not checkpoint_files.newest(self.folder / "checkpoint") == STEPS:
+            raise Broken(f"all have ended, and step {STEPS} is not there: {self._where()}")
+        self._check_contents()
+
+    def _turn(self) -> None:
+        for at_s, place in [one for one in self.restarts if one[0] <= self.now_s]:
+            self.restarts.remove((at_s, place))
+            self._start(place)
+        live = [group for group in (*self.members, *self.waiting) if not group.ended]
+        if not live:
+            self.now_s = min(at_s for at_s, _ in self.restarts)
+            return
+        self._gather()
+        self._ask_one()
+        wakes_s = min(group.wakes_s for group in live)
+        ready = [group for group in live if group.wakes_s <= max(wakes_s, self.now_s)]
+        self.now_s = max(self.now_s, wakes_s)
+        self._run(self.dice.choice(ready))
+
+    def _run(self, group: Group) -> None:
+        self.running = group
+        group.turn.release()
+        self.back.acquire()
+        self.running = None
+        if group.ended:
+            self._ended(group)
+
+    def _start(self, place: int) -> None:
+        group = Group(self, place)
+        self.waiting.append(group)
+        group.start()
+
+    def _ended(self, group: Group) -> None:
+        if group.error is not None:
+            raise Broken(f"group {group.place} ended by {group.error!r}") from group.error
+        (self.members if group in self.members else self.waiting).remove(group)
+        if group is self.writer:
+            self.writer = None
+        for other in self.members:
+            other.is_broken = True
+        if group.outcome == "died":
+            self.restarts.append((self.now_s + RESTART_S, group.place))
+
+    # ---- quorums, in few words
+
+    def _gather(self) -> None:
+        """All who are there have come to the end of a step, or to a quorum: they go on, with those who wait to come in."""
+        here = [group for group in self.members if not group.ended]
+        if not all(group.arrived for group in here):
+            return
+        if any(group.step >= STEPS for group in here) and not any(group.is_broken for group in here):
+            return
+        coming = [] if any(group.step >= STEPS for group in here) else [g for g in self.waiting if g.arrived]
+        if not here and len(coming) < len(self.waiting) + len(self.restarts):
+            return  # at a job's beginning, or when all have died, for all
+        if not here and not coming:
+            return
+        if coming or any(group.is_broken for group in here) or self.writer is None:
+            self.quorum += 1
+            best = max(group.step for group in (*here, *coming))
+            for group in coming:
+                self.waiting.remove(group)
+                self.members.append(group)
+            self.members.sort(key=lambda group: group.place)
+            whole = [group for group in self.members if group in here] or [g for g in self.members if g.step == best]
+            self.writer = whole[0]
+            for group in self.members:
+                group.is_broken = False
+                if group.step != best:
+                    group.take(best)
+        elif self.members[0].step < STEPS:
+            step = self.members[0].step + 1
+            for group in self.members:
+                group.take(step)
+            self._check_due(step)
+        for group in self.members:
+            group.arrived = False
+
+    # ---- faults
+
+    def trouble(self, group: Group) -> str:
+        for one in self.setting.troubles:
+            if one.at_s <= self.now_s < one.at_s + one.lasts_s:
+                self.calm_since_s = max(self.calm_since_s, one.at_s + one.lasts_s)
+                if one.whose == "all" or (one.whose == "writer") == (self.writer is group):
+                    return one.kind
+        return ""
+
+    def begins_save(self, group: Group) -> None:
+        self.saves += 1
+        group.saving, group.operations = self.saves, 0
+        self._maybe_dies(group, "before", self.saves)
+
+    def at_operation(self, group: Group) -> None:
+        moment = "last save" if group.step >= STEPS else "in"
+        for death in self.due:
+            if death.moment == moment and group.operations == death.operation:
+                self._maybe_dies(group, moment, group.saving, death)
+
+    def ends_save(self, group: Group) -> None:
+        group.saving = 0
+        if group.dead:  # in it, and the library has made another error of that
+            raise Died
+        self._maybe_dies(group, "after the last save" if group.step >= STEPS else "after", self.saves)
+
+    def _maybe_dies(self, group: Group, moment: str, save: int, exactly: Death | None = None) -> None:
+        for death, left in self.due.items():
+            if left and death.moment == moment and (exactly in (None, death)) and save >= death.save:
+                self.due[death] -= 1
+                self.seen[f"the writer died: {moment}"] += 1
+                self.calm_since_s = self.now_s
+                group.dead = True
+                raise Died
+
+    # ---- what has to hold
+
+    def looks_at(self, group: Group) -> None:
+        """Threads of the product: they look at the folder while the trainer goes on."""
+        with group._touching():
+            while self.looks:
+                self.looks.pop()()
+
+    def _check_due(self, step: int) -> None:
+        newest = checkpoint_files.newest(self.folder / "checkpoint") or 0
+        if newest < self.newest:
+            raise Broken(f"step {self.newest} was saved, and now {newest} is the newest")
+        self.newest = newest
+        due = (step - 1) // INTERVAL * INTERVAL
+        for one in self.setting.troubles:
+            if one.at_s <= self.now_s:
+                self.calm_since_s = max(self.calm_since_s, one.at_s + one.lasts_s)
+        calm_s = self.now_s - self.calm_since_s
+        if due > newest and calm_s > SETTLE_S:
+            raise Broken(f"step {step}: {due} was due, {newest} is the newest, {calm_s:.0f} s after the last fault")
+
+    def finishes(self, group: Group) -> None:
+        """It says that the run is finished."""
+        if checkpoint_files.newest(self.folder / "checkpoint") != STEPS:
+            raise Broken(f"group {group.place} says that the run is finished, and step {STEPS} is not there")
+
+    def _check_contents(self) -> None:
+        for step in checkpoint_files.list_steps(self.folder / "checkpoint"):
+            path = checkpoint_files.step_folder(self.folder / "checkpoint", step)
+            manifest = checkpoint_files.read_manifest(path)
+            checkpoint_files.verify(path, manifest)
+            states = {"model": Values(), "ledger": Ledger()}
+            config = CheckpointConfig(load_step=step)
+            Checkpointer(config, self.folder, states, log=Lines(), claim=Claim(self.folder, lambda: None)).load()  # type: ignore[arg-type]
+            if not torch.equal(states["model"].values, torch.full((64,), float(step))):  # type: ignore[attr-defined]
+                raise Broken(f"step {step} holds other values")
+
+    def _where(self) -> str:
+        return ", ".join(
+            f"group {g.place} at step {g.step}{' arrived' if g.arrived else ''}{' writes' if g is self.writer else ''}"
+            for g in (*self.members, *self.waiting)
+        )
+
+    def _ask_one(self) -> None:
+        """SIGTERM to one that waits for the last save."""
+        waits = [g for g in self.members if g.step >= STEPS and g is not self.writer and not g.ended]
+        if self.setting.asked and waits and not self.has_asked:
+            self.has_asked = True
+            waits[-1].asked = True
+            self.seen["asked to leave while it waits"] += 1
 
 
-def play(seed: int, folder: Path, fault_class: str = "") -> Played:
-    """Leaves nothing in `folder`."""
-    plan = draw(seed, fault_class)
-    place = folder / f"saves-{seed}"
-    place.mkdir()
-    job = Job(plan, place)
-    failure = ""
-    logging.disable()  # DCP tells each of its steps
-    try:
-        job.play()
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is this seed's)
-        failure = f"{type(error).__name__}: {error}"
-    finally:
-        logging.disable(logging.NOTSET)
-    shutil.rmtree(place)
-    job.seen[plan.fault_class] += 1
-    return Played(plan, failure, job.seen, job.lines, job.baton.now_s)
+def touched(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    """Every operation on files of the run is put to the group that makes it, before it is made."""
+
+    def hook(owner: Any, name: str, kind: str, acts: Callable[..., bool] = lambda *args, **named: True) -> None:
+        real = getattr(owner, name)
+
+        def asks(*args: Any, **named: Any) -> Any:
+            group = world.running
+            if group is not None and group is threading.current_thread() and acts(*args, **named):
+                if not group.may_touch:
+                    raise Broken(f"{name}{args}: the trainer's thread is held up by storage")
+                group.touch(kind, str(args[0]) if args else "")
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, asks)
+
+    def writes(path: Path, mode: str = "r", *args: Any, **named: Any) -> bool:
+        return any(letter in mode for letter in "wax+")
+
+    hook(Path, "open", "open", writes)
+    hook(Path, "mkdir", "mkdir")
+    hook(Path, "rename", "rename")
+    hook(Path, "replace", "rename")
+    hook(Path, "unlink", "remove")
+    hook(shutil, "rmtree", "remove")
+    hook(os, "fsync", "fsync")
+    monkeypatch.setattr(checkpoint_dues, "in_thread", world.looks.append)
+
+
+def play(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Plays one seed. Raises Broken. Returns what occurred, and how often."""
+    setting = Setting.of(seed)
+    world = World(folder, setting)
+    with monkeypatch.context() as patched:
+        touched(patched, world)
+        try:
+            world.play()
+        finally:
+            for group in (*world.members, *world.waiting):  # threads that a failure leaves behind
+                group.dead = True
+                while not group.ended:
+                    group.turn.release()
+                    world.back.acquire()
+    return world.seen
