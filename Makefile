@@ -13,7 +13,7 @@ help:
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
-	@echo "make gpu     what only a GPU can prove, and its speed (8 minutes; PYTHON=python3 where torch is there already); writes docs/gpu.md"
+	@echo "make gpu PART=1|2|3  what only a GPU can say, ten minutes each; goes on where it was; writes docs/gpu.md (PYTHON=python3 WHEELS=FOLDER)"
 	@echo "make starts  fifty starts with loader workers beside a live channel (10 minutes)"
 	@echo "make soak    10,000 membership changes, and what they leave behind; renews docs/soak.md (hours; goes on where it was)"
 	@echo "make sim     10,000 runs of the protocol"
@@ -77,8 +77,8 @@ goodput:
 	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --mb 4 --minutes 4 --startup-s 30 --write docs/goodput.md
 
 gpu:
-	@$(or $(PYTHON),.venv/bin/python) -m pytest -q tests/gpu
-	@$(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py $(if $(PEER),--peer-python $(PEER)) --write docs/gpu.md
+	@$(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py --part $(or $(PART),1) --write docs/gpu.md \
+	  $(if $(WHEELS),--wheels $(WHEELS)) $(if $(PEER),--peer-python $(PEER)) $(GPU)
 
 starts:
 	@.venv/bin/python proofs/starts.py

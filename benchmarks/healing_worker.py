@@ -1,4 +1,4 @@
-"""A side of benchmarks/healing.py: `healing_worker.py source|joiner GB`; one JSON request a line, one JSON answer a line."""
+"""A side of benchmarks/healing.py: `healing_worker.py source|joiner GB [DEVICE]`; one JSON request a line, one JSON answer a line."""
 
 from __future__ import annotations
 
@@ -36,10 +36,15 @@ ACCESS = Access(token="a token of the benchmark's own")
 class Side:
     """A state, a transport of each kind, a bare socket, and torch's own gloo."""
 
-    def __init__(self, role: str, gb: float) -> None:
+    def __init__(self, role: str, gb: float, device: str) -> None:
         numbers = int(gb * 1e9 / 4 / LAYERS)
         self.fill = 1.0 if role == "source" else 0.0
-        self.tensors = [torch.full((numbers,), self.fill) for _ in range(LAYERS)]  # full touches every page
+        self.tensors = [
+            torch.full((numbers,), self.fill, device=device) for _ in range(LAYERS)
+        ]  # full touches every page
+        self.device = device
+        # what a bare socket can do at best for a device: one pinned buffer, copied to or from while nothing else runs
+        self.pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device == "cuda" else None
         self.gb = LAYERS * numbers * 4 / 1e9
         self.state = State()
         self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
@@ -84,6 +89,8 @@ class Side:
             self._bare_gloo(1, int(address.rpartition(":")[2]), kind, turn)
         else:
             self.transports[kind].fetch([Source("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         seconds = time.monotonic() - start
         peak_mb = (_peak_kb() - self.steady_kb) / 1e3
         right = all(bool((tensor == turn + i / LAYERS).all()) for i, tensor in enumerate(self.tensors))
@@ -93,16 +100,19 @@ class Side:
         sock, _ = self.listener.accept()
         with sock:
             for tensor in self.tensors:
-                view = tensor.numpy().data.cast("B")
-                for at in range(0, len(view), CHUNK_BYTES):
-                    sock.sendall(view[at : at + CHUNK_BYTES])
+                for part in tensor.view(torch.uint8).split(CHUNK_BYTES):
+                    sock.sendall((part if self.pinned is None else self.pinned[: len(part)].copy_(part)).numpy().data)
 
     def _receive_raw(self, port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             for tensor in self.tensors:
-                view = tensor.numpy().data.cast("B")
-                while len(view):
-                    view = view[sock.recv_into(view) :]
+                for part in tensor.view(torch.uint8).split(CHUNK_BYTES):
+                    into = part if self.pinned is None else self.pinned[: len(part)]
+                    view = into.numpy().data
+                    while len(view):
+                        view = view[sock.recv_into(view) :]
+                    if into is not part:
+                        part.copy_(into)
 
     def _bare_gloo(self, rank: int, port: int, kind: str, turn: int) -> None:
         """Messages of the same size, as many under way: what a transport over gloo could reach at best, with the same digests or none."""
@@ -149,9 +159,9 @@ def _peak_kb() -> int:
     return int(found[1])
 
 
-def main(role: str, gb: str) -> None:
+def main(role: str, gb: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    side = Side(role, float(gb))
+    side = Side(role, float(gb), device)
     calls: dict[str, Callable[..., Any]] = {"offer": side.offer, "fetch": side.fetch, "end": side.end}
     print(json.dumps({"ready": role}), flush=True)
     for line in sys.stdin:

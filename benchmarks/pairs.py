@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,8 +45,10 @@ class Failed(RuntimeError):
 class Worker:
     """A side's process. It reads one JSON request a line and answers with one JSON line; its first line says it is ready."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """`env` is added to this process' environment."""
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], *, limit_s: float | None = None
+    ) -> None:
+        """`env` is added to this process' environment. After `limit_s` seconds the side is killed; None: never."""
         self.name = name
         # not a pipe: one that nobody reads fills up and blocks the side
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
@@ -57,6 +60,15 @@ class Worker:
             text=True,
             env={**os.environ, **env},
         )
+        self._limit_s, self._over = limit_s, False
+        self._timer = threading.Timer(limit_s or 0.0, self._end)
+        self._timer.daemon = True
+        if limit_s is not None:
+            self._timer.start()
+
+    def _end(self) -> None:
+        self._over = True
+        self._process.kill()
 
     def ask(self, request: Any) -> Any:
         """Sends `request`, waits for its answer. Raises Failed."""
@@ -77,12 +89,15 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and waits for it."""
+        self._timer.cancel()
         self._process.kill()
         self._process.communicate()
         self._stderr.close()
 
     def _last_words(self) -> str:
         self._process.communicate()
+        if self._over:
+            return f"killed after {self._limit_s:.0f} s"
         self._stderr.seek(0)
         said = [line for line in self._stderr if line.strip()]
         return said[-1].strip() if said else f"exit code {self._process.returncode}"

@@ -2,7 +2,8 @@
 
 A setting is words: bf16 (autocast in a peer) or bf16 weights or fp32; compile; checkpoint (half of the products and all of attention are
 kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone: chunked (the
-logits of CHUNK tokens exist at once), float8.
+logits of CHUNK tokens exist at once; chunked=8192: of so many), float8. Our weights are drawn on the
+device: nothing here depends on their bits.
 
 It runs under the interpreter of its side, so a peer's side imports torch and that peer alone.
 """
@@ -18,11 +19,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-CHUNK = 2048
+CHUNK = 2048  # tokens whose logits exist at once, by the word chunked
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
@@ -72,18 +74,19 @@ def pharos(
             torch.bfloat16 if "weights" in words else torch.float32,
             torch.bfloat16 if "bf16" in words else torch.float32,
         ),
-        loss_chunk_tokens=CHUNK if "chunked" in words else 0,
+        loss_chunk_tokens=_chunk_tokens(words),
     )
-    parallel = parallelize(
-        our_llama(sizes),
-        build_mesh(degrees(layout.parallelism, 1), device.type),
-        cross_entropy_sum,
-        layout,
-        local_batch_size=sizes["batch"],
-        seq_len=sizes["seq"],
-        device=device,
-        seed=0,
-    )
+    with patch("models.llama.normal_", _draw_on_device):
+        parallel = parallelize(
+            our_llama(sizes),
+            build_mesh(degrees(layout.parallelism, 1), device.type),
+            cross_entropy_sum,
+            layout,
+            local_batch_size=sizes["batch"],
+            seq_len=sizes["seq"],
+            device=device,
+            seed=0,
+        )
     optimizer = build_optimizer(OptimizerConfig(lr=3e-4), parallel.parts)
     parameters = list(parallel.parts[0].parameters())
     show(parameters)
@@ -99,8 +102,18 @@ def pharos(
     return step
 
 
+def _chunk_tokens(words: list[str]) -> int:
+    [asked] = [word for word in words if word.startswith("chunked")] or ["chunked=0"]
+    return int(asked.partition("=")[2] or CHUNK)
+
+
+def _draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
+    """Stands for models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
+    torch.nn.init.normal_(parameter, std=std)
+
+
 def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
-    """torchtitan 0.2's llama3, compiled block by block as its own trainer does."""
+    """torchtitan 0.2's llama3; blocks and loss are compiled, as its own trainer does."""
     llama3 = "torchtitan.models.llama3.model"
     arguments = import_module(f"{llama3}.args").TransformerModelArgs(
         dim=sizes["dim"],
@@ -125,7 +138,7 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
     if "compile" in setting:
         for name, block in model.layers.named_children():
             model.layers.register_module(name, torch.compile(block, fullgraph=True))
-    return _peer_step(model, model, setting, device)
+    return _peer_step(model, model, setting, device, compile_loss="compile" in setting)
 
 
 def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
@@ -152,14 +165,24 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
 
 
 def _peer_step(
-    model: torch.nn.Module, logits_of: Callable[[Tensor], Tensor], setting: str, device: torch.device
+    model: torch.nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    setting: str,
+    device: torch.device,
+    *,
+    compile_loss: bool = False,
 ) -> Step:
     model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
+    def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    loss_of = torch.compile(plain_loss) if compile_loss else plain_loss
+
     def step(inputs: Tensor, labels: Tensor) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
-            loss = torch.nn.functional.cross_entropy(logits_of(inputs).flatten(0, 1).float(), labels.flatten())
+            loss = loss_of(logits_of(inputs), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Renews ft/rpc/generated from ft/rpc/*.proto (for maintainers). Needs grpcio-tools: PROTO_PYTHON names a Python that has it.
-# 1.73.1, whose code runs under protobuf 6.30 up to 7.x; a newer one would raise the oldest protobuf that we run with.
+# 1.73.1, whose code runs under protobuf 6.31 up to 7.x; a newer one would raise the oldest protobuf that we run with.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 wanted=1.73.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
@@ -191,3 +192,9 @@ def test_the_generated_modules_are_of_these_proto_files():
         digest, name = line.split()
         assert hashlib.sha256((RPC / name).read_bytes()).hexdigest() == digest, f"{name} has changed: make proto"
     assert len(list(RPC.glob("*.proto"))) == 2
+
+
+def test_a_protobuf_that_is_too_old_is_told_with_what_is_needed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("google.protobuf.__version__", "6.30.2")
+    with pytest.raises(ImportError, match=r"protobuf >= 6.31; this Python has 6.30.2"):
+        importlib.reload(importlib.import_module("ft.rpc.generated"))

@@ -56,3 +56,10 @@ def test_a_side_that_dies_between_two_turns_leaves_its_last_words() -> None:
 
 def test_a_table_is_flush() -> None:
     assert table(("name", "n"), [("a", "10"), ("long name", "5")]) == "name        n\na          10\nlong name   5"
+
+
+def test_a_side_that_takes_too_long_is_killed_and_says_so() -> None:
+    worker = Worker("slow", [sys.executable, "-c", "import time; time.sleep(1e6)"], {}, limit_s=0.01)
+    with pytest.raises(Failed, match=r"killed after 0 s"):
+        worker.answer()
+    worker.close()
