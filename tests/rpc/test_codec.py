@@ -6,6 +6,7 @@ import hashlib
 import importlib
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -195,6 +196,6 @@ def test_the_generated_modules_are_of_these_proto_files():
 
 
 def test_a_protobuf_that_is_too_old_is_told_with_what_is_needed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("google.protobuf.__version__", "6.30.2")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [SimpleNamespace(version="6.30.2")])
     with pytest.raises(ImportError, match=r"protobuf >= 6.31; this Python has 6.30.2"):
         importlib.reload(importlib.import_module("ft.rpc.generated"))
