@@ -102,9 +102,9 @@ class Buffers:
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:
-    """Memory that has been touched. `shared`: a child process may map it; on a GPU any may."""
-    if shared and device.type == "cpu":
-        return shared_memory.empty(count, dtype).zero_()
+    """Memory that has been touched. `shared`: a child process may map it."""
+    if shared:
+        return shared_memory.empty(count, dtype, device).zero_()
     return torch.zeros(count, dtype=dtype, device=device)
 
 

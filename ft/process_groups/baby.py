@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from ft.process_groups import shared
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.commands import ENDED, FAILED, READY, Form, Map, Start, Unmap
+from ft.process_groups.commands import DROPPED, ENDED, FAILED, READY, Form, Map, MapDevice, Start, Unmap
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Formation
 from ft.process_groups.meeting import address_of
@@ -46,9 +46,11 @@ class ProcessGroupBaby(ProcessGroup):
         self.child: Child | None = None  # of the newest generation
 
     @staticmethod
-    def empty(shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(
+        shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """A tensor that the child can use where it is, without a copy."""
-        return shared.empty(shape, dtype)
+        return shared.empty(shape, dtype, device)
 
     def prepare(self) -> None:
         self._nursery.prepare()
@@ -99,7 +101,7 @@ class ChildEngine:
 
     def __init__(self, child: Child, device: int | None) -> None:
         self._child = child
-        self._memory = shared.Lender(self._map, self._unmap)
+        self._memory = shared.Lender(self._map, self._map_device, self._unmap)
         self._order = threading.Lock()  # of operations: as they are numbered, so they are sent
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[Ended, shared.Loan, Operation]] = {}
@@ -138,7 +140,7 @@ class ChildEngine:
         self._receiver.join()
         self._memory.close()
 
-    def _send(self, command: Form | Start | Unmap) -> None:
+    def _send(self, command: Form | MapDevice | Start | Unmap) -> None:
         try:
             self._child.channel.send(pickle.dumps(command))
         except OSError as error:
@@ -150,6 +152,9 @@ class ChildEngine:
         except OSError as error:
             raise GroupError(f"the child process is gone: {error}") from None
 
+    def _map_device(self, number: int, export: shared.Export) -> None:
+        self._send(MapDevice(number, export))
+
     def _unmap(self, numbers: list[int]) -> None:
         self._send(Unmap(numbers))
 
@@ -158,6 +163,8 @@ class ChildEngine:
             what, number, error, more = json.loads(message[0])
             if what == ENDED:
                 self._ended(number, error, more)
+            elif what == DROPPED:
+                self._memory.dropped(more)
             elif what in (READY, FAILED):
                 self._problem = None if what == READY else RendezvousFailed(error, *map(tuple, more))
                 self._formed.set()

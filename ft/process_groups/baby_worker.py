@@ -110,16 +110,16 @@ class Child:
     """Carries out commands, one after the other, until its socket ends."""
 
     def __init__(self, channel: Any) -> None:
-        from ft.process_groups.commands import Form, Map, Start, Unmap
+        from ft.process_groups.commands import Form, Map, MapDevice, Start, Unmap
         from ft.process_groups.shared import Borrower
 
         self._channel = channel
         self._memory = Borrower()
         self._engine: Any = None
-        self._device: int | None = None
         self._handlers: dict[type[Any], Callable[[Any, list[int]], None]] = {
             Form: self._form,
             Map: self._map,
+            MapDevice: self._map_device,
             Unmap: self._unmap,
             Start: self._start,
         }
@@ -131,7 +131,10 @@ class Child:
 
     def _form(self, command: Any, descriptors: list[int]) -> None:
         """In a thread: this one sees the end of the socket meanwhile."""
-        self._device = command.device
+        if command.device is not None:
+            import torch
+
+            torch.cuda.set_device(command.device)  # of this thread: it maps memory, and starts operations
         threading.Thread(target=self._build, args=(command,), name="ft-form", daemon=True).start()
 
     def _build(self, command: Any) -> None:
@@ -156,8 +159,14 @@ class Child:
     def _map(self, command: Any, descriptors: list[int]) -> None:
         self._memory.add(command.number, command.size, descriptors[0])
 
+    def _map_device(self, command: Any, descriptors: list[int]) -> None:
+        self._memory.add_device(command.number, command.export)
+
     def _unmap(self, command: Any, descriptors: list[int]) -> None:
+        from ft.process_groups.commands import DROPPED
+
         self._memory.drop(command.numbers)
+        self._reply(DROPPED, 0, None, command.numbers)
 
     def _start(self, command: Any, descriptors: list[int]) -> None:
         def ended(error: Exception | None, source: int) -> None:
@@ -166,10 +175,6 @@ class Child:
             self._reply(ENDED, command.number, None if error is None else str(error), source)
 
         try:
-            if self._device is not None:
-                import torch
-
-                torch.cuda.set_device(self._device)  # of this thread: the one that formed the group was another
             if command.after is not None:
                 _wait_for(command.after)
             operation = command.operation.each(lambda place, read, written: self._memory.tensor(place))

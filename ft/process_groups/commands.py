@@ -10,11 +10,12 @@ from typing import Any
 from ft.process_groups.operations import Operation
 from ft.protocol.messages import Shape
 
-READY, FAILED, ENDED = (
+READY, FAILED, ENDED, DROPPED = (
     "ready",
     "failed",
     "ended",
-)  # of replies: [what, number, error, more]; more of FAILED: absent ranks, and strangers
+    "dropped",
+)  # of replies: [what, number, error, more]; more of FAILED: absent ranks, and strangers; of DROPPED: what Unmap named
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,17 @@ class Map:
 
 
 @dataclass(frozen=True)
+class MapDevice:
+    """Memory of a GPU, to be known by this number: what torch's `_share_cuda_` gave for it."""
+
+    number: int
+    export: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Unmap:
+    """Answered by DROPPED."""
+
     numbers: list[int]
 
 

@@ -2,7 +2,8 @@
 
 The child maps the same memory. A tensor that lies in shared memory already (`empty`, or torch's own `share_memory_`) is used where it is.
 Any other is copied into a buffer of shared memory before the operation if it is read, and back afterwards if it is written; these buffers
-are kept for the next time. On a GPU it is torch's own CUDA IPC.
+are kept for the next time. A tensor on a GPU is used where it is: its storage is exported by torch's CUDA IPC, once for each child, which
+keeps it mapped. An export is counted in the storage; a child that is killed does not give its count back, so this process does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,38 +20,81 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing import reductions
 
+from ft.process_groups.errors import GroupError
+
 LEAST_BYTES = 4096
 _map: Any = UntypedStorage  # its stubs miss what torch.multiprocessing calls
 Announce = Callable[
     [int, int, int], None
 ]  # number, bytes, descriptor: the child is to map that memory under that number
+Export = tuple[
+    Any, ...
+]  # what UntypedStorage._share_cuda_ gives and _new_shared_cuda takes: device, handle, bytes, offset in bytes,
+_COUNTER = slice(4, 6)  # the file of its counter and the place in it, event, whether to wait for the event
+_PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandleType of CUDACachingAllocator.cpp; "e": expandable
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in shared memory a tensor lies: segment and strides; offset in elements."""
+    """Where a tensor lies: segment (0: it has no elements) and strides; offset in elements."""
 
     segment: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    device: torch.device
 
 
-@dataclass(frozen=True)
-class DevicePlace:
-    """What torch needs to map a CUDA tensor of another process."""
-
-    rebuild: Any
-    arguments: tuple[Any, ...]
-
-
-def empty(shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor in memory that a child can map: not of /dev/shm, which containers keep small, where the system has another way."""
+def empty(
+    shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A tensor in memory that a child can map: on a GPU, not of an expandable segment; else not of /dev/shm, which containers keep small,
+    where the system has another way."""
     shape = (shape,) if isinstance(shape, int) else shape
+    if torch.device(device).type == "cuda":
+        with plain_segments():
+            return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(0, dtype=dtype).set_(
         _memory(math.prod(shape) * dtype.itemsize), 0, torch.Size(shape), _strides(shape)
     )
+
+
+@contextmanager
+def plain_segments() -> Iterator[None]:
+    """What is allocated on a GPU meanwhile lies outside expandable segments: to map one, a child must have the right to trace this process
+    (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's: another thread's tensors may lie there as well,
+    which harms nobody. torch's allocator gives out no free block of an expandable segment then (get_free_block of
+    CUDACachingAllocator.cpp); a MemPool by itself takes them."""
+    with _settings_lock:
+        settings = _allocator_settings()
+        if (plain := without_expandable_segments(settings)) == settings:
+            yield
+            return
+        torch.cuda.memory._set_allocator_settings(plain)
+        try:
+            yield
+        finally:
+            torch.cuda.memory._set_allocator_settings(settings)
+
+
+_settings_lock = threading.Lock()
+
+
+def _allocator_settings() -> str:
+    """As they are in force; as they were at the start where torch does not tell (2.11)."""
+    if (tell := getattr(torch._C, "_accelerator_getAllocatorSettings", None)) is not None:
+        return str(tell())
+    return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+def without_expandable_segments(settings: str) -> str:
+    """PYTORCH_ALLOC_CONF with them turned off, where it turns them on."""
+    parts = settings.split(",")
+    if not any(part.replace(" ", "") == "expandable_segments:True" for part in parts):
+        return settings
+    rest = [part for part in parts if not part.strip().startswith("expandable_segments")]
+    return ",".join([*rest, "expandable_segments:False"])
 
 
 @dataclass
@@ -64,20 +109,24 @@ class Loan:
 class Lender:
     """The parent's side, for one child."""
 
-    def __init__(self, announce: Announce, forget: Callable[[list[int]], None]) -> None:
-        self._announce, self._forget = announce, forget
+    def __init__(
+        self, announce: Announce, announce_device: Callable[[int, Export], None], forget: Callable[[list[int]], None]
+    ) -> None:
+        self._announce, self._announce_device, self._forget = announce, announce_device, forget
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
+        self._exports: dict[int, Export] = {}  # by number: what the child has mapped, and has not said to have dropped
         self._free: dict[int, list[UntypedStorage]] = {}  # buffers by size
         self._count = 0
+        self._closed = False
 
-    def lend(self, tensor: Tensor, read: bool, written: bool, loan: Loan) -> Place | DevicePlace:
-        """Where the child finds it. Copies it first if it must; `loan` remembers what that takes."""
-        if tensor.is_cuda:
-            return DevicePlace(*reductions.reduce_tensor(tensor.detach())[:2])
-        if tensor.is_shared() and tensor.numel():
-            number = self._number(tensor.untyped_storage())
-            return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    def lend(self, tensor: Tensor, read: bool, written: bool, loan: Loan) -> Place:
+        """Where the child finds it. Copies it first if it must; `loan` remembers what that takes. Raises GroupError."""
+        if tensor.is_cuda and not tensor.numel():
+            return Place(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
+        if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
+            number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
+            return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.device)
         buffer = self._buffer(tensor.numel() * tensor.element_size())
         loan.buffers.append(buffer)
         copy = torch.empty(0, dtype=tensor.dtype).set_(buffer, 0, tensor.shape, _strides(tensor.shape))
@@ -85,7 +134,7 @@ class Lender:
             copy.copy_(tensor.detach())
         if written:
             loan.back.append((tensor.detach(), copy))
-        return Place(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0)
+        return Place(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0, copy.device)
 
     def give_back(self, loan: Loan, *, complete: bool) -> None:
         """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed, which torch may still
@@ -98,11 +147,21 @@ class Lender:
             for buffer in loan.buffers:
                 self._free.setdefault(buffer.nbytes(), []).append(buffer)
 
-    def close(self) -> None:
-        """Gives up the buffers; the child is gone."""
+    def dropped(self, numbers: Sequence[int]) -> None:
+        """The child has these no longer, and has given its counts back."""
         with self._lock:
+            for number in numbers:
+                self._exports.pop(number, None)
+
+    def close(self) -> None:
+        """Gives up the buffers, and gives back what the child has counted; the child is gone."""
+        with self._lock:
+            self._closed = True
+            exports, self._exports = list(self._exports.values()), {}
             self._free.clear()
             self._known.clear()
+        for export in exports:
+            _map._release_ipc_counter(*export[_COUNTER], device=export[0])
 
     def _buffer(self, count: int) -> UntypedStorage:
         size = (
@@ -118,13 +177,28 @@ class Lender:
             old = [self._known.pop(address)[1] for address in gone]
             known = self._known.get(storage.data_ptr())
             if known is None:
-                self._count += 1
-                known = self._known[storage.data_ptr()] = (reductions.StorageWeakRef(storage), self._count)
-                descriptor, size = storage._share_fd_cpu_()  # the storage's own: not ours to close
-                self._announce(self._count, size, descriptor)
+                known = self._introduce(storage)
             if old:
                 self._forget(old)
             return known[1]
+
+    def _introduce(self, storage: UntypedStorage) -> tuple[reductions.StorageWeakRef, int]:
+        if self._closed:
+            raise GroupError("the child process is gone")
+        self._count += 1
+        if storage.is_cuda:
+            export = self._exports[self._count] = storage._share_cuda_()
+            if export[1][1:2] != _PLAIN:
+                raise GroupError(
+                    "a tensor for a child process lies in an expandable segment: allocate it by ProcessGroupBaby.empty, or turn these off "
+                    "(PYTORCH_ALLOC_CONF=expandable_segments:False)"
+                )
+            self._announce_device(self._count, export)
+        else:
+            descriptor, size = storage._share_fd_cpu_()  # the storage's own: not ours to close
+            self._announce(self._count, size, descriptor)
+        known = self._known[storage.data_ptr()] = reductions.StorageWeakRef(storage), self._count
+        return known
 
 
 class Borrower:
@@ -140,14 +214,19 @@ class Borrower:
         finally:
             os.close(descriptor)
 
+    def add_device(self, number: int, export: Export) -> None:
+        """Maps the memory of a GPU."""
+        torch.cuda._lazy_init()
+        self._segments[number] = _map._new_shared_cuda(*export)
+
     def drop(self, numbers: list[int]) -> None:
         for number in numbers:
             del self._segments[number]
 
-    def tensor(self, place: Place | DevicePlace) -> Tensor:
-        if isinstance(place, DevicePlace):
-            return place.rebuild(*place.arguments)
-        made = torch.empty(0, dtype=place.dtype)
+    def tensor(self, place: Place) -> Tensor:
+        made = torch.empty(0, dtype=place.dtype, device=place.device)
+        if not place.segment:
+            return made.view(place.shape)
         return made.set_(self._segments[place.segment], place.offset, place.shape, place.strides)
 
 

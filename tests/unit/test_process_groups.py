@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from ft.process_groups.reaper import Reaper
 from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.process_groups.store import parse, serve
 from ft.process_groups.work import GroupWork
+from ft.scratch import zeros
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -298,14 +300,16 @@ def test_a_channel_carries_messages_and_descriptors():
 def test_lent_tensors_are_the_same_memory():
     borrower = shared.Borrower()
     forgotten: list[int] = []
-    lender = shared.Lender(lambda number, size, fd: borrower.add(number, size, os.dup(fd)), forgotten.extend)
+    lender = shared.Lender(
+        lambda number, size, fd: borrower.add(number, size, os.dup(fd)), borrower.add_device, forgotten.extend
+    )
     loan = shared.Loan()
     whole = shared.empty((4, 6)).fill_(1.0)
     view = whole[1:3, ::2]
     theirs = borrower.tensor(lender.lend(view, True, True, loan))
     theirs.fill_(7.0)
     assert view.eq(7.0).all() and whole.eq(1.0).sum() == 24 - 6 and not loan.buffers
-    assert lender.lend(whole, True, False, loan).segment == 1  # type: ignore[union-attr]  # the same segment, announced once
+    assert lender.lend(whole, True, False, loan).segment == 1  # the same segment, announced once
     of_torch = torch.zeros(5).share_memory_()
     borrower.tensor(lender.lend(of_torch, True, True, loan)).add_(2)
     assert of_torch.eq(2).all() and not loan.buffers
@@ -360,13 +364,133 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
 
 
 def test_buffers_of_a_failed_operation_are_not_used_again():
-    lender = shared.Lender(lambda *_: None, lambda _: None)
+    lender = shared.Lender(lambda *_: None, lambda *_: None, lambda _: None)
     value, loan, again = torch.ones(3), shared.Loan(), shared.Loan()
     lender.lend(value, True, True, loan)
     loan.back[0][1].fill_(9)
     lender.give_back(loan, complete=False)
     lender.lend(value, True, True, again)
     assert value.eq(1).all() and loan.buffers[0].data_ptr() != again.buffers[0].data_ptr()
+
+
+class FakeStorage:
+    """As torch has it on a GPU: `_share_cuda_` counts an export, for whoever maps it to give back. Its memory is the host's."""
+
+    is_cuda = True
+    exports: ClassVar[list[int]] = []
+    released: ClassVar[list[tuple[bytes, int, int]]] = []
+
+    def __init__(self, storage: torch.UntypedStorage, kind: bytes) -> None:
+        self.storage, self.kind = storage, kind
+        self.data_ptr, self._weak_ref = storage.data_ptr, storage._weak_ref
+
+    def _share_cuda_(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        self.exports.append(self.data_ptr())
+        handle = b"\x03" + self.kind + bytes(64)
+        return 2, handle, self.storage.nbytes(), 512, b"/counter", len(self.exports), b"event", True
+
+
+class FakeTensor:
+    is_cuda, device = True, torch.device("cuda", 2)
+
+    def __init__(self, tensor: torch.Tensor, kind: bytes = b"c") -> None:
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tensor.shape
+        self.numel, self.stride, self.storage_offset = tensor.numel, tensor.stride, tensor.storage_offset
+        self.untyped_storage = lambda: FakeStorage(tensor.untyped_storage(), kind)
+
+
+@pytest.fixture
+def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> type[FakeStorage]:
+    monkeypatch.setattr(FakeStorage, "exports", [])
+    monkeypatch.setattr(FakeStorage, "released", [])
+
+    def release(handle: bytes, offset: int, device: int | None = None) -> None:
+        assert device == 2
+        FakeStorage.released.append((handle, offset, device))
+
+    monkeypatch.setattr(shared, "_map", SimpleNamespace(_release_ipc_counter=release))
+    return FakeStorage
+
+
+def test_the_memory_of_a_gpu_is_exported_once_for_each_child(gpu_memory: type[FakeStorage]):
+    scratch = [torch.zeros(1000), torch.zeros(500)]
+    mapped: dict[int, tuple[Any, ...]] = {}
+    dropped: list[int] = []
+    for child in (1, 2):
+        lender = shared.Lender(lambda *_: None, mapped.__setitem__, dropped.extend)
+        for number in range(1000):
+            whole = scratch[number % 2]
+            place = lender.lend(FakeTensor(whole[number % 500 :]), True, True, shared.Loan())  # type: ignore[arg-type]
+            assert (place.segment, place.offset, place.strides) == (1 + number % 2, number % 500, (1,))
+            assert place.device == FakeTensor.device
+        assert len(gpu_memory.exports) == 2 * child and len(mapped) == 2 and not dropped
+        lender.close()  # the child was killed
+        assert [offset for _, offset, _ in gpu_memory.released] == list(range(1, 2 * child + 1))
+        with pytest.raises(GroupError, match="gone"):
+            lender.lend(FakeTensor(scratch[0]), True, True, shared.Loan())  # type: ignore[arg-type]
+
+
+def test_a_child_gives_back_itself_what_it_is_told_to_drop(gpu_memory: type[FakeStorage]):
+    forgotten: list[int] = []
+    lender = shared.Lender(lambda *_: None, lambda *_: None, forgotten.extend)
+    kept, value = torch.zeros(10), torch.zeros(10)
+    for tensor in (kept, value):
+        lender.lend(FakeTensor(tensor), True, True, shared.Loan())  # type: ignore[arg-type]
+    del value, tensor
+    lender.lend(FakeTensor(kept), True, True, shared.Loan())  # type: ignore[arg-type]
+    assert forgotten == [2]
+    lender.dropped(forgotten)  # its answer
+    lender.close()
+    assert [offset for _, offset, _ in gpu_memory.released] == [1]
+
+
+def test_an_expandable_segment_is_not_lent(gpu_memory: type[FakeStorage]):
+    announced: list[int] = []
+    lender = shared.Lender(lambda *_: None, lambda number, _: announced.append(number), lambda _: None)
+    with pytest.raises(GroupError, match="lies in an expandable segment"):
+        lender.lend(FakeTensor(torch.zeros(10), b"e"), True, True, shared.Loan())  # type: ignore[arg-type]
+    lender.close()
+    assert not announced and len(gpu_memory.released) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain"),
+    [
+        ("", ""),
+        ("expandable_segments:False", "expandable_segments:False"),
+        ("expandable_segments:True", "expandable_segments:False"),
+        (
+            "roundup_power2_divisions:[256:1,512:2], expandable_segments: True,max_split_size_mb:64",
+            "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:64,expandable_segments:False",
+        ),
+    ],
+)
+def test_shared_memory_of_a_gpu_lies_outside_expandable_segments(
+    settings: str, plain: str, monkeypatch: pytest.MonkeyPatch
+):
+    in_force, seen, make = [settings], list[str](), torch.empty
+
+    def allocate(shape: Any, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        seen.append(in_force[-1])
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError
+        return make(shape, dtype=dtype)
+
+    monkeypatch.setattr(shared, "_allocator_settings", lambda: in_force[-1])
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", in_force.append)
+    monkeypatch.setattr(torch, "empty", allocate)
+    assert ProcessGroupBabyNCCL.empty((2, 3), torch.bfloat16, "cuda:2").shape == (2, 3)
+    with pytest.raises(torch.OutOfMemoryError):
+        zeros(10, torch.float32, torch.device("cuda", 2), shared=True)
+    assert seen == [plain, plain] and in_force[-1] == settings
+
+
+def test_torch_has_what_memory_of_a_gpu_is_shared_by():
+    """Names that are not public: what is called on a GPU alone exists in the torch that is here."""
+    assert callable(torch.cuda.memory._set_allocator_settings)
+    assert isinstance(shared._allocator_settings(), str)
+    for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter"):
+        assert callable(getattr(torch.UntypedStorage, name))
 
 
 def test_a_dummy_ends_everything_at_once():
