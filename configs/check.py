@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+from torch.torch_version import TorchVersion
+
 from configs.errors import Problems
 from configs.load import section_types
 from parallelisms.device import has_cuda
@@ -110,7 +113,18 @@ def _check_fault_tolerance(config: Config) -> None:
 def _check_process_group(config: Config) -> None:
     """What sums gradients is for the device that they lie on."""
     if config.fault_tolerance.enable:
+        check_offloaded_gradients(config, torch.__version__)
         config.fault_tolerance.group_kind(gradients_lie_on(config, "cuda" if has_cuda() else "cpu"))
+
+
+def check_offloaded_gradients(config: Config, version: str) -> None:
+    """Raises ValueError where a hook on a gradient would see memory that the GPU still copies to: torch before 2.13 calls it then, later
+    ones wait where there is a hook (foreach_reduce of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, has_post_acc_grad_hook)."""
+    if config.training.enable_cpu_offload and TorchVersion(version) < "2.13":
+        raise ValueError(
+            f"training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is {version}: before, their sums begin "
+            "while gradients are still being copied; nearest: false"
+        )
 
 
 def gradients_lie_on(config: Config, device_type: str) -> str:
@@ -168,7 +182,6 @@ def _check_tensor_parallel(config: Config) -> None:
 
 
 def _check_async_tensor_parallel(config: Config, tp: int) -> None:
-    import torch
 
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
     reasons = {
@@ -344,7 +357,6 @@ def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None
 
 def _meta_model(config: Config, vocab_size: int) -> Model:
     """Without memory: the meta device is no device."""
-    import torch
 
     from configs.schema import model_module
 

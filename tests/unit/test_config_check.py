@@ -290,6 +290,19 @@ def test_a_process_group_of_another_device_is_refused(
     assert len(found) == (not legal) and all(f'process_group = "{process_group}": ' in line for line in found)
 
 
+def test_replica_groups_need_a_torch_that_waits_for_offloaded_gradients(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.check.has_cuda", lambda: True)
+    given = ["--fault_tolerance.enable", "--training.enable_cpu_offload"]
+    assert complaints(folder, *given) == []
+    monkeypatch.setattr("torch.__version__", "2.12.1+cu130")
+    assert complaints(folder, *given[1:]) == []
+    assert complaints(folder, *given) == [
+        "--training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is 2.12.1+cu130: before, their sums begin while gradients are still being copied; nearest: false"
+    ]
+
+
 def test_the_nearest_offers_are_legal(folder: Path) -> None:
     assert complaints(folder, "--lr_scheduler.decay_ratio=0.9") == []
     long = ["--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"]
