@@ -34,6 +34,7 @@ from ft.process_groups.errors import Abandoned
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
 from ft.scratch import zeros
+from ft.threads import current_device, device_thread
 
 BLOCK = 256  # values with one scale: four bytes of it beside 256
 LEVELS = 127  # on either side of 0
@@ -71,7 +72,7 @@ class Lane:
         )  # around the start of an exchange: a group that is given up forms anew, for others
         self._error: Exception | None = None  # the first one: what comes later fails with it
         self._tasks: queue.SimpleQueue[tuple[GroupWork, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ft-quantized", daemon=True)
+        self._thread = device_thread(self._run, name="ft-quantized", device=current_device())
         self._thread.start()
 
     def allreduce(self, tensors: list[Tensor]) -> GroupWork:
@@ -193,9 +194,12 @@ def quantize(values: Tensor, message: Tensor) -> None:
     value over LEVELS, so no value is off by more than half of that. A block with a value that is infinite or no number is read as a block
     without numbers: nothing is hidden."""
     codes, scales = _parts(message, len(values))
+    levels = torch.full(
+        (), LEVELS, dtype=torch.float32, device=values.device
+    )  # CUDA turns a division by a number into a product
     for piece in _pieces(len(values)):
         own, code, scale = values[piece], codes[piece], scales[piece]
-        torch.div(own.abs().amax(dim=1), LEVELS, out=scale)
+        torch.div(own.abs().amax(dim=1), levels, out=scale)
         divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1.0).unsqueeze(1)
         rounded = (own / divisor).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0)
         code.copy_(rounded)

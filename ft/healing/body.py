@@ -8,7 +8,7 @@ stream of its own). That happens here and nowhere else.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,28 @@ _INTEGERS = {
 }  # any bits of that size may be moved as these
 
 
+class Written:
+    """What was queued on the tensors' device when this was made, by the thread that made it; `device` is None where all are the host's."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
+        self.device = next(iter(devices), None)
+        self.event: Any = None
+        if self.device is not None:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(self.device))
+
+
 class Bounce:
-    """Room for `chunks` chunks, for one thread. Pinned, with a stream of its own, if the body lies on a device."""
+    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device."""
 
     def __init__(self, body: Body, chunks: int = 1) -> None:
         pinned = body.device is not None
+        if body.device is not None:
+            torch.cuda.set_device(
+                body.device
+            )  # CUDA begins each thread with device 0, and pins memory in a context of it
         self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self.view = self.bytes.numpy().data
         self.stream: Any = None
@@ -37,23 +54,15 @@ class Bounce:
 
 
 class Body:
-    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes.
+    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on the device of `written`,
+    or on the host; who copies waits for `written`, on the device, and for nothing that was queued after it."""
 
-    To be made where the state is captured: on a device, all that was queued there before is waited for, without stopping the host.
-    """
-
-    def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor], written: Written) -> None:
         self.manifest = manifest
         self._tensors = [_bits(tensor) for tensor in tensors]
         self._starts = [entry.offset for entry in manifest.entries]
         self._views = [_memory(tensor) for tensor in self._tensors]
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
-        self.device = next(iter(devices), None)
-        self.ready: Any = None
-        if self.device is not None:
-            self.ready = torch.cuda.Event()
-            self.ready.record(torch.cuda.current_stream(self.device))
+        self.device, self.ready = written.device, written.event
 
     def direct(self, first: int, last: int) -> memoryview | None:
         """The memory of chunks first..last, if it is one piece of host memory."""

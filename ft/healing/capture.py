@@ -13,21 +13,23 @@ from typing import Any
 
 import torch
 
-from ft.healing.body import Body
+from ft.healing.body import Body, Written
 from ft.healing.format import Manifest, Refused, from_json, lay_out, to_json
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state as it stands: tensors are not copied, so it holds until the next commit. `whole`: the tensors as they were registered, by
-    name; a DTensor is itself there, and its local shard in `local`."""
+    name; a DTensor is itself there, and its local shard in `local`. `written`: of when it was taken; a body is made later, by a thread that
+    may find the next forward queued by then."""
 
     manifest: Manifest
     local: Mapping[str, torch.Tensor]
     whole: Mapping[str, torch.Tensor]
+    written: Written
 
     def body(self) -> Body:
-        return Body(self.manifest, [self.local[entry.name] for entry in self.manifest.entries])
+        return Body(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
 
     def body_for(self, theirs: Manifest) -> Body:
         """Where what `theirs` announces is to be received. Raises Refused, by name, where it is not what we hold: before a byte has
@@ -42,7 +44,7 @@ class Snapshot:
         if theirs.values.keys() != self.manifest.values.keys():
             differing = sorted(theirs.values.keys() ^ self.manifest.values.keys())
             raise Refused(f"not registered by both: {', '.join(differing)[:200]}")
-        return Body(theirs, [self.local[entry.name] for entry in theirs.entries])
+        return Body(theirs, [self.local[entry.name] for entry in theirs.entries], self.written)
 
     def values_of(self, theirs: Manifest) -> dict[str, Any]:
         """Their state, with our own tensors in it, which hold their bytes by now."""
@@ -76,7 +78,7 @@ class State:
 
         values = {name: to_json(get(), name, note) for name, (get, _) in self._pairs.items()}
         entries = lay_out([(name, tensor.dtype, tensor.shape) for name, tensor in local.items()])
-        return Snapshot(Manifest(entries, values), local, whole)
+        return Snapshot(Manifest(entries, values), local, whole, Written(local.values()))
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Sets all of it. The order is that of registration."""

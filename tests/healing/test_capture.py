@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,8 +197,35 @@ def test_only_local_shards_of_dtensors(tmp_path: Any):
 def test_a_bounce_leaves_no_old_bytes_between_tensors():
     """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
     snapshot = Group({"x": [torch.ones(3), torch.ones(5)]}).snapshot()
-    body = Body(snapshot.manifest, list(snapshot.local.values()))
+    body = Body(snapshot.manifest, list(snapshot.local.values()), snapshot.written)
     bounce = Bounce(body)
     bounce.bytes.fill_(255)
     data = bytes(body.read(0, bounce))
     assert data == torch.ones(3).numpy().tobytes().ljust(64, b"\0") + torch.ones(5).numpy().tobytes().ljust(64, b"\0")
+
+
+def test_a_body_waits_for_what_was_queued_at_its_snapshot():
+    """A joiner's body is made by the thread that fetches, behind the forward that has been queued since."""
+    snapshot = Group({"x": [torch.ones(3)]}).snapshot()
+    snapshot.written.event = "recorded then"
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(snapshot.body).result().ready == "recorded then"
+        assert threads.submit(snapshot.body_for, snapshot.manifest).result().ready == "recorded then"
+
+
+def test_a_thread_that_copies_is_on_the_devices_own_gpu_first(monkeypatch: pytest.MonkeyPatch):
+    """CUDA begins each thread with device 0, and would pin memory in a context there."""
+    done: list[object] = []
+    make = torch.empty
+
+    def allocate(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        done.append(("pinned", pin_memory))
+        return make(count, dtype=dtype)
+
+    stream = SimpleNamespace(wait_event=lambda event: done.append(event))
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch, "empty", allocate)
+    device = torch.device("cuda", 3)
+    Bounce(SimpleNamespace(device=device, ready="event"))  # type: ignore[arg-type]
+    assert done == [device, ("pinned", True), "event"]
