@@ -7,6 +7,7 @@ at all. Nothing here knows fault tolerance: its ledger is one more state.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -149,7 +150,7 @@ class Checkpointer:
             return None
         if not self._config.load_only and not self._claim.shared:
             self._ranks.first(self._tidy)
-        steps = self._ranks.first(lambda: files.list_steps(self.folder))
+        steps = self._ranks.first(self._own_steps)
         if self._config.create_seed_checkpoint:
             refuse_seed_after(steps, self.folder)
             return None
@@ -278,6 +279,16 @@ class Checkpointer:
             notes = [f"could not clear away what was left ({files.reason(error)})"]
         if notes:
             self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
+
+    def _own_steps(self) -> list[int]:
+        try:
+            next(os.scandir(self.folder), None)
+        except FileNotFoundError:
+            return []
+        except OSError as error:  # it may hold this run's checkpoints
+            why = f"checkpoint: {self.folder} cannot be read: {files.reason(error)}"
+            raise CheckpointFailed(f"{why}; nothing begins anew over it") from None
+        return files.list_steps(self.folder)
 
     def _load_own(self, steps: Sequence[int]) -> int:
         wanted = self._config.load_step

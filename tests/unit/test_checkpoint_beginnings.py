@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,20 @@ def test_a_beginning_that_is_damaged_or_none(tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"checkpoint.{message}")):
         CheckpointConfig(**settings).check()
+
+
+def test_a_folder_that_storage_does_not_show_now_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(tmp_path).step_and_save(2)
+    listing = os.scandir
+
+    def stale(path: Any = ".") -> Any:
+        if "checkpoint" in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    monkeypatch.setattr(os, "listdir", stale)
+    with pytest.raises(CheckpointFailed, match=r"cannot be read: Stale file handle .*; nothing begins anew over it$"):
+        Job(tmp_path).checkpointer.load()
