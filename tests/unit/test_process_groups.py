@@ -352,7 +352,7 @@ class ChildWithoutProcess:
 def test_a_result_that_cannot_be_written_is_that_operations_failure():
     """And the thread that receives goes on."""
     child, answers = ChildWithoutProcess(), queue.SimpleQueue[Exception | None]()
-    engine = ChildEngine(child)  # type: ignore[arg-type]
+    engine = ChildEngine(child, None)  # type: ignore[arg-type]
     for number, tensor in enumerate((torch.ones(1).expand(4), torch.ones(4)), 1):
         engine.start(ops.AllReduce([tensor]), lambda error, source: answers.put(error))
         child.theirs.send(json.dumps([ENDED, number, None, -1]).encode())
