@@ -37,6 +37,7 @@ LINGER_S = 1.0  # then a connection that was shut is closed: what the peer sends
 END_S = 2.0  # after which a work that has not ended is looked at
 MOST_STRANDED = 32  # a few threads each, for as long as the backstop
 AGAIN_S = 0.5  # until it is looked whether there are descriptors again
+CONNECTS = 5  # so many of its timeouts gloo gives a peer to connect (waitUntil in its transport/tcp/pair.cc)
 NO_TAG = (1 << 31) - 1  # of a message that nobody sends
 log = logging.getLogger("pharos.group")
 
@@ -59,21 +60,29 @@ def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, bac
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
-    options._timeout = timedelta(seconds=meeting.left_s())  # to connect; nobody can call it off
+    options._timeout = timedelta(seconds=meeting.left_s() / CONNECTS)  # nobody can call it off
     backend = kind(meeting.store, meeting.rank, meeting.size, options)
     meeting.close()
+    _set_timeout(backend, timedelta(seconds=meeting.left_s()))
     _hear_from_all(backend, meeting)
-    backend._set_default_timeout(backstop)
-    backend.set_timeout(backstop)
+    _set_timeout(backend, backstop)
     native = group_of(backend, "gloo", "cpu", meeting)
     return GlooEngine(native, near, far, _threads_of_gloo() - before)
 
 
+def _set_timeout(backend: Any, timeout: timedelta) -> None:
+    """For what is asked of it by name, and of the group around it."""
+    backend._set_default_timeout(timeout)
+    backend.set_timeout(timeout)
+
+
 def _hear_from_all(backend: Any, meeting: Meeting) -> None:
     """gloo takes whoever connects to its port and sends the next number, 8 bytes, for a member: a stray connection would have its place
-    until a sum has waited for collective_s. So each says its rank to each other while forming may still fail. Raises RendezvousFailed."""
+    until a sum has waited for collective_s. So each says its rank to each other while forming may still fail. Raises RendezvousFailed.
+
+    Waits for the future: torch keeps a hundred bytes for ever for each thread that has waited for a work, and this one is new each time."""
     heard, mine = torch.empty(meeting.size, dtype=torch.int64), torch.full((meeting.size,), meeting.rank)
-    backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).wait()
+    backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).get_future().wait()
     if not torch.equal(heard, torch.arange(meeting.size)):
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
