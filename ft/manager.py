@@ -372,6 +372,7 @@ class Manager:
         self._healer.close()
         with suppress(MustExit):
             self._group.shutdown(CLOSE_S)
+        self.gradients.close()  # whose hooks on parameters that live on would keep it, and its scratch
         self._membership.close()
 
     # ------------------------------------------------------------------------------------------------ carrying out

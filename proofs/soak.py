@@ -38,7 +38,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from ft.children import start_forkserver  # noqa: E402
 
-KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many: a cut costs a tenth of a second; deaths are spread evenly between them
+KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
 LIMIT_S = 180.0
 SAMPLE = 100  # changes from one look to the next
 SETTLE_S = 0.5  # before a look, for what the other end of a connection closes

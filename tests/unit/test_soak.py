@@ -36,7 +36,7 @@ def test_what_stays_as_it_is_holds():
     [
         ("descriptors", lambda here: 60 + here // 500),
         ("store keys", lambda here: 48 + 6 * here),
-        ("threads", lambda here: 40 + (here > 1500) * 5),
+        ("threads", lambda here: 40 + (here > 60 * SAMPLE) * 5),
         ("KiB", lambda here: 300_000 + 1.2 * here),
     ],
 )
@@ -46,7 +46,7 @@ def test_what_grows_is_named(what: str, count: Any):
 
 
 def test_what_is_allocated_in_the_first_tenth_is_no_growth():
-    assert not failed(judge(looks(KiB=lambda here: 200_000 + min(here, 390) * 100)))
+    assert not failed(judge(looks(KiB=lambda here: 200_000 + min(here, 9 * SAMPLE) * 100)))
 
 
 @pytest.mark.parametrize(
