@@ -394,6 +394,15 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
         assert a.manager._group.reaper.wait(LIMIT_S) and ends == [True]
 
 
+def test_who_has_closed_leaves_nothing_on_parameters_that_live_on():
+    """The process may join again, with the same model: hooks of each manager before would keep its scratch, twice the gradients."""
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=2)[0]
+        assert a.join().error is None
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in a.model.parameters()]  # type: ignore[attr-defined]
+    assert len(hooks) > 0 and not any(hooks)
+
+
 # ------------------------------------------------------------------------------------------------ weights that went wrong
 
 
