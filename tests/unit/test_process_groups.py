@@ -749,3 +749,25 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: py
         group.shutdown()
     for stray in strays:
         stray.close()
+
+
+@linux
+def test_a_peer_that_never_connects_is_waited_for_no_longer_than_forming_may_take(monkeypatch: pytest.MonkeyPatch):
+    """gloo waits five times its timeout for a peer's first connection, and nobody can wake it. A sum then has all the time left."""
+    native, asked = gloo.c10d.ProcessGroupGloo, []
+
+    class Asked(native):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            asked.append(options._timeout.total_seconds())
+            super().__init__(store, rank, size, options)
+
+        def alltoall_base(self, *given: Any) -> Any:
+            asked.append(self.options._timeout.total_seconds())
+            return super().alltoall_base(*given)
+
+    monkeypatch.setattr(gloo.c10d, "ProcessGroupGloo", Asked)
+    store, group = serve(), ProcessGroupGloo(600.0, rendezvous_s=100.0)
+    group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
+    group.shutdown()
+    to_connect, to_hear = asked
+    assert 0 < 5 * to_connect <= 100 and to_connect < to_hear <= 100
