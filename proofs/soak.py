@@ -491,7 +491,8 @@ def report(done: Done, lines: Sequence[Line], problems: Sequence[str], target: i
     return f"""# A soak: what thousands of membership changes leave behind
 
 Written by `make soak` on {date.today()}. [proofs/soak.py](../proofs/soak.py) says what is done; every quorum that is formed anew
-is a change. Compared are the last third of the looks and the first, after the first tenth, in the longest life of the processes.
+is a change. Compared are the last third of the looks and the first, after the first tenth, in the longest life of the processes. For all of
+them {" and ".join(f"`{name}={value}`" for name, value in SETTINGS.items())}.
 
 {done.changes} of {target} changes in {done.seconds:.0f} s and {done.lives} lives of the processes; {done.steps} steps; the writer changed
 {done.writers} times; orders: {orders}.
