@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import queue
 import socket
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -714,14 +716,27 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
 @linux
 def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: pytest.MonkeyPatch):
     """Who sends the next number, 8 bytes, to gloo's port before the member does is taken for that member."""
-    find, strays = sockets.listening_ends, []
+    find, strays = sockets.listening_ends, list[socket.socket]()
+
+    def is_read(stray: socket.socket) -> bool:
+        ends = sockets.held(far=[stray.getsockname()])
+        unread = [fcntl.ioctl(end, termios.FIONREAD, bytes(4)) for end in ends]
+        for end in ends:
+            end.close()
+        return unread == [bytes(4)]
 
     def disturbed(make: Any) -> Any:
         device, near = find(make)
-        if len(strays) < 3:
-            for number in range(3):
-                strays.append(socket.create_connection(next(iter(near))))
-                strays[-1].sendall(number.to_bytes(8, sys.byteorder))
+        if (
+            len(strays) < 6
+        ):  # both members, in the first forming: one listens for the other, and which goes by their addresses
+            mine = [socket.create_connection(next(iter(near))) for _ in range(3)]
+            strays.extend(mine)
+            for number, stray in enumerate(mine):
+                stray.sendall(number.to_bytes(8, sys.byteorder))
+            until_s = time.monotonic() + 60
+            while not all(map(is_read, mine)) and time.monotonic() < until_s:
+                time.sleep(0.001)  # gloo's thread has taken them before any member comes
         return device, near
 
     monkeypatch.setattr(sockets, "listening_ends", disturbed)
