@@ -21,6 +21,7 @@ Marks = Sequence[tuple[float, str]]  # (step, what happened then)
 
 WIDTH, HEIGHT = 880, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 36, 64, 52  # margins around the plot's area
+MARK_WIDTH, MARK_LETTER = 12, 6.2  # of the words of a mark: what they need beside each other, and a letter of theirs
 
 STYLE = """
   svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --train: #0969da; --held: #bc4c00; --mark: #cf222e; }
@@ -112,12 +113,15 @@ def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> 
     parts.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">optimizer step</text>')
     turned = f'transform="rotate(-90 18 {(TOP + bottom) / 2})"'
     parts.append(f'<text x="18" y="{(TOP + bottom) / 2}" text-anchor="middle" {turned}>loss, nats per token</text>')
-    for step, words in marks:
+    before, end = -math.inf, 0.0
+    for step, words in sorted(marks):
         x = place((step, y_low))[0]
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        turned = f'transform="rotate(-90 {x - 4:.1f} {TOP + 4})"'
+        start = end + 8 if x - before < MARK_WIDTH else TOP + 4  # words that would lie on others begin below them
+        before, end = x, start + MARK_LETTER * len(words)
+        turned = f'transform="rotate(-90 {x - 4:.1f} {start:.0f})"'
         parts.append(
-            f'<text class="mark" x="{x - 4:.1f}" y="{TOP + 4}" text-anchor="end" {turned}>{escape(words)}</text>'
+            f'<text class="mark" x="{x - 4:.1f}" y="{start:.0f}" text-anchor="end" {turned}>{escape(words)}</text>'
         )
     parts.append(_line("raw", [place(point) for point in thin(training)]))
     parts.append(_line("train", [place(point) for point in thin(smooth(training))]))
