@@ -362,7 +362,6 @@ class Manager:
         if self._closed.is_set():
             return
         self._closed.set()
-        self.gradients.close()
         with suppress(TimeoutError, RuntimeError):  # its server may be gone
             clean = self.left and self._saved is not False
             why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"

@@ -188,6 +188,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def _train(self, manager: Manager, relay: Relay, checkpointer: Checkpointer) -> None:
             while not manager.left:
                 deal = manager.begin_step()
+                self._stands_at(manager.step, manager.commit_id)
                 for slot in deal.slots:
                     with manager.last_pass(slot):
                         sum((parameter * (slot % 1000)).sum() for parameter in model.parameters()).backward()
@@ -197,13 +198,20 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                         for parameter in model.parameters():
                             parameter -= parameter.grad * 1e-6
                     step, self.size = manager.step, commit.quorum_size
-                    self.commits[step] = manager.commit_id
-                    self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
+                    self._stands_at(step, manager.commit_id)
                     relay.write(Row("journals", step, {"loss": commit.mean_loss}))
                     relay.write(Row("records", step, {"slots": [slot for slot, _ in commit.slots]}))
                     if checkpointer.due(step):
                         checkpointer.save(step)
                 model.zero_grad()
+
+        def _stands_at(self, step: int, commit_id: str) -> None:
+            """By a commit, or by the state of another group: then this one has not gone on from its own last commit, which may be another."""
+            last = max(self.commits, default=0)
+            if step not in (last, last + 1):
+                self.commits.pop(last, None)
+            self.commits[step] = commit_id
+            self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
 
     return Group()
 
