@@ -206,7 +206,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                 model.zero_grad()
 
         def _stands_at(self, step: int, commit_id: str) -> None:
-            """By a commit, or by the state of another group: then this one has not gone on from its own last commit, which may be another."""
+            """By a commit, or by another group's state: then this one has not gone on from its own last commit, which may differ."""
             last = max(self.commits, default=0)
             if step not in (last, last + 1):
                 self.commits.pop(last, None)
