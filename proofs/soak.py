@@ -453,9 +453,8 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
     first, last = settled[:third], settled[-third:]
 
     def middle(part: Sequence[Mapping[str, Any]], what: str) -> float:
-        found = [
-            row[what] for row in part
-        ]  # keys: those of the generation that stands lie with one of its groups, now this one, now another
+        found = [row[what] for row in part]
+        # The keys of the generation that stands lie with one of its groups, now this one, now another.
         return max(found) if what.endswith("store keys") else statistics.median(found)
 
     between = middle(last, "here") - middle(first, "here") or 1
