@@ -173,7 +173,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                     group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
                     manager = Manager(group, wish, options, restore=lambda: checkpointer.load())
                     states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
-                    manager.register("model", model.state_dict, model.load_state_dict)
+                    manager.register("model", model.state_dict, self._heal)
                     manager.register("figures", relay.state_dict, relay.load_state_dict)
                     manager.attach([model])
                     checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
@@ -188,7 +188,6 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def _train(self, manager: Manager, relay: Relay, checkpointer: Checkpointer) -> None:
             while not manager.left:
                 deal = manager.begin_step()
-                self._stands_at(manager.step, manager.commit_id)
                 for slot in deal.slots:
                     with manager.last_pass(slot):
                         sum((parameter * (slot % 1000)).sum() for parameter in model.parameters()).backward()
@@ -198,20 +197,18 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                         for parameter in model.parameters():
                             parameter -= parameter.grad * 1e-6
                     step, self.size = manager.step, commit.quorum_size
-                    self._stands_at(step, manager.commit_id)
+                    self.commits[step] = manager.commit_id
+                    self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
                     relay.write(Row("journals", step, {"loss": commit.mean_loss}))
                     relay.write(Row("records", step, {"slots": [slot for slot, _ in commit.slots]}))
                     if checkpointer.due(step):
                         checkpointer.save(step)
                 model.zero_grad()
 
-        def _stands_at(self, step: int, commit_id: str) -> None:
-            """By a commit, or by another group's state: then this one has not gone on from its own last commit, which may differ."""
-            last = max(self.commits, default=0)
-            if step not in (last, last + 1):
-                self.commits.pop(last, None)
-            self.commits[step] = commit_id
-            self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
+        def _heal(self, state: dict[str, Any]) -> None:
+            """Has not gone on from its own last commit, of which the others may have another version."""
+            model.load_state_dict(state)
+            self.commits.pop(max(self.commits, default=0), None)
 
     return Group()
 

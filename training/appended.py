@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -133,9 +134,8 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(
-        f".{path.name}.{socket.gethostname()}.{os.getpid()}"
-    )  # in containers all have the same number
+    """Nobody else's: in containers all processes have the same number, and a rank's scribe and trainer note the same claim."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
 
 
 def replace_file(path: Path, content: bytes) -> None:

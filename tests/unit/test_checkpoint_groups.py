@@ -320,3 +320,20 @@ def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path, mon
 def test_a_note_that_a_disk_has_damaged_is_none(tmp_path: Path, content: str):
     (tmp_path / CLAIM).write_text(content)
     assert claim(tmp_path, ("epoch", 3)) and (tmp_path / CLAIM).read_text() == '["epoch", 3]'
+
+
+def test_two_threads_of_a_rank_note_the_same_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The scribe's, for figures, between the write and the rename of the trainer's."""
+    replace = Path.replace
+
+    def meets(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        other = threading.Thread(target=lambda: noted.append(claim(tmp_path, (EPOCH, 3))))
+        other.start()
+        other.join(WAIT_S)
+        return replace(self, target)
+
+    noted: list[bool] = []
+    monkeypatch.setattr(Path, "replace", meets)
+    assert claim(tmp_path, (EPOCH, 3)) and noted == [True]
+    assert [path.name for path in tmp_path.iterdir()] == [CLAIM]
