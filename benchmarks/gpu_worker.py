@@ -81,7 +81,7 @@ def member(name: str, kind: str, device: str, megabytes: int, lighthouse: str) -
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.data.fill_(1.0 if name == "a" else 7.0)
-    group: Any = process_group(FaultTolerance(enable=True, process_group=kind))  # type: ignore[arg-type]
+    group: Any = process_group(FaultTolerance(enable=True, process_group=kind), device)  # type: ignore[arg-type]
     manager = Manager(group, Wish(name, 0, 1, lighthouse, "127.0.0.1", Access(), Times()), Options())
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])

@@ -283,7 +283,7 @@ class Checkpointer:
     def _own_steps(self) -> list[int]:
         try:
             next(os.scandir(self.folder), None)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:  # it may hold this run's checkpoints
             why = f"checkpoint: {self.folder} cannot be read: {files.reason(error)}"
