@@ -1,4 +1,4 @@
-"""What only a GPU can say, in three parts of at most ten minutes each, none of which needs a network.
+"""Measurements that only a GPU can give, in three parts of at most ten minutes each, none of which needs a network.
 
     python benchmarks/gpu.py --part 1|2|3 [--minutes 9.5] [--wheels FOLDER] [--only PATTERN] [--again] [--write docs/gpu.md]
     python benchmarks/gpu.py --part 1 --device cpu --sizes tiny --write FILE      the same path without a device
@@ -308,7 +308,7 @@ def _device_env(device: str) -> dict[str, str]:
 
 
 def _install(wheels: Path, target: Path) -> None:
-    """Those of `wheels` into `target`, behind PYTHONPATH: what the machine has wins over nothing but what is missing."""
+    """Installs those of `wheels` into `target`, behind PYTHONPATH: what the machine has wins over nothing but what is missing."""
     found = sorted(map(str, wheels.glob("*.whl")))
     command = [
         sys.executable,

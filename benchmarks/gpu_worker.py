@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures in processes of their own: `gpu_worker.py versions|kill|healing|stall|member JSON`; answers with JSON.
+"""Measurements of benchmarks/gpu.py in processes of their own: `gpu_worker.py versions|kill|healing|stall|member JSON`; answers with JSON.
 
 `member` is one replica group of one rank, which `kill` starts twice on the same device: the model is so many megabytes, a step's gradients
 are ones, so after n steps every weight is 1 - n / 1024, to the last bit, whoever was there. It prints an event a line and reads orders.
@@ -31,7 +31,7 @@ Event = dict[str, Any]
 
 
 def versions(device: str) -> Event:
-    """Of everything that a figure may depend on, and the operator that attention runs."""
+    """Versions of everything that a figure may depend on, and the operator that attention runs."""
     from importlib.metadata import distributions
 
     from torch.utils._python_dispatch import TorchDispatchMode

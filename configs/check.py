@@ -111,7 +111,7 @@ def _check_fault_tolerance(config: Config) -> None:
 
 
 def _check_process_group(config: Config) -> None:
-    """What sums gradients is for the device that they lie on."""
+    """Checks that the process group sums on the device that gradients lie on."""
     if config.fault_tolerance.enable:
         check_offloaded_gradients(config, torch.__version__)
         config.fault_tolerance.group_kind(gradients_lie_on(config, "cuda" if has_cuda() else "cpu"))

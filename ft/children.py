@@ -28,6 +28,7 @@ def unsignalled() -> Iterator[None]:
 
 def start_forkserver() -> None:
     """Starts multiprocessing's fork server as `unsignalled` has it, for all that this process forks from it later, or leaves it running."""
-    resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
+    with unsignalled():
+        resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
     with unsignalled():
         forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""What differs between devices, in one place. Everything else is one code path.
+"""Differences between devices, in one place. Everything else is one code path.
 
 `DIFFERENCES` has what the rest of the program must decide by the kind of device. What is one natural call of torch.cuda at one place
 stays there: the allocator's counters (training/metrics.py) and its history (training/profiling.py), NVLink (parallelisms/tensor.py).

@@ -102,7 +102,7 @@ def _without_devices(config: Config) -> Config:
 
 
 def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]]:
-    """What it takes of a rank's memory. Raises ValueError where the environment says nothing of the groups, or the process group is of
+    """Memory of a rank that groups take. Raises ValueError where the environment says nothing of the groups, or the process group is of
     another device."""
     import torch
 

@@ -326,8 +326,8 @@ def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared:
 
 
 def seen(devices: Sequence[str], group: str) -> dict[str, str]:
-    """What makes a group see its devices and no others. NCCL refuses two ranks of one machine on one device, so groups that share theirs
-    look like machines of their own to it."""
+    """Environment in which a group sees its own devices alone. NCCL refuses two ranks of one machine on one device, so groups that share
+    theirs look like machines of their own to it."""
     if not devices:
         return {}
     apart = {"NCCL_HOSTID": os.environ.get("NCCL_HOSTID", f"pharos-{group}")} if os.environ.get(SHARED) == "1" else {}

@@ -242,7 +242,7 @@ class View:
 
 
 def _share(part: float, whole: float) -> float:
-    """Of figures that come from elsewhere: at most 1, whatever they are."""
+    """Share of two figures that come from elsewhere: at most 1, whatever they are."""
     return min(1.0, part / whole)
 
 

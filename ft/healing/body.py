@@ -24,7 +24,7 @@ _INTEGERS = {
 
 
 class Written:
-    """What was queued on the tensors' device when this was made, by the thread that made it; `device` is None where all are the host's."""
+    """Event behind what was queued on the tensors' device by the thread that made this; `device` is None where all are the host's."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}

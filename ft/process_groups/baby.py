@@ -77,7 +77,9 @@ class ProcessGroupBaby(ProcessGroup):
             )
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
-                formation.absent, formation.strangers = error.absent, error.strangers
+                formation.absent = error.absent
+                if error.strangers:
+                    formation.refuse(error.strangers, str(error))
             engine.wake()
             engine.end()
             raise

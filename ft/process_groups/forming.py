@@ -77,12 +77,17 @@ class Formation:
         with self._lock:
             if self.given_up.is_set():
                 return
-            self._reason = reason
+            self._reason = self._reason or reason
             self.given_up.set()
             wakers = list(self._wakers)
         self._end_waiting()
         for wake in wakers:
             wake()
+
+    def refuse(self, strangers: Sequence[int], why: str) -> None:
+        """These ranks have another shape. That is the cause, even if the word of a member that found it out first came before."""
+        with self._lock:
+            self.strangers, self._reason = tuple(strangers), why
 
     def at_giving_up(self, wake: Callable[[], object]) -> None:
         """`wake` is called when the formation is given up; at once, if it is already."""

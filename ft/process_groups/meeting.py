@@ -71,9 +71,11 @@ class Meeting:
         """All members come to the same verdict, and nobody has connected to another before."""
         found = strangers(shapes, self._formation.holders)
         if found:
-            self._formation.strangers = tuple(found)
-            words = (f"rank {rank} has another {' and '.join(what)} than the job" for rank, what in found.items())
-            raise RendezvousFailed("; ".join(words))
+            words = "; ".join(
+                f"rank {rank} has another {' and '.join(what)} than the job" for rank, what in found.items()
+            )
+            self._formation.refuse(tuple(found), words)
+            raise RendezvousFailed(words)
 
     def _exchange(self, name: str, mine: str) -> list[bytes]:
         """Returns each member's word under that name, by rank, once all have spoken. Raises RendezvousFailed."""

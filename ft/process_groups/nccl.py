@@ -49,7 +49,7 @@ CONSTRUCTOR_SETTINGS = {
 
 
 def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
-    """What has to stand in the environment of a trainer with such a group (config.py's GroupKind) before its default group is made.
+    """Environment of a trainer with such a group (config.py's GroupKind) before its default group is made.
 
     TORCH_NCCL_DUMP_ON_TIMEOUT: Watchdog::runLoop calls broadcastDumpSignal for each failed work, whatever ASYNC_ERROR_HANDLING says, and
     that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), one for all groups of the process: a default group that dumps would end a process

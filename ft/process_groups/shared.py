@@ -36,7 +36,7 @@ _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandle
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: segment (0: it has no elements) and strides; offset in elements."""
+    """Place of a tensor: segment (0: it has no elements) and strides; offset in elements."""
 
     segment: int
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def empty(
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """What is allocated on a GPU meanwhile lies outside expandable segments: to map one, a child must have the right to trace this process
+    """Keeps what is allocated on a GPU outside of expandable segments: to map one, a child must have the right to trace this process
     (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's: another thread's tensors may lie there as well,
     which harms nobody. torch's allocator gives out no free block of an expandable segment then (get_free_block of
     CUDACachingAllocator.cpp); a MemPool by itself takes them."""
@@ -121,7 +121,7 @@ class Lender:
         self._closed = False
 
     def lend(self, tensor: Tensor, read: bool, written: bool, loan: Loan) -> Place:
-        """Where the child finds it. Copies it first if it must; `loan` remembers what that takes. Raises GroupError."""
+        """Place where the child finds it. Copies it first if it must; `loan` remembers what that takes. Raises GroupError."""
         if tensor.is_cuda and not tensor.numel():
             return Place(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):

@@ -26,7 +26,7 @@ def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> 
 
 
 def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collection[str]]) -> Pairs:
-    """Those pairs that `replica_id` is in: of one alone that costs far less than of all."""
+    """Pairs that `replica_id` is in: of one alone that costs far less than of all."""
     me, named = m.process_of(replica_id), blames.get(replica_id, ())
     cut = (i for i in ids if i != replica_id and (m.process_of(i) in named or me in blames.get(i, ())))
     return frozenset(frozenset((replica_id, i)) for i in cut)

@@ -34,7 +34,7 @@ class Tail:
 
     @property
     def is_sound(self) -> bool:
-        """What all groups decide by are numbers. A loss need not be one."""
+        """True where all that groups decide by are numbers. A loss need not be one."""
         return math.isfinite(sum(self.tokens) + self.ok + self.change)
 
     @property

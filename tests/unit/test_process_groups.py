@@ -251,6 +251,29 @@ def test_a_formation_that_hangs_is_given_up_from_another_thread():
     assert (engine.woken, engine.ended) == (1, 1)
 
 
+@pytest.mark.parametrize("told_first", [False, True])
+def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first: bool):
+    """Another member that has seen it has the generation abandoned, and that word may reach this one before or after its own."""
+    refused = threading.Event()
+
+    def build(formation: Formation) -> FakeEngine:
+        if told_first:
+            formation.give_up("the generation failed")
+        formation.refuse((2,), "rank 2 has another optimizer.lr than the job")
+        if not told_first:
+            formation.give_up("the generation failed")
+        refused.set()
+        raise RendezvousFailed("given up")
+
+    formation = Formation("test", build)
+    formation.start()
+    assert refused.wait(30)
+    with pytest.raises(RendezvousFailed, match="rank 2 has another optimizer") as failure:
+        formation.wait(600)
+    assert failure.value.strangers == (2,)
+    formation.end()
+
+
 def test_a_prefix_serves_once():
     store = HashStore()
     for number in range(2):
