@@ -1,9 +1,10 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
+.PHONY: help one_step check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
 
 help:
 	@echo "make check   style, format, types           make test    all tests"
 	@echo "make compat  every Python found here        make size    lines per package"
+	@echo "make one_step  calls of one training step, with replica groups and without"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
@@ -30,6 +31,10 @@ compat:
 
 size:
 	@python3 scripts/size.py
+
+one_step:
+	@.venv/bin/python tools/one_step.py
+	@.venv/bin/python tools/one_step.py --groups 1
 
 lock:
 	@./scripts/lock.sh

@@ -1,12 +1,21 @@
-"""Lines of each package, and of its tests: what a reader has before them (`make size`)."""
+"""Lines of each package, of its tests, and of the core: what a reader has before them (`make size`).
+
+The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, wherever it
+lies, less ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, is imported, too, and so is a
+package with all its modules where the name is made at run time ("models.{name}").
+"""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOTS = ("train.py", "ft/manager.py", "ft/rpc/lighthouse_main.py")
+NOT_CORE = ("ft/compat/", "ft/dashboard/", "ft/rpc/generated/", "tools/", "scripts/explain", "tests/")
 
 
 def main() -> None:
@@ -18,7 +27,7 @@ def main() -> None:
         path = ROOT / name
         if path.suffix not in (".py", ".sh") or not path.exists():
             continue
-        count = path.read_text(encoding="utf-8").count("\n")
+        count = length(name)
         part = name.split("/")[0] if "/" in name else "(top)"
         lines[part] += count
         files[part] += 1
@@ -27,6 +36,82 @@ def main() -> None:
         print(f"{count:6d}  {files[part]:3d} files  {part}")
     print(f"{sum(lines.values()):6d}  {sum(files.values()):3d} files  in all; {lines['tests']} of the lines are tests")
     print("longest: " + ", ".join(f"{name} {count}" for count, name in sorted(longest, reverse=True)[:5]))
+    core = sorted(modules(ROOTS))
+    print(f"{sum(map(length, core)):6d}  {len(core):3d} files  core; {functions(core)}")
+
+
+def length(name: str) -> int:
+    return (ROOT / name).read_text(encoding="utf-8").count("\n")
+
+
+def modules(roots: tuple[str, ...]) -> set[str]:
+    """Files of the core, as paths from the root."""
+    found, left = set[str](), list(roots)
+    while left:
+        name = left.pop()
+        if name in found or name.startswith(NOT_CORE):
+            continue
+        found.add(name)
+        left += (file for module in _imports(name) for file in _files(module))
+    return found
+
+
+def _imports(name: str) -> Iterator[str]:
+    """Dotted names that this file may import; some name an attribute of a module."""
+    tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+    for_types = {
+        id(inside)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inside in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            word = node.value
+            if word.endswith(".") and word[:-1].isidentifier() and (ROOT / word[:-1]).is_dir():
+                yield f"{word}*"
+            elif word.count(".") and all(part.isidentifier() for part in word.split(".")):
+                yield word
+
+
+def _files(module: str) -> Iterator[str]:
+    """Of the module and of the packages that it lies in."""
+    parts = module.split(".")
+    if parts[-1] == "*" and (ROOT / Path(*parts[:-1])).is_dir():
+        yield from (path.relative_to(ROOT).as_posix() for path in (ROOT / Path(*parts[:-1])).glob("*.py"))
+    for depth in range(1, len(parts) + 1):
+        at = "/".join(parts[:depth])
+        yield from (name for name in (f"{at}.py", f"{at}/__init__.py") if (ROOT / name).is_file())
+
+
+def functions(core: list[str]) -> str:
+    """Mean length of the core's functions, its short files, and private functions that are called from one place."""
+    lengths, private = list[int](), Counter[str]()
+    used: Counter[str] = Counter()
+    for name in core:
+        tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                if node.name.startswith("_") and not node.name.startswith("__"):
+                    private[node.name] += 1
+            elif isinstance(node, ast.Attribute):
+                used[node.attr] += 1
+            elif isinstance(node, ast.Name):
+                used[node.id] += 1
+    once = sum(count for name, count in private.items() if used[name] <= 1)
+    short = sum(length(name) < 60 for name in core)
+    mean = sum(lengths) / len(lengths)
+    return (
+        f"{len(lengths)} functions, {mean:.1f} lines in the mean; {once} of {sum(private.values())} private ones used once; "
+        f"{short} files under 60 lines"
+    )
 
 
 if __name__ == "__main__":

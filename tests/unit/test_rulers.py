@@ -1,0 +1,40 @@
+"""Rulers of this repository: calls of a step (tools/one_step.py) and lines of the core (scripts/size.py)."""
+
+from __future__ import annotations
+
+import sys
+
+from configs.schema import Config
+from scripts import size
+from tools.one_step import Call, Tracer, tree
+from training.schedule import decay_length, learning_rate_factor
+
+
+def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
+    tracer, schedule = Tracer(), Config().lr_scheduler
+    sys.setprofile(tracer)
+    try:
+        sorted([2, 1], key=lambda value: value)  # of this file
+        learning_rate_factor(schedule, step=1, training_steps=100)
+    finally:
+        sys.setprofile(None)
+    calls = [(call.depth, call.file, call.function.rpartition(".")[2]) for call in tracer.calls]
+    assert calls[:2] == [(0, "tests/unit/test_rulers.py", "<lambda>")] * 2
+    assert calls[2:] == [
+        (0, "training/schedule.py", learning_rate_factor.__name__),
+        (1, "training/schedule.py", decay_length.__name__),
+    ]
+
+
+def test_a_tree_of_calls_names_repeated_ones_once():
+    calls = [Call(1, "a.py", "f"), Call(2, "a.py", "g"), Call(2, "a.py", "g"), Call(1, "a.py", "f")]
+    assert tree(calls) == ["f  a.py", "  g  a.py  x2", "f  a.py"]
+
+
+def test_the_core_is_what_a_run_can_import():
+    core = size.modules(size.ROOTS)
+    assert {"train.py", "ft/manager.py", "models/llama.py"} <= core
+    assert {"ft/rpc/group_server.py", "ft/process_groups/baby_worker.py"} <= core, "started by name"
+    assert not [
+        name for name in core if name.startswith(("tests/", "ft/dashboard/", "ft/rpc/generated/", "scripts/explain"))
+    ]

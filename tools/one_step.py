@@ -1,0 +1,187 @@
+"""Call trace of one steady training step: each entry into a Python function of this repository, on the trainer's thread.
+
+    python tools/one_step.py [CONFIG] [--groups 3] [--step 20] [--tree] [--section.key value ...]
+
+Starts a lighthouse and as many replica groups of one rank on this machine (`--groups 1`: training alone, without either), traces
+`Run.train_step` of the first group at that step with sys.setprofile, and prints the number of calls, distinct functions, files and the
+greatest depth, `train_step` itself not counted. Model, data and metrics are left out, with all that they call: `EXCLUDED`. Comprehensions
+and generator expressions are no functions, although some versions of Python give them a frame. `--tree` prints the calls, nested, repeated
+ones once with their number.
+
+Exit code: 0; 1 where a group did not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "tools"))]
+
+EXCLUDED = (
+    "models/",
+    "training/data/",
+    "training/metrics",
+    "training/progress",
+    "training/sinks",
+    "training/scribe",
+    "training/relay",
+)
+EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+LIMIT_S = 300.0
+
+
+class Call(NamedTuple):
+    """One entry. `depth`: the frames of this repository above it, from `train_step` on."""
+
+    depth: int
+    file: str
+    function: str
+
+
+class Tracer:
+    """A profile function for sys.setprofile. A generator's frame is entered anew each time that it is resumed."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._stack: list[
+            tuple[FrameType, bool]
+        ] = []  # frames of this repository, and whether they lie under an excluded one
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            name = frame.f_code.co_filename
+            if not name.startswith(f"{ROOT}{os.sep}") or "site-packages" in name:
+                return
+            file = Path(name).relative_to(ROOT).as_posix()
+            if frame.f_code.co_name in EXPRESSIONS:
+                return
+            hidden = file.startswith(EXCLUDED) or bool(self._stack and self._stack[-1][1])
+            if not hidden:
+                self.calls.append(Call(len(self._stack), file, _name_of(frame)))
+            self._stack.append((frame, hidden))
+        elif event == "return" and self._stack and self._stack[-1][0] is frame:
+            self._stack.pop()
+
+
+def _name_of(frame: FrameType) -> str:
+    """`Class.function`, where Python knows it: co_qualname is of 3.11."""
+    return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+
+
+def member(argv: list[str], at: int, out: Path) -> int:
+    """A trainer that writes the calls of its step `at`."""
+    import train
+
+    step_of = train.Run.train_step
+
+    def train_step(self: Any) -> bool:
+        if self.manager.step != at:
+            return step_of(self)
+        tracer = Tracer()
+        sys.setprofile(tracer)
+        try:
+            return step_of(self)
+        finally:
+            sys.setprofile(None)
+            # The first one is train_step; the last ones are of this function's own end.
+            out.write_text(json.dumps(tracer.calls[1:]))
+
+    train.Run.train_step = train_step  # type: ignore[method-assign]
+    return train.main(argv)
+
+
+def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[Call]:
+    """Calls of that step, in order. Raises RuntimeError where a group fails."""
+    from ft.rpc.lighthouse_server import LighthouseServer
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "calls.json")
+        words = [
+            f"--job.dump_folder={folder}",
+            f"--training.steps={step + 3}",
+            "--lr_scheduler.warmup_steps=2",
+            *overrides,
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        lighthouse = None
+        if groups > 1:
+            lighthouse = LighthouseServer("127.0.0.1:0", groups)
+            env |= {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "NUM_REPLICA_GROUPS": str(groups)}
+            words += ["--fault_tolerance.enable=true"]
+        running = []
+        for group in range(groups):
+            own = ["--member", str(step), str(out)] if group == 0 else ["--member", "-1", ""]
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, *own, config, *words],
+                    cwd=ROOT,
+                    env={**env, "REPLICA_GROUP_ID": str(group)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        try:
+            said = [process.communicate(timeout=LIMIT_S)[0] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+            if lighthouse:
+                lighthouse.shutdown()
+        if any(process.returncode for process in running):
+            raise RuntimeError("\n".join(text[-2000:] for text in said))
+        return [Call(*call) for call in json.loads(out.read_text())]
+
+
+def tree(calls: list[Call]) -> list[str]:
+    """Nested lines; neighbours of one depth and name become one line with their number."""
+    lines: list[str] = []
+    last, count = "", 0
+    for call in [*calls, None]:
+        line = f"{'  ' * (call.depth - 1)}{call.function}  {call.file}" if call else ""
+        if line == last:
+            count += 1
+            continue
+        if last:
+            lines.append(last + (f"  x{count}" if count > 1 else ""))
+        last, count = line, 1
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--member"]:
+        return member(argv[3:], int(argv[1]), Path(argv[2]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("config", nargs="?", default="configs/llama.toml")
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--step", type=int, default=20)
+    parser.add_argument("--tree", action="store_true")
+    given, overrides = parser.parse_known_args(argv)
+    try:
+        calls = trace(given.config, *overrides, groups=given.groups, step=given.step)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if given.tree:
+        print("\n".join(tree(calls)))
+    functions = {(call.file, call.function) for call in calls}
+    files = {call.file for call in calls}
+    deepest = max(call.depth for call in calls)
+    print(
+        f"{len(calls)} calls, {len(functions)} functions, {len(files)} files, depth {deepest}; {given.groups} groups, step {given.step}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
