@@ -116,6 +116,32 @@ def test_new_sockets_are_told_by_what_they_are():
             assert near == {made.getsockname()} and server.getsockname() not in near
 
 
+@linux
+def test_a_server_of_another_thread_is_never_taken_for_a_part_of_a_group():
+    """Its connections would be shut with the group: a store of the same process that lost its own so stopped all of its threads."""
+    others, devices = list[socket.socket](), list[socket.socket]()
+
+    def make() -> socket.socket:
+        if len(others) < 2:
+            others.append(socket.create_server(("127.0.0.1", 0)))  # as another thread does it just then
+        devices.append(socket.create_server(("127.0.0.1", 0)))
+        return devices[-1]
+
+    made, near = sockets.listening_ends(make)
+    assert (made, near) == (devices[2], {made.getsockname()})
+    for sock in (*others, *devices):
+        sock.close()
+
+
+@linux
+def test_a_process_that_begins_to_listen_all_the_time_gets_no_device():
+    made = list[socket.socket]()
+    with pytest.raises(OSError, match="other threads of this process"):
+        sockets.listening_ends(lambda: made.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(2)))
+    for sock in made:
+        sock.close()
+
+
 def test_the_reaper_counts_what_does_not_end():
     reaper, hold, freed = Reaper(most=2), threading.Event(), threading.Semaphore(0)
     for number in range(3):
