@@ -26,7 +26,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`hear` gets HealEnded, from the fetch's thread. `end_offer` may come from any; everything else belongs to the trainer's."""
+    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources have a state of another layout
+    than ours. `end_offer` may come from any; everything else belongs to the trainer's."""
 
     def __init__(
         self,
@@ -37,9 +38,11 @@ class Healer:
         access: Access,
         grace_s: float,
         hear: Callable[[m.Event], None],
+        unlike: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._state, self._transport = state, transport
         self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
+        self._unlike = unlike
         self._fetching: threading.Thread | None = None
         self._ended_quorum = 0  # the newest that was said to be over
         self._over = threading.Event()  # the fetch is of no use any more
@@ -80,7 +83,8 @@ class Healer:
         log.debug("fence: %s", outcome.value)
 
     def fetch(self, part: m.Part) -> None:
-        """In a thread of its own, into the tensors that are there. HealEnded says how it went."""
+        """In a thread of its own, into the tensors that are there. HealEnded says how it went. What has failed for good is told to the
+        sources, whose commit would wait for a reader that never reads."""
         self.drop()
         self._over, into = threading.Event(), self._state.snapshot()
         self._fetching = threading.Thread(
@@ -114,12 +118,18 @@ class Healer:
     def _fetch(self, part: m.Part, into: Snapshot, over: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
         while True:
+            sources = self._sources(part)
             try:
-                values = self._try(part, into)
+                values = self._try(part, sources, into)
                 break
             except (HealFailed, Refused) as error:
                 log.warning("the state of step %d has not come: %s", part.reference[0], error)
-                if over.is_set() or time.monotonic() > until_s:
+                unlike = isinstance(error, HealFailed) and error.unlike
+                if unlike and not over.is_set():
+                    self._unlike(str(error))
+                if unlike or over.is_set() or time.monotonic() > until_s:
+                    if not over.is_set():
+                        self._transport.tell_done(sources, quorum_id=part.quorum_id, step=part.reference[0])
                     blame = tuple(part.members[source.replica_rank] for source in part.sources)
                     return self._hear(m.HealEnded(part.quorum_id, ok=False, reason=str(error), blame=blame))
             if over.wait(AGAIN_S):
@@ -129,15 +139,20 @@ class Healer:
         self._arrived = values
         self._hear(m.HealEnded(part.quorum_id, ok=True, state=values[MACHINE]))
 
-    def _try(self, part: m.Part, into: Snapshot) -> dict[str, Any]:
+    def _sources(self, part: m.Part) -> list[Source]:
+        """Those that say where their state is."""
+        found = [self._ask(source.address) for source in part.sources]
+        return [Source(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
+
+    def _try(self, part: m.Part, sources: list[Source], into: Snapshot) -> dict[str, Any]:
         """Raises HealFailed, Refused."""
-        found = [self._ask(source.address) for source in part.sources[: 1 if self.one_source else None]]
-        sources = [Source(name, at) for name, at in zip(self._names(part), found, strict=False) if at]
         if not sources:
             raise HealFailed("no source says where its state is", touched=False)
-        return self._transport.fetch(
-            sources, into, quorum_id=part.quorum_id, step=part.reference[0], progress=self._has_come
-        )
+        chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
+        asked = {"quorum_id": part.quorum_id, "step": part.reference[0]}
+        values = self._transport.fetch(chosen, into, **asked, progress=self._has_come)
+        self._transport.tell_done(spared, **asked)
+        return values
 
     def _has_come(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)

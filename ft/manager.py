@@ -142,6 +142,7 @@ class Manager:
             access=wish.access,
             grace_s=wish.times.heal_grace_s,
             hear=lambda event: self._inbox.hear(event),
+            unlike=self._meet_unlike_state,
         )
         self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
         self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
@@ -153,6 +154,7 @@ class Manager:
         self._part: m.Part | None = None
         self._launched = 0  # reductions in the newest quorum
         self._was_in = False  # a generation that stood
+        self._has_committed = False  # a step with others
         self._strangers: dict[str, None] = {}  # members of another shape than this group's
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
@@ -308,6 +310,7 @@ class Manager:
         if deal and deal.slots and not {slot for slot, _ in turn.slots}.intersection(deal.slots):
             self._teller.lost()
         self._turn, self._step, self._commit_id = None, turn.step, turn.commit_id
+        self._has_committed = True
         self._teller.committed(turn.mean_loss)
         self.left = self.left or turn.leave
         return Commit(
@@ -474,6 +477,14 @@ class Manager:
             log.error("%s: this is rank %d, which waits until the others are like it", why, part.replica_rank)
         else:
             raise BadInput(f"group {self._wish.name} cannot take part: {why}; it is rank {part.replica_rank}")
+
+    def _meet_unlike_state(self, why: str) -> None:
+        """All that hold the state have one of another layout than this rank's: no matter of time. As `_meet_strangers`; a member is one
+        that has committed a step, for a newcomer forms a generation before it heals. In the fetch's thread."""
+        if self._has_committed:
+            log.error("%s: this group waits until the others' state is like its own", why)
+        else:
+            self._inbox.fail(BadInput(f"group {self._wish.name} cannot take part, its state is not the others': {why}"))
 
     @property
     def _alike(self) -> m.Shape:

@@ -44,13 +44,17 @@ class SourceFailed(RuntimeError):
     """This source is of no more use. The text says why."""
 
 
+class SourceUnlike(SourceFailed):
+    """Its state has another layout than ours."""
+
+
 class Fetch:
-    """One heal. `run` blocks; `stop`, from another thread, ends it."""
+    """One heal. `run` blocks; `stop`, from another thread, ends it. `into`: None where there is nothing to do but `tell_done`."""
 
     def __init__(
         self,
         sources: Sequence[Source],
-        into: Snapshot,
+        into: Snapshot | None,
         *,
         quorum_id: int,
         step: int,
@@ -84,6 +88,7 @@ class Fetch:
         """The state, complete and verified. Raises HealFailed."""
         for work in [*(one.run for one in self._sources), *(one.witness for one in self._witnesses)]:
             threading.Thread(target=work, name="heal-fetch", daemon=True).start()
+        assert self.into is not None
         with self._lock:  # not for a thread that still tries to connect, but for each that may write
             self._lock.wait_for(
                 lambda: not self._flying and (self.complete or self.stopped or self._ended == len(self._sources))
@@ -94,7 +99,13 @@ class Fetch:
         failed = {one.source.replica_id: one.failure for one in self._sources if one.failure}
         if manifest is None or not complete or self.stopped:
             reason = self.stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
-            raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed))
+            unlike = not self.stopped and all(one.unlike for one in self._sources)
+            raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed), unlike=unlike)
+        self.tell_done()
+        return self.into.values_of(manifest)
+
+    def tell_done(self) -> None:
+        """Tells the sources that nothing more will be read: a courtesy, so one that takes longer to hear it is not waited for."""
         told = [
             threading.Thread(target=_FromSource(self, source).tell_done, name="heal-done", daemon=True)
             for source in self.sources
@@ -102,8 +113,7 @@ class Fetch:
         for thread in told:
             thread.start()
         for thread in told:
-            thread.join(TELL_S)  # a courtesy: one that takes longer to hear it is not waited for
-        return self.into.values_of(manifest)
+            thread.join(TELL_S)
 
     @property
     def complete(self) -> bool:
@@ -119,14 +129,16 @@ class Fetch:
     # -------------------------------------------------------------------------------------------- asked by the sources' threads
 
     def agree(self, header: bytes) -> Body:
-        """The first source's header decides. Raises SourceFailed where this one has another state, or one that is not like ours."""
+        """The first source's header decides. Raises SourceFailed where this one has another state, SourceUnlike where it has one that is
+        not like ours."""
         with self._lock:
             if self._body is None:
+                assert self.into is not None
                 try:
                     manifest = Manifest.parse(header)
                     self._body = self.into.body_for(manifest)
                 except Refused as error:
-                    raise SourceFailed(str(error)) from None
+                    raise SourceUnlike(str(error)) from None
                 self._header, self._manifest = header, manifest
                 self._open = set(range(manifest.chunks))
             elif header != self._header:
@@ -206,7 +218,7 @@ class _FromSource:
     """A thread and its connection to a source."""
 
     def __init__(self, fetch: Fetch, source: Source, *, backwards: bool = False) -> None:
-        self.source, self.failure = source, ""
+        self.source, self.failure, self.unlike = source, "", False
         self._fetch, self._backwards = fetch, backwards
         self._damaged = 0
         self._sock: socket.socket | None = None
@@ -227,7 +239,7 @@ class _FromSource:
         except (SourceFailed, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
             words = f"it was silent for {self._fetch.config.heal_grace_s:g} s" if silent else str(error)
-            self.failure = self._given_up or words
+            self.failure, self.unlike = self._given_up or words, isinstance(error, SourceUnlike)
             log.warning("healing from %s: %s", self.source.replica_id, self.failure)
         finally:
             if self._sock:

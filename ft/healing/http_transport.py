@@ -66,21 +66,19 @@ class HttpTransport:
             if self._closed:
                 raise HealFailed("the transport is closed", touched=False)
             assert self._fetch is None, "one fetch at a time"
-            self._fetch = Fetch(
-                sources,
-                into,
-                quorum_id=quorum_id,
-                step=step,
-                reader=self._replica_id,
-                access=self._access,
-                config=self._config,
-                progress=progress,
-            )
+            self._fetch = self._from(sources, into, quorum_id=quorum_id, step=step, progress=progress)
         try:
             return self._fetch.run()
         finally:
             with self._lock:
                 self._fetch = None
+
+    def _from(self, sources: Sequence[Source], into: Snapshot | None, **more: Any) -> Fetch:
+        return Fetch(sources, into, reader=self._replica_id, access=self._access, config=self._config, **more)
+
+    def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
+        if sources:
+            self._from(sources, None, quorum_id=quorum_id, step=step).tell_done()
 
     def stop(self, reason: str) -> None:
         with self._lock:

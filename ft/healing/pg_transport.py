@@ -102,7 +102,7 @@ class PgTransport:
     ) -> dict[str, Any]:
         """From one source after the other, until one gives all."""
         failed: dict[str, str] = {}
-        touched = False
+        touched, unlike = False, True
         self._stopped = ""
         for source in sources:
             group = self._make()
@@ -117,6 +117,7 @@ class PgTransport:
                 return receiver.run()
             except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
+                unlike &= isinstance(error, Refused)
                 log.warning("healing from %s: %s", source.replica_id, error)
             finally:
                 touched |= receiver.touched
@@ -128,7 +129,11 @@ class PgTransport:
         with self._lock:
             stopped = self._stopped
         reason = stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
-        raise HealFailed(reason, touched=touched, blame=() if stopped else tuple(failed))
+        blame = () if stopped else tuple(failed)
+        raise HealFailed(reason, touched=touched, blame=blame, unlike=bool(blame) and unlike)
+
+    def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
+        """Nothing to be said: a sender sees its group end, and serves nobody a second time."""
 
     def stop(self, reason: str) -> None:
         with self._lock:
@@ -189,6 +194,7 @@ class _Sender:
         except (RuntimeError, ValueError) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
+            self._offer.done(self._name)
             self._group.abandon("this reader has ended")
 
     def _send_all(self, reader: Reader) -> None:

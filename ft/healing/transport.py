@@ -19,12 +19,14 @@ from ft.healing.capture import Snapshot
 
 
 class HealFailed(RuntimeError):
-    """The state was not received. `touched`: some of the joiner's tensors may hold bytes of it. `blame`: the sources that failed."""
+    """The state was not received. `touched`: some of the joiner's tensors may hold bytes of it. `blame`: the sources that failed.
+    `unlike`: every source offers a state of another layout than the joiner's, so no other try will do."""
 
-    def __init__(self, reason: str, *, touched: bool, blame: Sequence[str] = ()) -> None:
+    def __init__(self, reason: str, *, touched: bool, blame: Sequence[str] = (), unlike: bool = False) -> None:
         super().__init__(reason)
         self.touched = touched
         self.blame = tuple(blame)
+        self.unlike = unlike
 
 
 class Fenced(Enum):
@@ -94,6 +96,11 @@ class Transport(Protocol):
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
         same bits. Returns, after every byte has been verified, what State.load takes. Raises HealFailed."""
+        ...
+
+    def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
+        """Nothing more of that offer will be read here, whether all has come or none: so no fence waits for this joiner. A source that does
+        not hear it at once is not waited for. `fetch` does so by itself where it has received everything."""
         ...
 
     def stop(self, reason: str) -> None:

@@ -20,7 +20,7 @@ from ft.healing.transport import Fenced, HealFailed
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.seam import GroupEnded
+from ft.seam import BadInput, GroupEnded
 from tests.ft.groups import LIMIT_S, Job, Rank, job
 
 OPTIONS = {"heal_copy_bytes": 1 << 20}
@@ -134,6 +134,106 @@ def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
         assert fences.outcomes("b") == [Fenced.WITHDRAWN] and fences.longest_s < MOST_S
         readers[0].kill()
         readers[0].join()
+
+
+class Unlike(Manager):
+    """Of a state with another tensor than the sources have."""
+
+    def __init__(self, *what: Any, **more: Any) -> None:
+        super().__init__(*what, **more)
+        self.register("ballast", lambda: {"others": torch.zeros(4 << 20)}, lambda state: None)
+
+
+def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.LogCaptureFixture):
+    """Neither keeps a commit waiting for a state that it will never read."""
+    others: list[Rank] = []
+    fences = Fences()
+
+    def comes(rank: Rank, step: int) -> None:
+        if step == 2 and not others:
+            others.append(made.group("b", steps=1 << 30, options=OPTIONS, make=Unlike)[0])
+        if others and others[0].error and len(others) == 1:
+            others.append(made.group("c", steps=1 << 30, options=OPTIONS, make=Large, at=changes)[0])
+        if len(others) == 2 and len(rank.together_commits) > 20 and healed.is_set():
+            rank.manager.leave()
+
+    healed = threading.Event()
+
+    def changes(rank: Rank, step: int) -> None:
+        """Once it has committed, it falls behind, and for one heal its state is of another layout."""
+        manager = rank.manager
+        if len(rank.commits) == 3 and not manager._machine.void:
+            right, tells = manager._state.snapshot, manager._healer._unlike
+            wrong = State()
+            wrong.register("ballast", lambda: {"others": torch.zeros(4 << 20)}, lambda state: None)
+
+            def told(why: str) -> None:
+                manager._state.snapshot = right  # type: ignore[method-assign]
+                tells(why)
+                healed.set()
+
+            manager._state.snapshot = wrong.snapshot  # type: ignore[method-assign]
+            manager._healer._unlike = told
+            manager._machine.void = True
+            manager._inbox.feed(m.ChangeAnnounced(manager.part.quorum_id, "the test says so"))  # type: ignore[union-attr]
+        elif healed.is_set() and not manager._machine.void:
+            manager.leave()
+
+    with job(min_replicas=1) as made:
+        a = source(made, fences, comes)
+        a.join()
+        b, c = others
+        assert a.error is None and c.join().error is None
+        assert isinstance(b.error, BadInput) and "only they have such a tensor" in str(b.error)
+        assert "waits until the others' state is like its own" in caplog.text
+        assert fences.longest_s < MOST_S
+
+
+class Fetches:
+    """A transport's two ends of a joiner; `fails` with this."""
+
+    address = "http://127.0.0.1:1"
+
+    def __init__(self, fails: HealFailed) -> None:
+        self.fails, self.done = fails, Queue[int]()
+
+    def fetch(self, sources: Any, into: Any, *, quorum_id: int, step: int, progress: Any = None) -> dict[str, Any]:
+        raise self.fails
+
+    def tell_done(self, sources: Any, *, quorum_id: int, step: int) -> None:
+        self.done.put(quorum_id)
+
+    def stop(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("unlike", "grace_s"), [(True, 600.0), (False, 0.0)])
+def test_a_heal_that_failed_for_good_is_told_to_its_sources(
+    unlike: bool, grace_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    """When its time is over, or at once where no other try would do."""
+    monkeypatch.setattr(Healer, "_ask", lambda self, address: address)
+    transport = Fetches(HealFailed("another shape", touched=False, unlike=unlike))
+    ended, said = Queue[m.Event](), list[str]()
+    healer = Healer(
+        State(),
+        transport,  # type: ignore[arg-type]
+        group_rank=0,
+        access=Access(),
+        grace_s=grace_s,
+        hear=ended.put,
+        unlike=said.append,
+    )
+    sources = (m.Source(0, "http://127.0.0.1:2"),)
+    part = m.Part(
+        3, "", "b:1", 1, ("a:1", "b:1"), "", (7, 2, ""), heal=True, sources=sources, heals=(), participants=(), dealt=0
+    )
+    with closing(healer):
+        healer.fetch(part)
+        word = ended.get(timeout=LIMIT_S)
+        assert isinstance(word, m.HealEnded) and not word.ok and word.reason == "another shape"
+        assert transport.done.get(timeout=LIMIT_S) == 3
+        assert said == ["another shape"] * unlike
 
 
 @pytest.mark.parametrize(("ended", "over"), [(2, False), (3, True)])

@@ -17,7 +17,7 @@ from ft.healing import http_server
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import HttpTransport
 from ft.healing.offer import MAX_READERS, Offer, Withdrawn
-from ft.healing.transport import Fenced, HealConfig, HealFailed
+from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
 from tests.healing.proxy import cut, flip, hold
@@ -201,6 +201,29 @@ def test_another_shape_is_refused_before_a_byte_is_written(world: World):
     with pytest.raises(HealFailed, match="model/weights: they have float32") as failed:
         heal(world.transport("j"), joiner, world.source(large(1, chunks=4)))
     assert not failed.value.touched and equal(before, joiner.values["model"]["weights"])
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_who_will_never_read_keeps_no_commit_waiting(world: World, sources: int):
+    """Of a state of another layout nothing is read, and no other try would do: once that is said, commits go on."""
+    config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
+    offered = [world.source(large(1, chunks=4), name=f"s{i}", config=config) for i in range(sources)]
+    transport, joiner = world.transport("j"), large(2, chunks=3)
+    named = [Source(f"s{i}", one.address) for i, one in enumerate(offered)]
+    with pytest.raises(HealFailed) as failed:
+        transport.fetch(named, joiner.snapshot(), quorum_id=3, step=7)
+    assert failed.value.unlike
+    fences = [world.start(one.fence) for one in offered]
+    transport.tell_done(named, quorum_id=3, step=7)
+    assert [fence.result(60) for fence in fences] == [Fenced.FREE] * sources
+
+
+def test_one_source_of_another_layout_is_not_all_of_them(world: World):
+    gone = world.transport("b")
+    gone.close()
+    with pytest.raises(HealFailed) as failed:
+        heal(world.transport("j"), large(2, chunks=3), world.source(large(1, chunks=4)), gone)
+    assert not failed.value.unlike
 
 
 # ------------------------------------------------------------------------------------------------ the source goes on

@@ -156,10 +156,12 @@ def test_another_step_finds_nobody():
 
 
 def test_another_shape_is_refused():
-    source, transport = pair(large(1, chunks=2))
+    """And keeps no commit waiting."""
+    source, transport = pair(large(1, chunks=2), HealConfig(heal_copy_bytes=0, heal_grace_s=600.0))
     with pytest.raises(HealFailed, match="model/weights: they have") as failed:
         heal(source, transport, large(2, chunks=3))
-    assert not failed.value.touched
+    assert not failed.value.touched and failed.value.unlike
+    assert source.fence() is Fenced.FREE
 
 
 def half_way(config: HealConfig) -> tuple[Group, Group, PgTransport, PgTransport, threading.Event, Future[None]]:
