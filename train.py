@@ -33,6 +33,7 @@ from configs.saved import check_saved, save, to_toml, what_groups_share
 from configs.schema import Config
 from ft.agreement import Agreement
 from ft.config import Environment, group_folder
+from ft.device import on_host
 from ft.seam import BadInput, Commit, Going, GroupEnded, Stopped
 from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
@@ -378,7 +379,7 @@ class Run:
             if commit is None:
                 self.optimizer.zero_grad()
                 return False
-            grad_norm = gradient_norm(self.parameters()).item()  # a sync: it decides what comes next
+            grad_norm = on_host(gradient_norm(self.parameters())).item()  # it decides what comes next
         if not isfinite(grad_norm):
             raise self.nonfinite(deal.step, losses)
         with self.progress.phase("optimizer"):
@@ -399,7 +400,7 @@ class Run:
 
     def nonfinite(self, step: int, losses: Sequence[tuple[Batch, Tensor]]) -> NonFinite:
         """What this group has seen in the step after `step` that is not a number."""
-        ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in losses]
+        ran = [(batch.slot, batch.positions, on_host(loss).item()) for batch, loss in losses]
         return NonFinite(explain_nonfinite(self.world, step + 1, ran, self.model.parts))
 
     def update(self, step: int, divisor: float, grad_norm: float) -> float:
@@ -459,7 +460,7 @@ class Run:
         known = torch.tensor([bool(wishes & STOP), bool(wishes & SAVE), *tokens], dtype=torch.float64)
         broken = (~loss_sum.isfinite()).double()
         tail = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
-        total, bad, stop, save_now, *tokens_per_slot = sum_over_ranks(tail).tolist()
+        total, bad, stop, save_now, *tokens_per_slot = on_host(sum_over_ranks(tail)).tolist()
         self.wishes |= STOP * (stop > 0) | SAVE * (save_now > 0)
         return tokens_per_slot, total, bad == 0
 
@@ -630,7 +631,7 @@ class SemiSyncRun(Run):
                 self.compute(step, batch, losses)
             with self.progress.phase("compute"):
                 [tokens], loss, finite = self.sum_over_group([slot], losses)
-                grad_norm = gradient_norm(self.parameters()).item()  # a sync: it decides what comes next
+                grad_norm = on_host(gradient_norm(self.parameters())).item()  # it decides what comes next
             finite = finite and isfinite(grad_norm)
             if not finite:
                 break  # in all ranks of the group; the window counts for nothing

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ft.device import on_host
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.scratch import local_of
@@ -92,5 +93,5 @@ class Diarist(Manager):
         digest = hashlib.blake2b(digest_size=16)
         for weight in self._weights:
             shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
-            digest.update(shard.cpu().numpy().data)
+            digest.update(on_host(shard).numpy().data)
         return digest.hexdigest()

@@ -12,11 +12,13 @@ runs where the weights are; on a CPU it reads them at twice that one's speed.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from ft.device import on_host
 from ft.protocol.compare import FIGURES
 from ft.scratch import local_of
 
@@ -27,8 +29,8 @@ def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     """FIGURES whole numbers below 2**24, never all zero, of what this rank holds of `tensors`, in this order. Waits for the device once."""
     with torch.no_grad():
         sums = [_sum(local_of(tensor.detach())) for tensor in tensors]
-        said = torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
-    spread = hashlib.blake2b(said.numpy().tobytes(), digest_size=3 * FIGURES).digest()
+        said: list[int] = on_host(torch.stack(sums)).tolist() if sums else []
+    spread = hashlib.blake2b(struct.pack(f"<{len(said)}q", *said), digest_size=3 * FIGURES).digest()
     figures = [float(int.from_bytes(spread[3 * i : 3 * i + 3], "little")) for i in range(FIGURES)]
     return tuple(figures) if any(figures) else (1.0, *figures[1:])
 

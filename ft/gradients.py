@@ -46,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Bucket, Layout, lay_out
+from ft.device import on_host, streams_of
 from ft.process_groups.work import GroupWork
 from ft.quantized import Feedback, Lane
 from ft.scratch import Buffers, Scratch, Sets, like, local_of
@@ -65,7 +66,7 @@ class _Attempt:
     missing: list[int] = field(default_factory=list)  # by bucket: how many have not
     copied: set[int] = field(default_factory=set)  # parameters whose gradients are in their buckets
     in_place: dict[int, Tensor] = field(default_factory=dict)  # what is reduced where it is
-    streams: set[Any] = field(default_factory=set)  # of the GPU, that gradients came on
+    streams: set[Any] = field(default_factory=set)  # of the device, that gradients came on
     sent: int = 0  # buckets; they go in order
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # since it was launched
@@ -249,7 +250,7 @@ class Gradients:
         for user in self._users:
             user.work.wait()
         attempt.complete = True
-        return tuple(attempt.tail.tolist())  # the host decides by it what comes next
+        return tuple(on_host(attempt.tail).tolist())  # the host decides by it what comes next
 
     def give_up(self) -> Callable[[], None]:
         """The attempt is none. Returns what gives its memory back, to be called when nothing writes to it any more. The originals stay, if
@@ -389,8 +390,8 @@ class Gradients:
                 return
             attempt.ready.add(index)
             attempt.missing[attempt.layout.bucket_of[index]] -= 1
-            if parameter.is_cuda:  # one kernel for the whole bucket, later
-                attempt.streams.add(torch.cuda.current_stream(parameter.device))
+            if streams := streams_of(parameter.device):  # one kernel for the whole bucket, later
+                attempt.streams.add(streams.current_stream(parameter.device))
             else:  # while it is in the cache
                 self._copy(attempt, [index])
             while attempt.sent < len(attempt.layout.buckets) - 1 and attempt.missing[attempt.sent] == 0:
@@ -415,7 +416,7 @@ class Gradients:
                 if not self._keep:
                     self._parameter(index).grad = None
         for stream in attempt.streams:  # that they came on
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            streams_of(stream.device).current_stream(stream.device).wait_stream(stream)
         if into:
             torch._foreach_copy_(into, given)
 
@@ -478,7 +479,7 @@ class Gradients:
             self._copy(attempt, bucket.members)
         self._raise_problem()
         attempt.tail = whole[bucket.stop - bucket.start :]
-        attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32))
+        attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32), non_blocking=True)
         self._reduce(attempt, whole)
 
     def _reduce(self, attempt: _Attempt, whole: Tensor) -> None:

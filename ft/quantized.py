@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ft.device import current_device, device_thread, streams_of
 from ft.process_groups.errors import Abandoned
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
 from ft.scratch import zeros
-from ft.threads import current_device, device_thread
 
 BLOCK = 256  # values with one scale: four bytes of it beside 256
 LEVELS = 127  # on either side of 0
@@ -101,12 +101,13 @@ class Lane:
 
     def _put(self, tensor: Tensor, task: Callable[[], None]) -> GroupWork:
         work = GroupWork(AllReduce([tensor]))
-        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        streams = streams_of(tensor.device)
+        ready = streams.current_stream(tensor.device).record_event() if streams else None
 
         def begin() -> None:
             if ready is None:
                 return task()
-            stream = torch.cuda.current_stream(tensor.device)
+            stream = streams.current_stream(tensor.device)
             stream.wait_event(ready)
             task()
             stream.synchronize()  # a work ends when its tensors are complete in memory
@@ -115,15 +116,16 @@ class Lane:
         return work
 
     def _run(self) -> None:
-        streams: dict[torch.device, Any] = {}
+        own: dict[torch.device, Any] = {}  # streams
         while (item := self._tasks.get()) is not None:
             work, tensor, begin = item
-            if tensor.is_cuda and tensor.device not in streams:
-                streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            streams = streams_of(tensor.device)
+            if streams and tensor.device not in own:
+                own[tensor.device] = streams.Stream(tensor.device)
             if self._error is None:
                 try:
                     with (
-                        torch.cuda.stream(streams[tensor.device]) if tensor.is_cuda else nullcontext(),
+                        streams.stream(own[tensor.device]) if streams else nullcontext(),
                         torch.no_grad(),
                     ):
                         begin()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ft.device import streams_of
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
 from ft.quantized import Feedback, Lane
@@ -46,8 +47,8 @@ class UserSum:
         self._participants = 1
         self.work = GroupWork(AllReduce([tensor]))
         self._on_stream: AbstractContextManager[Any] = nullcontext()
-        if tensor.is_cuda:
-            self._on_stream = torch.cuda.stream(torch.cuda.current_stream(tensor.device))
+        if streams := streams_of(tensor.device):
+            self._on_stream = streams.stream(streams.current_stream(tensor.device))
 
     @property
     def changed(self) -> bool:

@@ -2,7 +2,7 @@
 
 `DIFFERENCES` has what the rest of the program must decide by the kind of device. What is one natural call of torch.cuda at one place
 stays there: the allocator's counters (training/metrics.py) and its history (training/profiling.py), NVLink (parallelisms/tensor.py).
-models/ops.py, which knows of torch alone, asks for a CPU or not, and ft/ whether a tensor is CUDA's, since there it has streams.
+models/ops.py, which knows of torch alone, asks for a CPU or not; ft/device.py says for ft/ which devices have streams.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from ft.device import on_host
 from parallelisms.means import sum_over_ranks
 from training.loss import IGNORED
 
@@ -52,6 +53,6 @@ def validate(
         valid = labels[labels != IGNORED] if counts else labels.new_empty(0)
         nats = evaluate(inputs, labels)
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
-    nats, tokens, byte_count = sum_over_ranks(sums).tolist()  # the one sync of a look
+    nats, tokens, byte_count = on_host(sum_over_ranks(sums)).tolist()  # the one sync of a look
     per_byte = nats / max(byte_count, 1)
     return ValidationLoss(nats / max(tokens, 1), per_byte, per_byte / math.log(2), round(tokens))

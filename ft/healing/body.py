@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from ft.device import streams_of
 from ft.healing.format import CHUNK_BYTES, Manifest
 
 _INTEGERS = {
@@ -27,30 +29,33 @@ class Written:
     """Event behind what was queued on the tensors' device by the thread that made this; `device` is None where all are the host's."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        devices = {tensor.device for tensor in tensors if streams_of(tensor.device)}
         assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
         self.device = next(iter(devices), None)
         self.event: Any = None
         if self.device is not None:
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(self.device))
+            streams = streams_of(self.device)
+            self.event = streams.Event()
+            self.event.record(streams.current_stream(self.device))
 
 
 class Bounce:
     """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device."""
 
     def __init__(self, body: Body, chunks: int = 1) -> None:
-        pinned = body.device is not None
-        if body.device is not None:
-            torch.cuda.set_device(
-                body.device
-            )  # CUDA begins each thread with device 0, and pins memory in a context of it
-        self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self._streams = streams_of(body.device) if body.device is not None else None
+        if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
+            self._streams.set_device(body.device)
+        self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
         self.view = self.bytes.numpy().data
         self.stream: Any = None
-        if body.device is not None:
-            self.stream = torch.cuda.Stream(body.device)
+        if self._streams is not None:
+            self.stream = self._streams.Stream(body.device)
             self.stream.wait_event(body.ready)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Inside, copies are queued on its stream, where it has one."""
+        return self._streams.stream(self.stream) if self._streams is not None else nullcontext()
 
 
 class Body:
@@ -81,7 +86,7 @@ class Body:
         pieces = self.manifest.pieces(start, end)
         if sum(high - low for _, low, high in pieces) < end - start:
             place.zero_()
-        with torch.no_grad(), torch.cuda.stream(bounce.stream):
+        with torch.no_grad(), bounce.on_stream():
             for index, low, high in pieces:
                 offset = self.manifest.entries[index].offset + low - start
                 source = _part(self._tensors[index], low, high)
@@ -94,7 +99,7 @@ class Body:
         """Copies a chunk from the bounce's place number `at` to where it belongs."""
         start, end = self.manifest.span(chunk)
         place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
-        with torch.no_grad(), torch.cuda.stream(bounce.stream):
+        with torch.no_grad(), bounce.on_stream():
             for index, low, high in self.manifest.pieces(start, end):
                 offset = self.manifest.entries[index].offset + low - start
                 _put(self._tensors[index], low, high, place[offset : offset + high - low])

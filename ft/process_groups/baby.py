@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ft.device import current_device, device_thread
 from ft.process_groups import shared
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.commands import DROPPED, ENDED, FAILED, READY, Form, Map, MapDevice, Start, Unmap
@@ -25,7 +26,6 @@ from ft.process_groups.forming import Ended, Engine, Formation
 from ft.process_groups.meeting import address_of
 from ft.process_groups.nursery import Child, Nursery, nursery_of_this_process
 from ft.process_groups.operations import Operation
-from ft.threads import current_device, device_thread
 
 
 class ProcessGroupBaby(ProcessGroup):

@@ -9,13 +9,13 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from ft.device import current_device
 from ft.process_groups import sockets
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.forming import Engine, Formation
 from ft.process_groups.gloo import form_gloo
 from ft.process_groups.meeting import Meeting
 from ft.process_groups.nccl import form_nccl
-from ft.threads import current_device
 
 
 class ProcessGroupGloo(ProcessGroup):

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ft.device import device_thread
 from ft.process_groups.base import NEVER
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Formation
 from ft.process_groups.meeting import Meeting
 from ft.process_groups.native import Native, failure_of, group_of, source_of
 from ft.process_groups.operations import AllReduce, Operation
-from ft.threads import device_thread
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
 POLL_S = 0.0005  # between looks at the GPU's progress

@@ -5,17 +5,23 @@ One process can have one such backend, for good: only processes that end after i
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ft.device import HAVE_STREAMS, on_host
 from parallelisms.device import DIFFERENCES
 
 NAME = "dryrun"
@@ -35,6 +41,8 @@ class Event:
 
 
 class Stream:
+    device = torch.device("cpu")  # until there is the other one
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
@@ -53,12 +61,19 @@ class Module(backend_registration._DummyBackendModule):
 
     Stream, Event = Stream, Event
 
+    def __init__(self) -> None:
+        self._current = Stream()
+
     def current_stream(self, device: Any = None) -> Stream:
-        return Stream()
+        return self._current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        yield
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
@@ -81,6 +96,15 @@ def register() -> None:
     _LIBRARY.impl("empty_strided", lambda size, stride, dtype=None, **_: _empty(size, dtype), "PrivateUse1")
     _LIBRARY.impl("_copy_from", lambda source, target, non_blocking=False: target, "PrivateUse1")
     DIFFERENCES[NAME] = DIFFERENCES["cuda"]
+    HAVE_STREAMS.add(NAME)
+    Stream.device = torch.device(NAME, 0)
+    F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """The kernel that CUDA has for bf16; torch decides by kinds of devices that it knows, and would multiply in fp32 here."""
+    result: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return result[0]
 
 
 def _empty(size: Sequence[int], dtype: torch.dtype | None = None, *_: Any, **__: Any) -> Tensor:
@@ -91,25 +115,114 @@ def _empty(size: Sequence[int], dtype: torch.dtype | None = None, *_: Any, **__:
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
-class Traffic(TorchDispatchMode):
-    """Counts what leaves the device for the host, and the bytes of fp32 that are gathered in one piece."""
+Shape = tuple[int, ...]
 
-    def __init__(self) -> None:
+
+class Traffic(TorchDispatchMode):
+    """Counts what a step of this device's rank does, to be held against what it may do.
+
+    reads       ft.device.on_host, by the function that calls it
+    to_host     what leaves the device for the host otherwise, by function
+    from_host   copies to the device that the host waits for, by function
+    gathered    the most bytes of fp32 that an all-gather takes or gives
+    products    what matrix products multiply that is no bf16, by dtype
+    wide        copies to fp32 in a shape of `whole`, those of weights; sums of gradients over microbatches may have it
+    """
+
+    def __init__(self, whole: Collection[Shape] = ()) -> None:
         super().__init__()
+        self._whole = whole
+        self.paused = False
+        self._lock: Any = None
+        self.reads: Counter[str] = Counter()
         self.to_host: Counter[str] = Counter()
+        self.from_host: Counter[str] = Counter()
         self.gathered = 0
+        self.products: Counter[str] = Counter()
+        self.wide = 0
+
+    def __enter__(self) -> Traffic:
+        # DTensor finds the shapes of results by tensors of the whole size, which nobody holds; this is what it enters then
+        self._lock, cast(Any, ShardingPropagator)._fake_mode_lock = ShardingPropagator._fake_mode_lock, _Pause(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        cast(Any, ShardingPropagator)._fake_mode_lock = self._lock
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a DTensor's operation comes again as those on its local part
         result = op(*args, **(kwargs or {}))
-        here = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == NAME]
-        there = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.device.type == "cpu"]
-        if here and (there or op is torch.ops.aten._local_scalar_dense.default):
-            self.to_host[str(op)] += 1
-        if "all_gather" in op.name() or "allgather" in op.name():
-            wide = [
-                x.numel() * 4 for x in tree_leaves((args, result)) if isinstance(x, Tensor) and x.dtype == torch.float32
-            ]
-            self.gathered = max([self.gathered, *wide])
+        if not self.paused:
+            given = _tensors((args, kwargs))
+            self._note(op, given, _tensors(result))
+            if op in _COPIES and not ((kwargs or {}).get("non_blocking") or (args[2:] and args[2])):
+                ends = given[-1].device.type, _tensors(result)[0].device.type
+                if ends == ("cpu", NAME):
+                    self.from_host[_callers()[0]] += 1
         return result
+
+    def _note(self, op: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        if any(x.device.type == NAME for x in given) and (
+            op is torch.ops.aten._local_scalar_dense.default or any(x.device.type == "cpu" for x in made)
+        ):
+            names = _callers()
+            if "_warmup_p2p" in _callers(torch_too=True):
+                return  # torch opens a pipeline's connections in the first step, and waits for them
+            if names[0] == on_host.__name__:
+                self.reads[names[1]] += 1
+            else:
+                self.to_host[names[0]] += 1
+        name = op.name()
+        if "all_gather" in name or "allgather" in name:
+            self.gathered = max([self.gathered, *(x.numel() * 4 for x in (*given, *made) if x.dtype == torch.float32)])
+        if factors := _PRODUCTS.get(name.partition(".")[0]):
+            self.products.update(str(x.dtype) for x in given[factors] if x.dtype != torch.bfloat16)
+        if op is torch.ops.aten._to_copy.default and "to_accumulated_grad_if_needed" not in _callers(torch_too=True):
+            self.wide += sum(x.dtype == torch.float32 and tuple(x.shape) in self._whole for x in made)
+
+
+class _Pause(AbstractContextManager[None]):
+    """Entered many times, one after the other."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def __enter__(self) -> None:
+        self._traffic.paused = True
+
+    def __exit__(self, *error: object) -> None:
+        self._traffic.paused = False
+
+
+def _callers(*, torch_too: bool = False) -> list[str]:
+    """The functions that led here, last first; of this repository's, tests/dryrun left out."""
+    names, frame = [], sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if torch_too or (file.startswith(_ROOT) and not file.startswith((_OWN, torch.__path__[0]))):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return [*names, "?", "?"]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+_OWN = str(Path(__file__).parent)
+_ROOT = str(Path(__file__).parents[2])
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_PRODUCTS = {  # and which of the tensors given to it are multiplied
+    "aten::mm": slice(0, 2),
+    "aten::bmm": slice(0, 2),
+    "aten::addmm": slice(1, 3),
+    "aten::baddbmm": slice(1, 3),
+    "aten::_scaled_dot_product_flash_attention": slice(0, 3),
+    "aten::_scaled_dot_product_flash_attention_backward": slice(0, 4),
+}

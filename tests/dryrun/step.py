@@ -1,155 +1,289 @@
-"""train.py's own step on a device that computes nothing, for the cases in argv; each says in a line of JSON what it saw.
+"""train.py's own step on a device that computes nothing, for the cases on stdin (tests/dryrun/cases.py); each says in a line of JSON what
+it saw, with its number.
 
-python -m tests.dryrun.step '[{"config": "llama3_8b", "ranks": 8, "layers": 2, "parallelism": {}, "compile": false, "plant": ""}]'
+echo '[{"config": "llama3_8b", "degrees": [1, 1, 2, 1, 1]}]' | python -m tests.dryrun.step
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from configs.load import load
-from ft.digest import _sum
+from ft.config import Environment
+from ft.device import on_host
+from ft.digest import digest
+from ft.manager import Manager
+from ft.process_groups.special import ProcessGroupDummy
+from ft.scratch import local_of
+from ft.solo import SoloManager
+from ft.start import open_manager
 from models import llama
 from parallelisms import explain_memory
-from parallelisms.mesh import build_mesh, degrees
+from parallelisms.mesh import TP, build_mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import Precision
 from tests.dryrun import accelerator
+from tests.dryrun.cases import CONFIGS, Case, settings
 from training.checkpoint import ModelState, OptimizerState
 from training.data.loader import Batch
 from training.loss import cross_entropy_sum
 from training.optimizer import build_optimizer
 from training.progress import Progress
 
+TOGETHER = 8  # cases of one process
+
 
 class Run(train.Run):
-    """A step of one microbatch, without data, other groups or files."""
+    """A step, without data or files."""
 
-    def __init__(self, case: dict[str, Any]) -> None:
-        config = load([f"configs/{case['config']}.toml", *case.get("settings", [])])
-        parallelism = replace(config.parallelism, **case["parallelism"])
-        model_config = replace(config.model, n_layers=case["layers"] or config.model.n_layers)
-        self.config, self.device = config, torch.device(accelerator.NAME, 0)
-        vocab, length, batch = model_config.vocab_size, config.training.seq_len, config.training.local_batch_size
-        chosen = degrees(parallelism, case["ranks"])
+    def __init__(self, case: Case, cleanup: ExitStack) -> None:
+        config = load([str(CONFIGS / f"{case.config}.toml"), *settings(case)])
+        self.cleanup, self.config, self.device = cleanup, config, torch.device(accelerator.NAME, 0)
+        vocab, length, batch = config.model.vocab_size or 384, config.training.seq_len, config.training.local_batch_size
         with torch.device("meta"):
-            model = llama.build(model_config, vocab_size=vocab, max_seq_len=length)
+            model = llama.build(config.model, vocab_size=vocab, max_seq_len=length)
         layout = config.layout(Precision(compute=torch.bfloat16), vocab_size=vocab, device_type=accelerator.NAME)
-        compiled = replace(config.compile, enable=case["compile"], backend="aot_eager")
+        compiled = replace(config.compile, enable=case.compile, backend="aot_eager")
         self.fake = explain_memory.without_memory(model)
         self.model = parallelize(
             model,
-            build_mesh(chosen, accelerator.NAME),
+            build_mesh(case.sizes, accelerator.NAME),
             cross_entropy_sum,
-            replace(layout, parallelism=parallelism, compile=compiled),
+            replace(layout, compile=compiled),
             local_batch_size=batch,
             seq_len=length,
             device=self.device,
             seed=0,
         )
-        self.seat, self.progress, self.wishes, self.plant = chosen.seat(0), Progress(), 0, case.get("plant", "")
-        self.shape = batch, length
+        self.seat, self.progress, self.wishes = case.sizes.seat(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
         self.signals, self.checkpointer = fakes(take=lambda: 0), fakes(overdue=lambda step: False)
-        self.loader = fakes(load=lambda slots: iter([self.batch]))
-        self.manager = fakes(
-            step=1,
-            begin_step=lambda until: fakes(step=0, slots=[0]),
-            last_pass=lambda slot: nullcontext(),
-            reduce=lambda *sums: sums,
-            commit=lambda sums: fakes(divisor=1.0, mean_loss=1.0),
-        )
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        batches = [Batch(tokens, tokens, 0, (0,)) for _ in range(case.passes)]
+        self.loader = fakes(load=lambda slots: iter(batches))
+        self.manager: Any = SoloManager(batch) if not case.groups else self.among_groups(batch)
+
+    def among_groups(self, slot_size: int) -> Manager:
+        """With a lighthouse, a group's server and a manager as they are; of other groups' ranks none is there."""
+        from ft.rpc.lighthouse_server import LighthouseServer
+
+        lighthouse = LighthouseServer("127.0.0.1:0", 1)
+        self.cleanup.callback(lighthouse.shutdown)
+        folder = self.cleanup.enter_context(TemporaryDirectory())
+        with mock.patch("ft.start.process_group", lambda *_: ProcessGroupDummy()):
+            manager = open_manager(
+                replace(self.config.fault_tolerance, enable=True, min_replica_size=1),
+                Environment(lighthouse=lighthouse.address(), num_replica_groups=1),
+                slot_size=slot_size,
+                folder=Path(folder),
+                device_type=accelerator.NAME,
+            )
+        assert isinstance(manager, Manager)
+        self.cleanup.callback(manager.close)
+        manager.attach(self.model.parts)
+        gradients, said = manager.gradients, list[tuple[float, ...]]()
+        launch, wait = gradients.launch, gradients.wait
+
+        def launch_and_keep(tail: Sequence[float], **options: bool) -> None:
+            said.append(tuple(tail))
+            launch(tail, **options)
+
+        def wait_and_tell() -> tuple[float, ...]:
+            """What this group said is the sum, since no value is computed."""
+            wait()
+            return said[-1]
+
+        gradients.launch, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
+        return manager
 
     def tell(self, *_: Any) -> None: ...
 
-    def step(self) -> dict[str, Any]:
-        with self.fake, explain_memory.Others(), accelerator.Traffic() as traffic:
+    def sum_over_group(self, *given: Any) -> tuple[list[float], float, bool]:
+        """Values that nobody computed are one, and that would say that a loss is not a number."""
+        tokens, loss_sum, _ = super().sum_over_group(*given)
+        return tokens, loss_sum, True
+
+    def step(self, plant: str) -> dict[str, Any]:
+        with self.fake, explain_memory.Others(), accelerator.Traffic(self.whole_weights()) as traffic:
             self.optimizer = build_optimizer(self.config.optimizer, self.model.parts)
-            tokens = torch.zeros(self.shape, dtype=torch.int64)
-            self.batch = Batch(tokens, tokens, 0, (0,))
-            if self.plant:
-                PLANTS[self.plant](self)
+            if plant:
+                PLANTS[plant](self)
             assert self.train_step()
-            states = [*self.states(), *(x for p in self.parameters() for x in [p])]
-            for parameter in self.parameters():
-                _sum(
-                    parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                )  # of the digest, before it is read
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in states]
-        plan = {
-            **ModelState(self.model.parts).state_dict(),
-            **OptimizerState(self.model.parts, self.optimizer).state_dict(),
-        }
+            held = [local_of(x) for x in (*self.parameters(), *self.states())]
+            digest(self.parameters())
         return {
+            "reads": dict(traffic.reads),
             "to_host": dict(traffic.to_host),
+            "from_host": dict(traffic.from_host),
             "waits": dict(accelerator.WAITS),
             "gathered": traffic.gathered,
-            "on_host": sum(x.device.type == "cpu" for x in local),
-            "dtypes": sorted({str(x.dtype) for x in local}),
-            "planned": sum(isinstance(x, Tensor) for x in plan.values()),
+            "wide": traffic.wide,
+            "products": dict(traffic.products),
+            "on_host": sum(x.device.type == "cpu" for x in held),
+            "dtypes": sorted({str(x.dtype) for x in held}),
+            "held": sum(
+                local_of(x).nbytes
+                for x in [*{k: v for p in self.model.parts for k, v in p.state_dict().items()}.values(), *self.states()]
+            ),
+            "planned": self.planned(),
         }
 
     def states(self) -> list[Tensor]:
         return [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 
+    def whole_weights(self) -> set[tuple[int, ...]]:
+        """The shapes of matrices of blocks, as tensor parallelism leaves them, that FSDP has cut. The embedding's and the head's are not
+        among them: the chunks of the loss add up to a gradient of that shape, in fp32."""
+        shapes, own = set(), {tuple(local_of(parameter).shape) for parameter in self.parameters()}
+        for part in self.model.parts:
+            for parameter in part.layers.parameters():
+                shape = list(parameter.shape)
+                mesh = parameter.device_mesh
+                for axis, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True):
+                    if axis == TP and placement.is_shard():
+                        shape[placement.dim] //= mesh[TP].size()
+                if len(shape) > 1:
+                    shapes.add(tuple(shape))
+        return shapes - own
 
-def _in_update(run: Run, harm: Any) -> None:
-    update = run.update
-
-    def with_harm(*args: Any) -> float:
-        harm()
-        return update(*args)
-
-    run.update = with_harm  # type: ignore[method-assign]
-
-
-def _with_state(run: Run, state: Tensor) -> None:
-    step = run.optimizer.step
-
-    def with_state(*_: Any) -> None:
-        step()
-        run.optimizer.state[run.parameters()[0]]["exp_avg"] = state
-
-    run.optimizer.step = with_state  # type: ignore[method-assign, assignment]
+    def planned(self) -> int:
+        """Bytes of tensors that a checkpoint would write."""
+        states = {
+            "model": ModelState(self.model.parts).state_dict(),
+            "optimizer": OptimizerState(self.model.parts, self.optimizer).state_dict(),
+        }
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(states, is_coordinator=True)
+        tensors = [item.tensor_data for item in planner.create_local_plan().items if item.tensor_data is not None]
+        return sum(prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in tensors)
 
 
-PLANTS: dict[str, Any] = {
-    "a copy to the host": lambda run: _in_update(run, lambda: run.parameters()[0].detach().to_local().cpu()),
-    "a second read": lambda run: _in_update(run, lambda: run.parameters()[0].detach().to_local().sum().item()),
-    "a full gather": lambda run: _in_update(run, lambda: run.parameters()[0].detach().full_tensor()),
-    "a state on the host": lambda run: _with_state(run, torch.zeros(1)),
-    "a wrong dtype": lambda run: _with_state(run, torch.zeros(1, dtype=torch.bfloat16, device=run.device)),
+def _weight(run: Run) -> Tensor:
+    """Of the first block, as FSDP has cut it."""
+    weight: Tensor = run.model.parts[0].layers["0"].feed_forward.w2.weight.detach()
+    return weight
+
+
+def _in_update(harm: Callable[[Run], object]) -> Callable[[Run], None]:
+    """A plant that harms where gradients are there and weights are about to move."""
+
+    def plant(run: Run) -> None:
+        update = run.update
+
+        def with_harm(*given: Any) -> float:
+            harm(run)
+            return update(*given)
+
+        run.update = with_harm  # type: ignore[method-assign]
+
+    return plant
+
+
+def _with_state(make: Callable[[Run], dict[str, Tensor]]) -> Callable[[Run], None]:
+    """A plant that gives the first parameter other states than the optimizer made."""
+
+    def plant(run: Run) -> None:
+        step = run.optimizer.step
+
+        def with_state(*_: Any) -> None:
+            step()
+            run.optimizer.state[run.parameters()[0]].update(make(run))
+
+        run.optimizer.step = with_state  # type: ignore[method-assign, assignment]
+
+    return plant
+
+
+def _multiply_in_fp32(run: Run) -> None:
+    linear = run.model.parts[0].layers["0"].feed_forward.w2
+    linear.forward = lambda x: (x.float() @ linear.weight.t().float()).to(x.dtype)
+
+
+def _unsaved(run: Run) -> None:
+    """An optimizer's checkpoint that leaves the running means out."""
+    whole = OptimizerState.state_dict
+
+    def less(state: OptimizerState) -> dict[str, Any]:
+        return {key: value for key, value in whole(state).items() if not key.endswith("exp_avg")}
+
+    run.cleanup.enter_context(mock.patch.object(OptimizerState, "state_dict", less))
+
+
+PLANTS: dict[str, Callable[[Run], None]] = {
+    "a copy to the host": _in_update(lambda run: local_of(_weight(run)).cpu()),
+    "a second read": _in_update(lambda run: on_host(local_of(_weight(run)).sum())),
+    "a read by itself": _in_update(lambda run: local_of(_weight(run)).sum().item()),
+    "a copy from the host": _in_update(lambda run: torch.zeros(1).to(run.device)),
+    "a full gather": _in_update(lambda run: _weight(run).full_tensor()),  # type: ignore[attr-defined]
+    "a whole weight in fp32": _in_update(
+        lambda run: torch.empty_like(_weight(run), dtype=torch.bfloat16).full_tensor().float()
+    ),  # type: ignore[attr-defined]
+    "a state on the host": _with_state(lambda run: {"exp_avg": torch.zeros(1)}),
+    "a state in another dtype": _with_state(
+        lambda run: {"exp_avg": torch.zeros(1, dtype=torch.bfloat16, device=run.device)}
+    ),
+    "a product in fp32": _multiply_in_fp32,
+    "a wait for the device": _in_update(lambda run: torch.get_device_module(run.device).current_stream().synchronize()),
+    "a state that is not saved": _unsaved,
 }
 
 
-def see(case: dict[str, Any]) -> dict[str, Any]:
+def see(case: Case) -> dict[str, Any]:
     accelerator.WAITS.clear()
-    dist.init_process_group(f"cpu:fake,{accelerator.NAME}:fake", rank=0, world_size=case["ranks"], store=FakeStore())
     try:
-        return Run(case).step()
+        backends, ranks = f"cpu:fake,{accelerator.NAME}:fake", case.sizes.world_size
+        dist.init_process_group(backends, rank=case.rank, world_size=ranks, store=FakeStore())
+        with ExitStack() as cleanup:
+            return Run(case, cleanup).step(case.plant)
     except Exception:  # noqa: BLE001 - said, and the others go on
         return {"error": traceback.format_exc()[-3000:]}
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
-        torch._dynamo.reset()
+
+
+def see_all(cases: Sequence[Case]) -> None:
+    """In as many processes at once as there are cores, which say what they saw as soon as they have. A pipeline's is its own: torch starts
+    threads for such a device once in a process, and the backward of a second pipeline aborts in them."""
+    numbered = list(enumerate(cases))
+    together = [each for each in numbered if each[1].sizes.pp == 1 and each[1].layers and not each[1].groups]
+    work = [[each] for each in numbered if each not in together]
+    work += [together[start : start + TOGETHER] for start in range(0, len(together), TOGETHER)]
+    running = 0
+    for batch in work:
+        if running == len(os.sched_getaffinity(0)):
+            os.wait()
+            running -= 1
+        running += 1
+        if os.fork() == 0:
+            for number, case in batch:
+                sys.stdout.write(json.dumps({"case": number, **see(case)}) + "\n")
+                sys.stdout.flush()
+            os._exit(0)
+    for _ in range(running):
+        os.wait()
 
 
 if __name__ == "__main__":
     accelerator.register()
-    for each in json.loads(sys.argv[1]):
-        print(json.dumps(see(each)), flush=True)
+    see_all([Case(**each) for each in json.load(sys.stdin)])

@@ -1,18 +1,22 @@
-"""What a step on a GPU would make the host wait for, and what it would gather: on a device that computes nothing."""
+"""Steps as an accelerator would walk them, on a device that computes nothing: where the host waits, what is gathered, in which dtype is
+multiplied, what a checkpoint would write. Every shipped configuration at full depth, every layout of up to eight ranks at full width."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils import backend_registration
 
+from tests.dryrun.cases import Case, layouts, shipped
+
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
         reason="this torch has no slot for a device that is written in Python",
@@ -20,66 +24,76 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-# The host reads five numbers at once, which are the vote of the ranks (loss, broken, two wishes, tokens of the slot), and the norm of
-# the gradients, which may end the run. A tensor without memory is read number by number.
-READS = 5 + 1
-
-
-def case(ranks: int, plant: str = "", config: str = "llama3_8b", **degrees: int) -> dict[str, Any]:
-    parallelism = {f"{axis}_degree": degree for axis, degree in {"data_parallel_shard": ranks, **degrees}.items()}
-    return {"config": config, "ranks": ranks, "layers": 2, "parallelism": parallelism, "compile": False, "plant": plant}
-
-
-LAYOUTS = {
-    "one rank": case(1, config="llama3_1b"),
-    "two shards": case(2),
-    "two copies": case(2, data_parallel_shard=1, data_parallel_replicate=2),
-    "two parts of each matrix": case(2, data_parallel_shard=1, tensor_parallel=2),
-    "two parts of each sequence": case(2, data_parallel_shard=1, context_parallel=2),
-    "four: copies of shards": case(4, data_parallel_shard=2, data_parallel_replicate=2),
-    "four: shards of parts": case(4, data_parallel_shard=2, tensor_parallel=2),
-    "eight shards": case(8),
-    "eight: three axes": case(8, data_parallel_shard=2, tensor_parallel=2, context_parallel=2),
+READS = {  # of the host, a step, by who asks: two alone, three with other groups
+    "sum_over_group": "the loss sum, and the vote that rides with it: whether the step holds, and who wishes to stop or to save",
+    "train_step": "the norm of the gradients, which clips them, and may end the run",
 }
-BREAKS = {
+READS_OF_GROUPS = {"wait": "the tail that all groups have summed: valid tokens by slot, loss sum, who leaves"}
+READ_BESIDES = {"digest": "the weights of this rank, where groups compare them: every digest_interval steps, here once"}
+
+TWO_SHARDS = Case("llama3_8b", (1, 1, 2, 1, 1))
+GROUPS = {
+    "a group of one rank": Case("llama3_1b", (1, 1, 1, 1, 1), groups=True),
+    "a group of copies": Case("llama3_8b", (1, 2, 1, 1, 1), groups=True),
+}
+BREAKS = {  # and by what each is seen
     "a copy to the host": "to_host",
-    "a second read": "to_host",
+    "a second read": "reads",
+    "a read by itself": "to_host",
+    "a copy from the host": "from_host",
     "a full gather": "gathered",
+    "a whole weight in fp32": "wide",
     "a state on the host": "on_host",
-    "a wrong dtype": "dtypes",
+    "a state in another dtype": "dtypes",
+    "a product in fp32": "products",
+    "a wait for the device": "waits",
+    "a state that is not saved": "planned",
+}
+CASES = {
+    **shipped(),
+    **layouts(),
+    **GROUPS,
+    **{plant: Case("llama3_8b", TWO_SHARDS.degrees, plant=plant) for plant in BREAKS},
 }
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict[str, Any]]:
-    """One process for all: torch has one slot for such a device, and no way to free it."""
-    cases = {**LAYOUTS, **{plant: case(2, plant) for plant in BREAKS}}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.dryrun.step", json.dumps(list(cases.values()))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(cases), done.stderr[-3000:]
-    return dict(zip(cases, lines, strict=True))
+    """From a process apart: torch has one slot for such a device, and no way to free it."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.dryrun.step"]
+    cases = json.dumps([asdict(case) for case in CASES.values()])
+    done = subprocess.run(command, cwd=ROOT, input=cases, capture_output=True, text=True)
+    lines = {
+        line["case"]: line for text in done.stdout.splitlines() if text.startswith("{") for line in [json.loads(text)]
+    }
+    ended = {"error": f"its process ended: {done.stderr[-3000:]}"}
+    return {name: lines.get(number, ended) for number, name in enumerate(CASES)}
 
 
-def verdict(result: dict[str, Any]) -> set[str]:
+def verdict(case: Case, result: dict[str, Any]) -> set[str]:
     """What is wrong with a step."""
     assert "error" not in result, result["error"]
+    reads = READS | READ_BESIDES | (READS_OF_GROUPS if case.groups else {})
     wrong = {
-        "to_host": result["to_host"] != {"aten._local_scalar_dense.default": READS},
+        "reads": result["reads"] != dict.fromkeys(reads, 1),
+        "to_host": result["to_host"] != {},
+        "from_host": result["from_host"] != {},
         "waits": result["waits"] != {},
         "gathered": result["gathered"] > 2 << 20,  # bytes of fp32; two numbers for each token of a chunk are less
+        "wide": result["wide"] > 0,
+        "products": result["products"] != {},
         "on_host": result["on_host"] > 0,
         "dtypes": result["dtypes"] != ["torch.float32"],
+        "planned": result["planned"] != result["held"],
     }
     return {name for name, holds in wrong.items() if holds}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_host_reads_what_decides_and_nothing_else(seen: dict[str, dict[str, Any]], name: str) -> None:
-    assert verdict(seen[name]) == set(), seen[name]
-    assert seen[name]["planned"] > 0, "a checkpoint has tensors"
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BREAKS])
+def test_a_step_does_what_it_may_and_nothing_else(seen: dict[str, dict[str, Any]], name: str) -> None:
+    assert verdict(CASES[name], seen[name]) == set(), seen[name]
 
 
 @pytest.mark.parametrize("plant", BREAKS)
 def test_what_is_broken_on_purpose_is_seen(seen: dict[str, dict[str, Any]], plant: str) -> None:
-    assert BREAKS[plant] in verdict(seen[plant]), seen[plant]
+    assert BREAKS[plant] in verdict(CASES[plant], seen[plant]), seen[plant]

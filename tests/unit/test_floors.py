@@ -24,14 +24,15 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp", "prometheus_client"}),
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
     "ft.dashboard": ({"ft"}, {"aiohttp"}),
-    "ft.materialise": (set(), {"torch"}),  # training/ takes these two without the rest
+    "ft.materialise": (set(), {"torch"}),  # training/ takes these three without the rest
+    "ft.device": (set(), {"torch"}),
     "ft.children": (set(), set()),
     "ft": (set(), {"torch", "grpc", "google"}),
     "models": (set(), {"torch"}),
     # the contract, and the kernels that all models share
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
-    "training": ({"parallelisms", "models", "ft.materialise", "ft.children"}, None),
+    "training": ({"parallelisms", "models", "ft.materialise", "ft.device", "ft.children"}, None),
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train"}, None),
 }

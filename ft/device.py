@@ -1,0 +1,48 @@
+"""Device-dependent choices of ft/, which knows no other package: which devices queue their work on streams, where the host reads from one,
+and threads that may touch one. training/ takes it, too.
+
+What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py, baby_worker.py), NCCL
+(process_groups/nccl.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAVE_STREAMS = {"cuda"}  # kinds of devices
+
+
+def streams_of(device: torch.device) -> Any:
+    """Module of streams and events of a device whose work is queued: what is written on one stream is read on others only after an event,
+    such as torch.cuda; None for one that the host computes for itself."""
+    return torch.get_device_module(device) if device.type in HAVE_STREAMS else None
+
+
+def on_host(values: Tensor) -> Tensor:
+    """`values` in host memory, once the device has computed them. Every wait of a step for a device's values is a call of this, by whom
+    tests/dryrun counts it."""
+    return values.cpu()
+
+
+def device_thread(target: Callable[..., object], *args: Any, name: str, device: int | None) -> threading.Thread:
+    """A daemon thread, not yet started, that calls `target` with `args` on the CUDA device of that number; None: it touches none.
+
+    CUDA begins every thread with device 0, where pinned memory, an event or a guard would make a context: some hundred megabytes of a GPU
+    that is another rank's."""
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        target(*args)
+
+    return threading.Thread(target=run, name=name, daemon=True)
+
+
+def current_device() -> int | None:
+    """This thread's CUDA device, where there is any."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
