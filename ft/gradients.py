@@ -383,7 +383,15 @@ class Gradients:
         """The hook of one parameter: its gradient is complete. Never raises, never waits."""
         with self._lock:
             attempt, index = self._attempt, self._of(self._place)[number]
-            if not self._in_last_pass or attempt is None or not attempt.contributes or self._problem:
+            if attempt is None or not attempt.contributes or self._problem:
+                return
+            if not self._in_last_pass:
+                if (
+                    self._after_last_pass and not self._apart and attempt.tail is None
+                ):  # of another slot, where they are apart
+                    self._problem = (
+                        f"{self._name(index)} got a gradient after last_pass: it would be in a retry, not in the sums"
+                    )
                 return
             if index in attempt.ready:
                 self._problem = f"{self._name(index)} got a gradient twice: last_pass is for one backward, the last"

@@ -332,6 +332,16 @@ def test_a_second_gradient_in_the_last_pass():
         member.gradients.launch([1.0])
 
 
+def test_a_backward_after_the_last_pass():
+    """It would be in what is kept for a retry of the step, and not in the sums."""
+    [member] = members(1)
+    open_all([member])
+    member.backward(0)
+    member.model(torch.ones(4, 32)).sum().backward()  # the hook does not raise
+    with pytest.raises(RuntimeError, match=r"parameter \d of shape \(\d+,.* after last_pass"):
+        member.gradients.launch([1.0])
+
+
 def test_a_sparse_gradient():
     [member] = members(1, lambda: nn.Embedding(1000, 50, sparse=True))
     open_all([member])
