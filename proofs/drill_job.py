@@ -21,7 +21,16 @@ from benchmarks.job import descendants
 from proofs.drill_diary import Diary
 from proofs.drill_disk import Disk
 from proofs.drill_net import HUB, HUB_ADDRESS, Network
-from scripts.replicas import ENABLED, Group, prepare, start_lighthouse, threads_per_group, token_file
+from scripts.replicas import (
+    ENABLED,
+    Group,
+    devices_of_groups,
+    prepare,
+    seen,
+    start_lighthouse,
+    threads_per_group,
+    token_file,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.02
@@ -63,8 +72,10 @@ class Job:
         from scripts.launch import Plan, ranks_here
 
         self._argv = [*argv, ENABLED]
-        self.config, self._restarts, self.grace_s = prepare(self._argv, groups)
-        self.ranks = ranks_here(Plan.read(os.environ))
+        self._devices = devices_of_groups(groups)
+        ranks = len(self._devices[0])
+        self.config, self._restarts, self.grace_s = prepare(self._argv, groups, ranks=ranks or None)
+        self.ranks = ranks or ranks_here(Plan.read(os.environ))
         self.network, self.disk, self._under = network, disk, list(under)
         self.run = self.config.run_folder
         self.folder = self.run / "groups"
@@ -81,6 +92,7 @@ class Job:
             self._env["TMPDIR"] = str(disk.temporary)
         self._env.pop("PHAROS_TOKEN", None)
         self._env.setdefault("OMP_NUM_THREADS", threads_per_group(groups))
+        self._dealt: dict[str, int] = {}  # which of `_devices` a group has
         self.groups: dict[str, Group] = {}  # all that ever were
         self.diaries: dict[str, Diary] = {}
         self.gone: set[str] = set()  # on purpose
@@ -120,8 +132,16 @@ class Job:
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
         through = [*(self.network.through(name) if self.network else []), *self._under]
         command = [*through, sys.executable, str(ROOT / "scripts" / "launch.py"), *argv, *overrides]
-        env = {**self._env, "TORCHFT_LIGHTHOUSE": self.address, "REPLICA_GROUP_ID": name}
+        env = {**self._env, **self._seen(name), "TORCHFT_LIGHTHOUSE": self.address, "REPLICA_GROUP_ID": name}
         return Group(name, command, env, self.folder / f"{name}.log", self._restarts, shown=False)
+
+    def _seen(self, name: str) -> dict[str, str]:
+        """A group's own devices. One that comes later takes those of a group that has left; where none has, the first's, which
+        NCCL allows if groups share them (SHARE_GPUS=1)."""
+        if name not in self._dealt:
+            held = {place for other, place in self._dealt.items() if other not in self.gone}
+            self._dealt[name] = min(set(range(len(self._devices))) - held, default=0)
+        return seen(self._devices[self._dealt[name]], name)
 
     def drain(self, name: str) -> None:
         """It is told to leave, and does not come again."""
