@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -126,9 +126,21 @@ def _wrapped(modules: list[nn.Module]) -> list[FSDPModule]:
     return [module for module in modules if isinstance(module, FSDPModule)]
 
 
+class _One:
+    """A factor of 1 that torch divides nothing by. Of one shard it writes `gradients / factor` (foreach_reduce of _fsdp_collectives.py,
+    torch 2.11 to 2.13), a pass over all gradients and a temporary as large; where there are more it compares the factor with 1."""
+
+    def __rtruediv__(self, gradients: Tensor) -> Tensor:
+        return gradients
+
+    def __eq__(self, other: object) -> bool:
+        return other == 1
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _sum_only(module: FSDPModule, *, ranks: int) -> None:
-    """SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses; and for one rank torch's own factor is 1,
-    while it divides by one that is set, into a copy of all gradients."""
+    """SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses. For one rank torch's own factor is 1."""
     if ranks > 1:
-        module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(cast(float, _One()))
     module.set_force_sum_reduction_for_comms(True)

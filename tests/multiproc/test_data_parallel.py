@@ -95,13 +95,20 @@ def test_bf16_gradients_are_near(pool: Pool, alone: dict):
         assert whole.dtype == torch.float32  # accumulated and reduced in fp32
 
 
+DIVISIONS = (torch.ops.aten.div, torch.ops.aten.div_)
+
+
 class Divisions(TorchDispatchMode):
-    """How many tensors are divided by one."""
+    """How many tensors of gradients are divided by one, which is for nothing, or by the ranks."""
 
     count = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = (1, dist.get_world_size())
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_) and args[1] == 1.0
+        self.count += op.overloadpacket in DIVISIONS and not torch.is_tensor(args[1]) and args[1] in self.factors
         return op(*args, **(kwargs or {}))
 
 
@@ -112,9 +119,10 @@ def divisions(parallelism: ParallelismConfig) -> int:
     return seen.count
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_no_gradient_is_divided_by_one(pool: Pool, ranks: int) -> None:
-    assert pool.run(ranks, divisions, ParallelismConfig()) == [0] * ranks
+@pytest.mark.parametrize("layout", ["one rank", "fsdp", "hsdp", "ddp"])
+def test_no_gradient_is_divided(pool: Pool, layout: str) -> None:
+    ranks, parallelism, _ = LAYOUTS[layout]
+    assert pool.run(ranks, divisions, parallelism) == [0] * ranks
 
 
 def losses_around_a_write(parallelism: ParallelismConfig) -> tuple[float, float]:
