@@ -141,6 +141,11 @@ class Traffic(TorchDispatchMode):
         self.products: Counter[str] = Counter()
         self.wide = 0
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, lest torch.compile passes blocks over: it traces nothing under a mode that it does not take for a tool."""
+        return True
+
     def __enter__(self) -> Traffic:
         # DTensor finds the shapes of results by tensors of the whole size, which nobody holds; this is what it enters then
         self._lock, cast(Any, ShardingPropagator)._fake_mode_lock = ShardingPropagator._fake_mode_lock, _Pause(self)

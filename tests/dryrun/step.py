@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -51,6 +52,13 @@ from training.optimizer import build_optimizer
 from training.progress import Progress
 
 TOGETHER = 8  # cases of one process
+
+
+class Others(explain_memory.Others):
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """As accelerator.Traffic."""
+        return True
 
 
 class Run(train.Run):
@@ -124,7 +132,7 @@ class Run(train.Run):
         return tokens, loss_sum, True
 
     def step(self, plant: str) -> dict[str, Any]:
-        with self.fake, explain_memory.Others(), accelerator.Traffic(self.whole_weights()) as traffic:
+        with self.fake, Others(), accelerator.Traffic(self.whole_weights()) as traffic:
             self.optimizer = build_optimizer(self.config.optimizer, self.model.parts)
             if plant:
                 PLANTS[plant](self)
@@ -146,6 +154,7 @@ class Run(train.Run):
                 for x in [*{k: v for p in self.model.parts for k, v in p.state_dict().items()}.values(), *self.states()]
             ),
             "planned": self.planned(),
+            "graphs": counters["stats"]["unique_graphs"],
         }
 
     def states(self) -> list[Tensor]:
@@ -245,6 +254,7 @@ PLANTS: dict[str, Callable[[Run], None]] = {
     "a product in fp32": _multiply_in_fp32,
     "a wait for the device": _in_update(lambda run: torch.get_device_module(run.device).current_stream().synchronize()),
     "a state that is not saved": _unsaved,
+    "blocks that differ": lambda run: setattr(run.model.parts[0].layers["1"].attention_norm, "eps", 1e-3),
 }
 
 
@@ -260,6 +270,8 @@ def see(case: Case) -> dict[str, Any]:
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
+        torch._dynamo.reset()
+        counters.clear()
 
 
 def see_all(cases: Sequence[Case]) -> None:

@@ -31,10 +31,19 @@ READS = {  # of the host, a step, by who asks: two alone, three with other group
 READS_OF_GROUPS = {"wait": "the tail that all groups have summed: valid tokens by slot, loss sum, who leaves"}
 READ_BESIDES = {"digest": "the weights of this rank, where groups compare them: every digest_interval steps, here once"}
 
-TWO_SHARDS = Case("llama3_8b", (1, 1, 2, 1, 1))
 GROUPS = {
     "a group of one rank": Case("llama3_1b", (1, 1, 1, 1, 1), groups=True),
     "a group of copies": Case("llama3_8b", (1, 2, 1, 1, 1), groups=True),
+}
+COMPILED = {  # not where attention is computed again: torch's operation for that knows no such device (torch 2.13)
+    f"compiled: {case.sizes}": case
+    for case in (
+        Case("llama3_1b", (1, 1, 1, 1, 1), compile=True),
+        Case("llama3_8b", (1, 1, 2, 1, 1), passes=3, compile=True),
+        Case("llama3_8b", (1, 2, 1, 1, 1), compile=True),
+        Case("llama3_8b", (1, 1, 2, 2, 2), compile=True),
+        Case("llama3_8b", (2, 1, 1, 1, 1), 1, local_batch_size=2, schedule="1F1B", compile=True),
+    )
 }
 BREAKS = {  # and by what each is seen
     "a copy to the host": "to_host",
@@ -48,12 +57,17 @@ BREAKS = {  # and by what each is seen
     "a product in fp32": "products",
     "a wait for the device": "waits",
     "a state that is not saved": "planned",
+    "blocks that differ": "graphs",
 }
 CASES = {
     **shipped(),
     **layouts(),
     **GROUPS,
-    **{plant: Case("llama3_8b", TWO_SHARDS.degrees, plant=plant) for plant in BREAKS},
+    **COMPILED,
+    **{
+        plant: Case("llama3_8b", (1, 1, 2, 1, 1), compile=seen_by == "graphs", plant=plant)
+        for plant, seen_by in BREAKS.items()
+    },
 }
 
 
@@ -85,6 +99,7 @@ def verdict(case: Case, result: dict[str, Any]) -> set[str]:
         "on_host": result["on_host"] > 0,
         "dtypes": result["dtypes"] != ["torch.float32"],
         "planned": result["planned"] != result["held"],
+        "graphs": result["graphs"] != (2 if case.compile else 0),  # of all blocks, and of the loss
     }
     return {name for name, holds in wrong.items() if holds}
 
