@@ -21,7 +21,8 @@ Where the rules leave a choice:
   rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
   holds: those before it were summed with the same wrong weights. A group that has healed is no witness before it has been compared; of
   step 0 there is but one state, whoever gives it, and that is right.
-- A group that is dealt nothing (it came in for a retry, or has just healed) gives zeros and announces a change, to be dealt next time.
+- A group that is dealt nothing, for it has just healed, gives zeros and announces a change, to be dealt next time. One that stands by as a
+  spare gives zeros, and announces nothing: it is dealt slots when a quorum without some of the others makes room.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class Step:
         self.reason = f"step {self._place}: " + (
             "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
         )
-        if not slots and not self.void and self.part.replica_id not in self.part.participants:
+        if not slots and not self.void and self.part.heal:  # a spare stands by, and wants none
             self._wants_change = "healed, to be dealt"
         self._launch(again=bool(slots))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ft.protocol import messages as m
@@ -23,6 +25,21 @@ def test_a_steady_job_sends_the_lighthouse_nothing(size: int):
     job.steps(20)
     assert [rank.machine.step for rank in job.ranks()] == [20] * 3 * size
     assert sum(job.asked.values()) == asked
+    job.check()
+
+
+def test_spares_stand_by_without_a_quorum_at_each_step():
+    job = Job("abc")
+    for group in job.groups.values():
+        group.machine.config = replace(group.machine.config, spares_above=2)
+    job.steps(8)
+    asked = sum(job.asked.values())
+    job.steps(20)
+    assert sum(job.asked.values()) == asked
+    assert [len(rank.computed) for rank in job.ranks()][2] == 0
+    job.kill("a")
+    job.steps(25)
+    assert job.groups["c"].ranks[0].computed, "it takes the place of one that is lost"
     job.check()
 
 
