@@ -227,7 +227,8 @@ def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
     try:
         state_file.try_to_write(path)
     except OSError as error:
-        raise ValueError(f"--state_file {path}: the folder cannot be written: {error.strerror}") from None
+        if error.errno not in state_file.PASSING:  # it starts all the same, and waits for the disk
+            raise ValueError(f"--state_file {path}: the folder cannot be written: {error.strerror}") from None
     if not recover:
         state_file.read_or_refuse(path)
     return path

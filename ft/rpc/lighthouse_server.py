@@ -45,9 +45,9 @@ async def serve(
     for at in place.at:
         if at.port:
             try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
-    owner = _take_over(place.state) if place.state else ""
+    owner, trouble = _take_over(place.state) if place.state else ("", "")
     saved = _read_state(place)
-    keeper = state_file.Keeper(place.state, owner, saved) if place.state else None
+    keeper = state_file.Keeper(place.state, owner, saved, trouble=trouble) if place.state else None
     service = LighthouseService(
         config,
         keeper=keeper,
@@ -67,10 +67,14 @@ async def serve(
             await keeper.close()
 
 
-def _take_over(state: Path) -> str:
+def _take_over(state: Path) -> tuple[str, str]:
+    """Its name as the owner, and why it could not become that yet. Raises ValueError where no time will help."""
     try:
-        return state_file.take_over(state)
+        return state_file.take_over(state), ""
     except OSError as error:
+        if error.errno in state_file.PASSING:
+            log.error("nothing can be kept in %s, no new quorum is answered until it can: %s", state.parent, error)
+            return "", str(error)
         raise ValueError(f"--state_file {state}: cannot be written: {error.strerror}") from None
 
 

@@ -7,7 +7,7 @@ with it is how far the job is known to have come, which members report anyway.
 A disk that is full, read-only or slow stops no job: the file stands for RESERVED ids more than it says. Up to there quorums are answered
 without it, and whoever starts from the file gives out none of them (`reserved`); so no id comes twice, and ids leap after each restart.
 What such a restart has not read are the newest members: they report the quorum that they are in, and until then the claims of those in the
-file hold. One that restarts while the disk is still full answers no new quorum until there is room.
+file hold. One that restarts while the disk is still full, or read-only, answers no new quorum until it can write.
 
 Another lighthouse may take the file over while this one is stopped, say, and nobody knows whether it will wake: no lock then, which the
 one that is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then
@@ -18,6 +18,7 @@ written here, or nothing is written here any more, wherever this one was stopped
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import math
@@ -38,6 +39,7 @@ RESERVED = 1000  # ids beyond the file's that may be given out while the disk fa
 PATIENCE_S = 1.0  # with a disk that is slow, where the file reserves the id
 LAZY_S = 1.0
 RETRY_S = 1.0
+PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # what a disk says that may work again
 log = logging.getLogger("pharos.lighthouse")
 
 
@@ -149,10 +151,16 @@ def write(path: Path, saved: m.Saved, owner: str = "") -> None:
 
 def _look(path: Path, owner: str) -> None:
     """Raises TakenOver."""
+    if owner_of(path) not in ("", owner):
+        raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
+
+
+def owner_of(path: Path) -> str:
+    """The name of the lighthouse that took the file over last; empty: none has. Raises OSError."""
     stamp = _stamp(path)
     with suppress(FileNotFoundError):
-        if (str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")) != owner:
-            raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
+        return str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")
+    return ""
 
 
 def _stamp(path: Path) -> Path:
@@ -168,14 +176,16 @@ class Keeper:
 
     A disk that refuses is told, and tried again each second; quorums are answered as long as the file reserves their ids, then no more, and
     running steps go on. `owner`: as take_over said. `saved`: what the file says. When another one has taken over, what waits for the disk
-    fails by TakenOver, and so does all that comes later.
+    fails by TakenOver, and so does all that comes later. `trouble`: why the file could not be taken over at the start, and whose it was
+    then; it is done with the first write. Raises OSError.
     """
 
-    def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None) -> None:
+    def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None, *, trouble: str = "") -> None:
         self.path, self._owner, self._written = path, owner, saved
+        self._before = owner_of(path) if trouble else None
         self._retrying: asyncio.Future[None] | None = None
         self._over: TakenOver | None = None
-        self.trouble = ""  # why the last attempt failed
+        self.trouble = trouble  # why the last attempt failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
         self._lazy: asyncio.TimerHandle | None = None
@@ -243,6 +253,8 @@ class Keeper:
 
     def _try(self, saved: m.Saved) -> bool:
         try:
+            if self._before is not None:
+                self._take_over_late(self._before)
             try:
                 write(self.path, saved, self._owner)
             except OSError:
@@ -262,6 +274,15 @@ class Keeper:
             log.warning("%s is written again", self.path)
         self.trouble = ""
         return True
+
+    def _take_over_late(self, before: str) -> None:
+        """Raises OSError while that cannot be; TakenOver where another lighthouse has gone on from the file since this one read it."""
+        if owner_of(self.path) == before:
+            self._owner = take_over(self.path)
+            if read(self.path) == self._written:
+                self._before = None
+                return
+        raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
 
 
 def _key(saved: m.Saved) -> tuple[Any, ...]:

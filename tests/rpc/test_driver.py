@@ -17,8 +17,12 @@ import grpc.aio
 import pytest
 
 from ft.protocol import messages as m
+from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import state_file
+from ft.rpc.access import Access, Endpoint
 from ft.rpc.driver import Driver, Metronome
+from ft.rpc.lighthouse_flags import read_options
+from ft.rpc.lighthouse_server import Place, serve
 from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Pending, Refused
 
 
@@ -285,6 +289,58 @@ def test_who_starts_on_a_full_disk_takes_over_all_the_same(tmp_path: Path, monke
         state_file.write(path, SAVED, third)
     state_file.write(path, SAVED, fourth)
     assert {file.name for file in tmp_path.iterdir()} == {"state.json", "state.json.owner"}
+
+
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+
+
+def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, writable, real = tmp_path / "state.json", threading.Event(), state_file.take_over
+    state_file.write(path, SAVED, first := state_file.take_over(path))
+    monkeypatch.setattr(state_file, "RETRY_S", 0.001)
+
+    def take_over(path: Path) -> str:
+        if not writable.is_set():
+            raise READ_ONLY
+        return real(path)
+
+    monkeypatch.setattr(state_file, "take_over", take_over)
+    monkeypatch.setattr(state_file, "try_to_write", lambda path: take_over(path))
+    monkeypatch.chdir(tmp_path)
+    flags = ["--min_replicas", "1", "--state_file", "state.json", "--http", "none", "--bind", "127.0.0.1:0"]
+    assert read_options(flags).state == Path("state.json")
+
+    async def starts() -> None:
+        place = Place([Endpoint("127.0.0.1", 0)], Access(), path)
+        async with serve(LighthouseConfig(), place) as (service, _):
+            assert service.keeper is not None and "Read-only" in service.keeper.trouble
+            waits = service.keeper.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
+            assert waits is not None
+            await asyncio.sleep(0.01)
+            assert not waits.done() and state_file.read(path) == SAVED
+            writable.set()
+            await waits
+            assert not service.keeper.trouble
+            with pytest.raises(state_file.TakenOver):
+                state_file.write(path, SAVED, first)
+
+    asyncio.run(starts())
+
+
+def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tmp_path: Path):
+    path = tmp_path / "state.json"
+    for late in (False, True):
+        state_file.write(path, SAVED, first := state_file.take_over(path))
+
+        async def story(late: bool = late, first: str = first) -> None:
+            keeper = state_file.Keeper(path, "", SAVED, trouble=str(READ_ONLY))
+            other = first if late else state_file.take_over(path)
+            state_file.write(path, replace(SAVED, last_id=9), other)
+            with pytest.raises(state_file.TakenOver):
+                await (keeper.keep(replace(SAVED, last_id=SAVED.last_id + 5000)) or asyncio.sleep(0))
+            await keeper.close()
+
+        asyncio.run(story())
 
 
 def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
