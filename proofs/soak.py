@@ -2,10 +2,10 @@
 
     python proofs/soak.py [--changes 10000] [--kills 250] [--folder outputs/soak] [--write docs/soak.md]
 
-Three replica groups train a tiny model over gloo: a and b for ever in one process, c in another. Whatever makes a new quorum is done to
-them in turns: an operator evicts a or b, which come back; b leaves and joins; connections of a, b or c are cut; c is killed with SIGKILL
-and another takes its place, forked where torch is imported already. Each waits until all three have committed together again. Every quorum
-that comes of it is a change. Heals, changes of the writer, figures and checkpoints are those of train.py.
+Three replica groups train a tiny model over gloo, each in a process of its own, those of a and b for ever. Whatever makes a new quorum is
+done to them in turns: an operator evicts a or b, which come back; b leaves and joins; connections of a, b or c are cut; c is killed with
+SIGKILL and another takes its place, forked where torch is imported already. Each waits until all three have committed together again. Every
+quorum that comes of it is a change. Heals, changes of the writer, figures and checkpoints are those of train.py.
 
 Every so often it is counted what the processes hold. Passes (exit 0) when after the first tenth that is flat, memory grows by less than a
 KB a change, no file grows but by its rows, no group has ended of itself, all hold the same state, and no step is missing in the figures or
@@ -65,8 +65,8 @@ def house(folder: Path, talk: Any) -> None:
     _obey(talk, {"look": held})
 
 
-def home(names: str, lighthouse: str, folder: Path, talk: Any) -> None:
-    """Groups in threads of this process."""
+def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
+    """A group, in a thread of this process."""
     import torch
     from torch import nn
 
@@ -76,18 +76,18 @@ def home(names: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from ft.rpc.generated import pharos_pb2
 
     torch.set_num_threads(1)
-    groups = {name: _group(name, lighthouse, folder, nn.Linear(16, 16)) for name in names}
+    group = _group(name, lighthouse, folder, nn.Linear(16, 16))
     operator = channel(lighthouse, Access(), aio=False).unary_unary("/pharos.Lighthouse/Evict")
     _obey(
         talk,
         {
-            "where": lambda: {name: group.where() for name, group in groups.items()},
-            "look": lambda: {"home": held(), **{name: group.held() for name, group in groups.items()}},
-            "evict": lambda name: (
-                operator(pharos_pb2.Evict(replica_id=groups[name].manager.replica_id).SerializeToString()) and None
+            "where": lambda: group.where(),
+            "look": lambda: {"home": held(), "server": group.held()},
+            "evict": lambda: (
+                operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString()) and None
             ),
-            "cut": lambda name: groups[name].cut(),
-            "leave": lambda name: groups[name].manager.leave(),
+            "cut": lambda: group.cut(),
+            "leave": lambda: group.manager.leave(),
         },
     )
 
@@ -315,18 +315,18 @@ class Job:
         self.folder = folder
         self.house = Process(self.context, house, folder)
         self.lighthouse = self.house.hear()
-        self.homes = {"ab": self.start("ab"), "c": self.start("c")}
+        self.homes = {name: self.start(name) for name in "abc"}
         self.writer = ""
         self.commits: dict[int, str] = {}
         self.problems: list[str] = []
 
-    def start(self, names: str) -> Process:
-        return Process(self.context, home, names, self.lighthouse, self.folder)
+    def start(self, name: str) -> Process:
+        return Process(self.context, home, name, self.lighthouse, self.folder)
 
     def where(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
         for one in self.homes.values():
-            found |= one.ask("where")
+            one.tell("where")
+        found = {name: one.hear() for name, one in self.homes.items()}
         for name, group in found.items():
             if group["problem"]:
                 raise RuntimeError(f"group {name} has ended: {group['problem']}")
@@ -360,17 +360,18 @@ class Job:
         else:
             name = {"evict": "ab", "leave": "b", "cut": "abc"}[kind]
             name = dice.choice(name)
-            where = self.homes["c" if name == "c" else "ab"]
-            while where.ask(kind, name) == 0:  # a cut that hit nothing: another quorum came of itself just now
+            while self.homes[name].ask(kind) == 0:  # a cut that hit nothing: another quorum came of itself just now
                 time.sleep(0.02)
 
     def look(self) -> dict[str, int]:
         """To be called after a cut: no group that stands has healed anybody, so all threads of heals belong to groups that are over."""
-        self.house.tell("look")
-        home = self.homes["ab"].ask("look")
+        for one in (self.house, self.homes["a"], self.homes["b"]):
+            one.tell("look")
         found = {f"lighthouse: {what}": count for what, count in self.house.hear().items()}
-        found |= {f"groups a and b: {what}": count for what, count in home["home"].items()}
-        found |= {f"server of a: {what}": count for what, count in home["a"].items()}
+        for name in "ab":
+            heard = self.homes[name].hear()
+            found |= {f"group {name}: {what}": count for what, count in heard["home"].items()}
+            found |= {f"server of {name}: {what}": count for what, count in heard["server"].items()}
         found["shared memory: files"] = _entries(Path("/dev/shm"))
         others = [path for path in self.folder.rglob("*") if path.is_file() and path.name not in LOGS]
         found["other files: KiB"] = sum(path.stat().st_size for path in others if path.exists()) // 1024

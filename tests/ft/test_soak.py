@@ -22,4 +22,4 @@ def test_ten_changes_one_history(tmp_path: Path):
     assert done.orders.keys() == {"cut", "evict", "leave", "kill"}
     assert all(line.holds for line in judge_logs(tmp_path)), judge_logs(tmp_path)
     looks = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
-    assert [look["life"] for look in looks] == [1, 2] and all(look["groups a and b: threads"] > 0 for look in looks)
+    assert [look["life"] for look in looks] == [1, 2] and all(look["group a: threads"] > 0 for look in looks)
