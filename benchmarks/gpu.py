@@ -50,6 +50,10 @@ SIDES = (  # the fastest of each first; all bf16, weights and optimizer included
     ("pharos", "bf16 weights checkpoint chunked=8192"),
     ("transformers", "bf16 weights checkpoint"),
 )
+BACKENDS = {
+    "cuda": "inductor",
+    "cpu": "aot_eager",
+}  # of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
 Figures = dict[str, Any]
 
 
@@ -123,10 +127,12 @@ def part_1(options: argparse.Namespace) -> Iterator[Turn]:
     size = options.sizes[0]
     checkpointing = "--activation_checkpoint.mode=selective"
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
-    compiled = f"--compile.enable={'true' if options.device == 'cuda' else 'false'}"
+    compiled = ("--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
     yield Turn(f"1 train {size} eager", 240, lambda s: _train(options, size, "eager", s, checkpointing))
     yield Turn(
-        f"1 train {size} compiled", 300, lambda s: _train(options, size, "compiled", s, checkpointing, compiled, *trace)
+        f"1 train {size} compiled",
+        300,
+        lambda s: _train(options, size, "compiled", s, checkpointing, *compiled, *trace),
     )
 
 
@@ -150,6 +156,7 @@ def _train(
     *settings: str,
     steps: int = 15,
     env: dict[str, str] | None = None,
+    program: Sequence[str] = ("train.py",),
 ) -> Figures:
     """train.py to its very end, the sample included: medians of its later steps."""
     sizes, folder = SIZES[size], options.folder / "runs" / name
@@ -163,7 +170,7 @@ def _train(
         "hidden_dim": "hidden",
     }
     command = [
-        sys.executable, "train.py", "configs/llama.toml", f"--job.dump_folder={folder}", f"--training.steps={steps}",
+        sys.executable, *program, "configs/llama.toml", f"--job.dump_folder={folder}", f"--training.steps={steps}",
         *(f"--model.{ours}={sizes[here]}" for ours, here in model.items()),
         f"--training.seq_len={sizes['seq']}", f"--training.local_batch_size={sizes['batch']}", "--lr_scheduler.warmup_steps=2",
         "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
@@ -191,11 +198,13 @@ def _train(
 
 
 def part_2(options: argparse.Namespace) -> Iterator[Turn]:
-    for round_ in range(options.rounds):
-        for size in options.sizes:  # 1B before 8B
+    rounds = options.rounds or (2 if options.device == "cuda" else 1)
+    for size in options.sizes:  # all of 1B before 8B
+        for round_ in range(rounds):
             sides = list(SIDES)
-            if options.device == "cpu":  # compiling says nothing there, and takes a minute
-                sides = list(dict.fromkeys((side, setting.replace(" compile", "")) for side, setting in SIDES))
+            if options.device == "cpu":
+                backend = f" compile={BACKENDS['cpu']}"
+                sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
             for side, setting in sides if round_ % 2 == 0 else sides[::-1]:
                 yield Turn(
                     f"2 {size} {round_} {side}: {setting}",
@@ -217,7 +226,7 @@ def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limi
     finally:
         worker.close()
     tokens = options.steps * sizes["batch"] * sizes["seq"]
-    return {"tokens_per_s": tokens / answer["seconds"], "memory_mib": answer["memory_mib"]}
+    return {"tokens_per_s": tokens / answer["seconds"], **{name: answer[name] for name in ("memory_mib", "graphs")}}
 
 
 # ------------------------------------------------------------------------------------------------ part 3
@@ -248,8 +257,9 @@ def part_3(options: argparse.Namespace) -> Iterator[Turn]:
 
 def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit_s: float) -> Figures:
     """A step of train.py without replica groups, or as the only group."""
+    program = (str(WORKER), "train")
     if kind == "none":
-        return _train(options, size, "steady", limit_s, steps=steps)
+        return _train(options, size, "steady", limit_s, steps=steps, program=program)
     try:
         from ft.rpc.lighthouse_server import LighthouseServer
     except ImportError as error:
@@ -258,7 +268,7 @@ def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit
     try:
         env = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
         settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
-        return _train(options, size, "steady", limit_s, *settings, steps=steps, env=env)
+        return _train(options, size, "steady", limit_s, *settings, steps=steps, env=env, program=program)
     finally:
         lighthouse.shutdown()
 
@@ -308,7 +318,7 @@ def _device_env(device: str) -> dict[str, str]:
 
 
 def _install(wheels: Path, target: Path) -> None:
-    """Installs those of `wheels` into `target`, behind PYTHONPATH: what the machine has wins over nothing but what is missing."""
+    """Installs those of `wheels` into `target`, last in PYTHONPATH: there they hide what the machine has of the same name."""
     found = sorted(map(str, wheels.glob("*.whl")))
     command = [
         sys.executable,
@@ -351,7 +361,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=9.5, help="a turn that may not fit any more is left to the next call"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of part 2")
+    parser.add_argument("--rounds", type=int, help="of part 2; default 2, on a CPU 1")
     parser.add_argument("--steps", type=int, default=5, help="of a turn of part 2 that count")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="turns whose key fits, such as '2 1b *'")
     parser.add_argument("--again", action="store_true", help="take turns that failed once more")

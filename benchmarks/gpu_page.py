@@ -11,6 +11,10 @@ from benchmarks.pairs import ratio, table
 Row = Mapping[str, Any]
 Verdict = tuple[str, str, str]  # bound, what was seen, reached or not or not run
 NOT_RUN = "not run"
+ON_A_CPU = (
+    "compile=aot_eager: torch.compile traces and differentiates as on a GPU, and torch's own kernels run the graphs. gloo stands "
+    "for NCCL. What a CPU cannot run is listed at the end."
+)
 BEST = {"pharos": "bf16 weights checkpoint chunked=8192 compile", "torchtitan": "bf16 weights checkpoint compile"}
 
 
@@ -24,7 +28,8 @@ def page(rows: Sequence[Row], sizes: Mapping[str, Mapping[str, int]], device: st
     speeds = _speeds(good, sizes, str(versions.get("device", "")))
     blocks = [
         "# One GPU",
-        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`. Ranges are over rounds or repetitions.",
+        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`. Ranges are over rounds or repetitions."
+        + (f" {ON_A_CPU}" if device == "cpu" else ""),
         "## Bounds\n\n" + _table(("bound", "seen", "verdict"), verdicts(good, speeds, device)),
         "## Versions\n\n" + _table(("of", "is"), [(k, str(v)) for k, v in versions.items() if k not in ("key", "day", "took_s")]),
         "## Tests\n\n" + _table(("turn", "passed", "skipped", "failed"), [
@@ -35,10 +40,10 @@ def page(rows: Sequence[Row], sizes: Mapping[str, Mapping[str, int]], device: st
             (key[2:], *(str(row.get(n, "")) for n in ("steps", "loss", "step_ms", "tokens_per_s", "memory_gib", "trace")))
             for key, row in good.items() if key.startswith(("1 train", "3 steady"))
         ]),
-        "## Throughput\n\n" + _table(("size, side: setting", "tokens/s", "range", "MFU", "peak MiB"), [
+        "## Throughput\n\n" + _table(("size, side: setting", "tokens/s", "range", "MFU", "peak MiB", "graphs"), [
             (
                 name, f"{statistics.median(s['speeds']):,.0f}", f"{min(s['speeds']):,.0f}-{max(s['speeds']):,.0f}",
-                f"{100 * s['mfu']:.1f} %" if s["mfu"] else "unknown", f"{s['memory']:,.0f}",
+                f"{100 * s['mfu']:.1f} %" if s["mfu"] else "unknown", f"{s['memory']:,.0f}", str(s["graphs"]),
             ) for name, s in speeds.items()
         ]),
         "## Two members on one device\n\n" + _table(
@@ -138,9 +143,10 @@ def _speeds(good: Mapping[str, Row], sizes: Mapping[str, Mapping[str, int]], nam
         if not key.startswith("2 "):
             continue
         _, size, round_, what = key.split(" ", 3)
-        side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "size": size})
+        side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "graphs": 0, "size": size})
         side["by_round"][int(round_)] = row["tokens_per_s"]
         side["memory"] = max(side["memory"], row["memory_mib"])
+        side["graphs"] = max(side["graphs"], row.get("graphs", 0))
     peak = known_peak_tflops(name) if name else None
     flops = {
         size: our_llama(dict(sizes[size])).flops_per_token(sizes[size]["seq"])

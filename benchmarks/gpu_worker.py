@@ -1,4 +1,5 @@
 """Measurements of benchmarks/gpu.py in processes of their own: `gpu_worker.py versions|kill|healing|stall|member JSON`; answers with JSON.
+And `gpu_worker.py train ARGUMENTS`: train.py, whose weights are drawn on the device.
 
 `member` is one replica group of one rank, which `kill` starts twice on the same device: the model is so many megabytes, a step's gradients
 are ones, so after n steps every weight is 1 - n / 1024, to the last bit, whoever was there. It prints an event a line and reads orders.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import statistics
 import sys
@@ -17,12 +19,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from benchmarks.pairs import Failed, Worker
+from benchmarks.step_worker import draw_on_device
 
 RATE = 2.0**-10  # a power of two: the weights are exact
 STEPS = 6  # of both, before the kill
@@ -53,6 +57,7 @@ def versions(device: str) -> Event:
     with Names() as names:
         ops.causal_attention(q, k, v)
     found["attention"] = " ".join(sorted(name for name in names.seen if "attention" in name))
+    found |= dict.fromkeys(("device", "driver", "NCCL", "cuDNN", "memory_gib"), "no GPU")
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found["ptrace scope"] = scope.read_text().strip() if scope.exists() else "no Yama"
     if device == "cuda":
@@ -265,9 +270,19 @@ def stall(device: str, megabytes: int) -> Event:
     }
 
 
-def main(what: str, arguments: str) -> None:
+def train(*argv: str) -> None:
+    """train.py draws weights on the CPU, with the same bits for every layout: a minute for 1B, before each of a part's many runs."""
+    sys.argv = ["train.py", *argv]
+    with patch("models.llama.normal_", draw_on_device):
+        runpy.run_path(str(Path(__file__).resolve().parents[1] / "train.py"), run_name="__main__")
+
+
+def main(what: str, *arguments: str) -> None:
+    if what == "train":
+        return train(*arguments)
+    [argument] = arguments
     answer = {"versions": versions, "kill": kill, "healing": healing, "stall": stall, "member": member}[what](
-        **json.loads(arguments)
+        **json.loads(argument)
     )
     if answer is not None:
         print(json.dumps(answer), flush=True)

@@ -68,7 +68,7 @@ def pharos(
     layout = Layout(
         ParallelismConfig(),
         ActivationCheckpointConfig("selective" if "checkpoint" in words else "none", "op"),
-        CompileConfig(enable="compile" in words),
+        CompileConfig(enable=bool(backend := _backend(setting)), backend=backend or "inductor"),
         float8,
         Precision(
             torch.bfloat16 if "weights" in words else torch.float32,
@@ -76,7 +76,7 @@ def pharos(
         ),
         loss_chunk_tokens=_chunk_tokens(words),
     )
-    with patch("models.llama.normal_", _draw_on_device):
+    with patch("models.llama.normal_", draw_on_device):
         parallel = parallelize(
             our_llama(sizes),
             build_mesh(degrees(layout.parallelism, 1), device.type),
@@ -102,12 +102,18 @@ def pharos(
     return step
 
 
+def _backend(setting: str) -> str:
+    """Of torch.compile, by the word compile or compile=BACKEND; "": none."""
+    [word] = [word for word in setting.split() if word.startswith("compile")] or [""]
+    return word.partition("=")[2] or ("inductor" if word else "")
+
+
 def _chunk_tokens(words: list[str]) -> int:
     [asked] = [word for word in words if word.startswith("chunked")] or ["chunked=0"]
     return int(asked.partition("=")[2] or CHUNK)
 
 
-def _draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
+def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
     """Stands for models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
     torch.nn.init.normal_(parameter, std=std)
 
@@ -135,10 +141,10 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
         from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 
         apply_activation_checkpoint(model, ActivationCheckpointConfig("selective", "op"))
-    if "compile" in setting:
+    if backend := _backend(setting):
         for name, block in model.layers.named_children():
-            model.layers.register_module(name, torch.compile(block, fullgraph=True))
-    return _peer_step(model, model, setting, device, compile_loss="compile" in setting)
+            model.layers.register_module(name, torch.compile(block, fullgraph=True, backend=backend))
+    return _peer_step(model, model, setting, device, compile_loss=True)
 
 
 def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
@@ -160,7 +166,8 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
     if "checkpoint" in setting:
         model.gradient_checkpointing_enable()
         model.train()
-    forward = torch.compile(model) if "compile" in setting else model
+    backend = _backend(setting)
+    forward = torch.compile(model, backend=backend) if backend else model
     return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
 
 
@@ -178,7 +185,8 @@ def _peer_step(
     def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    loss_of = torch.compile(plain_loss) if compile_loss else plain_loss
+    backend = _backend(setting) if compile_loss else ""
+    loss_of = torch.compile(plain_loss, backend=backend) if backend else plain_loss
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
@@ -192,7 +200,7 @@ def _peer_step(
 
 
 def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
-    """Answers {"steps": n} with the seconds and CPU seconds that n steps took, and the memory so far."""
+    """Answers {"steps": n} with the seconds and CPU seconds that n steps took, and memory and compiled graphs so far."""
     if cpus := arguments["cpus"]:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
@@ -210,11 +218,18 @@ def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(device) / 2**20}
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(device) / 2**20}
+        return {**figures, "graphs": _graphs()}
 
     print(json.dumps(run(1)), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line)["steps"])), flush=True)
+
+
+def _graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def _peak_bytes(device: torch.device) -> float:

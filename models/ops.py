@@ -68,6 +68,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if (t == s <= _BLOCKS_UP_TO or 1 < t < s) and _in_blocks(q):
         out = _apply(_CausalAttention, q, k, v)
     elif t == s:
+        # On Hopper and Blackwell torch itself tries cuDNN's attention first, the fastest there, from cuDNN 9.15.1 on, which the wheels of
+        # torch 2.11 for CUDA 13 have: check_prefer_cudnn_attention and priority_order, from line 78 of
+        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Else flash is first: older ones fail for lengths that are no multiple
+        # of 128, and an order that is set here (torch.nn.attention.sdpa_kernel) would overrule that guard.
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     elif t > 1 and aligns_last_rows(q.device.type, q.dtype, q.shape[-1]):
         out = _flash_last_rows(q, k, v)

@@ -74,8 +74,9 @@ def head_loss(
 
 
 def equal_chunks(tokens: int, most: int) -> int:
-    """The size of the fewest equal chunks of up to `most` tokens, so that a compiled loss has one shape; `most` where that would take
-    more than twice as many as chunks of `most` tokens do, as with a prime number of them."""
+    """The size of the fewest equal chunks of up to `most` tokens, so that a compiled loss has one shape: `most` itself, a power of two on
+    CUDA, where it divides them. `most`, too, where equal ones would be more than twice as many, as with a prime number of tokens: the last
+    chunk is then smaller, and a compiled loss is compiled a second time, once for the whole run."""
     least = -(-tokens // most)
     return next((tokens // count for count in range(least, 2 * least + 1) if tokens % count == 0), most)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama, ops
+from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 from training.checkpoint_states import ModelState
 from training.loss import cross_entropy_sum
@@ -179,3 +181,14 @@ def test_options_that_mean_nothing_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=r"^activation_checkpoint\.selective_ac_option = "):
         ActivationCheckpointConfig("selective", option).check()
     ActivationCheckpointConfig("selective", "12").check()
+
+
+def test_whichever_kernel_attention_runs_its_result_is_kept() -> None:
+    """On CUDA torch chooses among three, cuDNN's first on Hopper."""
+    names = torch._C._dispatch_get_all_op_names()
+    kernels = {
+        name
+        for name in names
+        if re.fullmatch(r"aten::_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?", name)
+    }
+    assert len(kernels) == 4 and kernels <= {operation.name() for operation in activation_checkpoint._kept()}

@@ -17,7 +17,7 @@ from benchmarks.pairs import Failed
 def options(tmp_path: Path) -> argparse.Namespace:
     return argparse.Namespace(
         minutes=9.5, again=False, only="*", write=tmp_path / "gpu.md", device="cpu", sizes=["tiny"], folder=tmp_path,
-        rounds=1, steps=1, peer_python="python",
+        rounds=None, steps=1, peer_python="python",
     )  # fmt: skip
 
 

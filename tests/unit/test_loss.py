@@ -131,6 +131,23 @@ def test_a_backward_in_two_passes() -> None:
     assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
 
 
+def test_a_prime_number_of_tokens_compiles_the_loss_twice_in_all() -> None:
+    """11 tokens in chunks of 4, 4 and 3; where chunks are equal, once."""
+    h, weight, labels = batch()
+    for tokens, shapes in ((11, 2), (8, 1)):
+        graphs: list[Any] = []
+
+        def backend(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph
+
+        torch._dynamo.reset()
+        loss = at_head(chunk_tokens=4, enable=True, backend=backend)
+        for _ in range(3):
+            loss(h[:1, :tokens], weight, labels[:1, :tokens]).backward()
+        assert len(graphs) == shapes
+
+
 def test_compiled_chunks_give_the_same() -> None:
     h, weight, labels = batch()
     loss = at_head(chunk_tokens=7, enable=True, backend="aot_eager")(h, weight, labels)
