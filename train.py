@@ -37,7 +37,7 @@ from ft.device import on_host
 from ft.seam import BadInput, Commit, Going, GroupEnded, Stopped
 from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
-from parallelisms.device import has_cuda
+from parallelisms.device import type_here
 from parallelisms.distributed import BACKSTOP_S, World, host_group, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import let_go
 from parallelisms.means import sum_over_ranks
@@ -130,7 +130,7 @@ def groups_env(config: Config) -> dict[str, str]:
         return {}
     from ft.process_groups.nccl import process_settings  # not on the way of those who train alone
 
-    kind = settings.group_kind(gradients_lie_on(config, "cuda" if has_cuda() else "cpu"))
+    kind = settings.group_kind(gradients_lie_on(config, type_here()))
     return process_settings(kind, settings.rendezvous_s)
 
 

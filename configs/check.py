@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import Problems
 from configs.load import section_types
-from parallelisms.device import has_cuda
+from parallelisms.device import has_cuda, type_here
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from training.data.dataset import open_data
@@ -114,7 +114,7 @@ def _check_process_group(config: Config) -> None:
     """Checks that the process group sums on the device that gradients lie on."""
     if config.fault_tolerance.enable:
         check_offloaded_gradients(config, torch.__version__)
-        config.fault_tolerance.group_kind(gradients_lie_on(config, "cuda" if has_cuda() else "cpu"))
+        config.fault_tolerance.group_kind(gradients_lie_on(config, type_here()))
 
 
 def check_offloaded_gradients(config: Config, version: str) -> None:

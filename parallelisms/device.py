@@ -1,7 +1,8 @@
 """Differences between devices, in one place. Everything else is one code path.
 
-`DIFFERENCES` has what the rest of the program must decide by the kind of device. What is one natural call of torch.cuda at one place
-stays there: the allocator's counters (training/metrics.py) and its history (training/profiling.py), NVLink (parallelisms/tensor.py).
+`DIFFERENCES` has what the rest of the program must decide by the kind of device; tests/unit/test_device.py lists the lines that ask for a
+kind elsewhere, and why. What is one natural call of torch.cuda at one place stays there: the allocator's counters (training/metrics.py) and
+its history (training/profiling.py), NVLink (parallelisms/tensor.py).
 models/ops.py, which knows of torch alone, asks for a CPU or not; ft/device.py says for ft/ which devices have streams.
 """
 
@@ -29,14 +30,34 @@ class Differences:
     )
     adds_products_in_fp32: bool  # a product of bf16 matrices is added to an fp32 one within the product's own kernel
     has_allocator: bool  # of torch's own, with counters, and a history that can be dumped
+    queues_work: bool  # an operation returns before it is computed: who measures waits for the device, and the host's thread is free
+    probe: tuple[int, torch.dtype]  # rows and dtype of the square matrices by which scripts/cluster measures its speed
+    largest_message: int  # bytes of the longest message by which scripts/cluster measures links
+    words: str  # where ranks are, in a sentence
 
 
 DIFFERENCES = {
     "cpu": Differences(
-        "gloo", pins_batches=False, least_loss_chunk=0, adds_products_in_fp32=False, has_allocator=False
+        "gloo",
+        pins_batches=False,
+        least_loss_chunk=0,
+        adds_products_in_fp32=False,
+        has_allocator=False,
+        queues_work=False,
+        probe=(256, torch.float32),
+        largest_message=1 << 20,  # eight ranks on a laptop keep within 500 MB
+        words="on CPUs",
     ),
     "cuda": Differences(
-        "nccl", pins_batches=True, least_loss_chunk=4096, adds_products_in_fp32=True, has_allocator=True
+        "nccl",
+        pins_batches=True,
+        least_loss_chunk=4096,
+        adds_products_in_fp32=True,
+        has_allocator=True,
+        queues_work=True,
+        probe=(8192, torch.bfloat16),
+        largest_message=1 << 26,
+        words="on one CUDA GPU each",
     ),
 }
 
@@ -67,9 +88,10 @@ class Device:
         return _cpu_name()
 
     def fast_bfloat16(self) -> bool:
-        """Whether bf16 matrix products are faster than fp32 here: CUDA since Ampere; CPUs with AMX or AVX512-BF16."""
+        """Whether bf16 matrix products are faster than fp32 here: CUDA since Ampere, which a GPU that is not here (--explain) is taken
+        for; CPUs with AMX or AVX512-BF16."""
         if self.type == "cuda":
-            return torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+            return not has_cuda() or torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
     def memory_gib(self) -> float:
@@ -83,6 +105,11 @@ class Device:
 def has_cuda() -> bool:
     """Whether this machine has a CUDA device: for what must be refused before one is picked. Takes none into use."""
     return torch.cuda.is_available()
+
+
+def type_here() -> str:
+    """The kind of device that `pick_device` would pick: "cuda" or "cpu". Takes none into use."""
+    return "cuda" if has_cuda() else "cpu"
 
 
 def cuda_capability() -> tuple[int, int]:

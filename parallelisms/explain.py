@@ -10,6 +10,7 @@ from itertools import groupby
 from math import prod
 from textwrap import wrap
 
+from parallelisms.device import DIFFERENCES
 from parallelisms.explain_rank import Group, Job, Kind, Rank, plain, ranks
 from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
@@ -56,7 +57,7 @@ def explain(job: Job, beside: Callable[[Rank], Mapping[str, int]] | None = None)
 
 
 def _head(job: Job) -> Iterator[str]:
-    where = {"cpu": "on CPUs", "cuda": "on one CUDA GPU each"}[job.device_type]
+    where = DIFFERENCES[job.device_type].words
     n = job.degrees.world_size
     yield from _wrapped(
         f"{job.title}: {n} rank{'s' * (n > 1)} {where}, {job.degrees}. Nothing was started: ranks were acted out by tensors without "

@@ -153,11 +153,12 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
-    compute = training.mixed_precision_param
-    if compute == "auto" and device_type == "cuda" and not torch.cuda.is_available():
-        compute = "bfloat16"  # as on every GPU since Ampere
-    here = Device(torch.device(device_type))
-    precision = choose_precision(training.dtype, compute, training.mixed_precision_reduce, here)
+    precision = choose_precision(
+        training.dtype,
+        training.mixed_precision_param,
+        training.mixed_precision_reduce,
+        Device(torch.device(device_type)),
+    )
     sizes = degrees(config.parallelism, world_size)
     at_once = training.local_batch_size * sizes.data_parallel
     return Job(

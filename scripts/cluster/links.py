@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from parallelisms.device import DIFFERENCES
 from scripts.cluster.speeds import settle
 from scripts.cluster.values import Team
 
@@ -19,7 +20,6 @@ Pair = tuple[int, int]
 ALL_PAIRS = 64  # ranks up to which every pair is measured
 PINGS, TRIES = 10, 3
 SMALLEST, GROWTH = 1 << 16, 4  # bytes of a try; they grow until one takes LONG_S
-LARGEST = {"cpu": 1 << 20, "cuda": 1 << 26}  # eight ranks on a laptop keep within 500 MB
 LONG_S = 0.02
 
 
@@ -76,7 +76,7 @@ def _send(team: Team, peer: int) -> dict[str, float]:
 
     quickest = min(trip(1) for _ in range(PINGS + 1))
     size, taken = SMALLEST, trip(SMALLEST)
-    while taken < LONG_S and size < LARGEST[team.device.type]:
+    while taken < LONG_S and size < DIFFERENCES[team.device.type].largest_message:
         size *= GROWTH
         taken = min(trip(size) for _ in range(TRIES))
     dist.send(header.zero_(), peer, team.group)

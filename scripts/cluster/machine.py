@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.futures import Future
 
+from parallelisms.device import DIFFERENCES
 from scripts.cluster.speeds import settle
 from scripts.cluster.values import Team
 
@@ -26,8 +27,7 @@ MATMUL_S = 1.0  # all ranks multiply at the same time for this long, as in train
 def matmul_flops(team: Team) -> tuple[float, float]:
     """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's products. And the share of that second in
     which this thread had a core: a core that is slow has all of it, a rank that other programs hold up has not."""
-    cuda = team.device.type == "cuda"
-    n, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
+    n, dtype = DIFFERENCES[team.device.type].probe
     a, b = (torch.randn(n, n, dtype=dtype, device=team.device) for _ in range(2))
     a @ b
     settle(team.device)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from parallelisms.device import DIFFERENCES
 from scripts.cluster.ring import ring_all_reduce
 from scripts.cluster.values import Team
 
@@ -75,5 +76,5 @@ def seconds(run: Callable[[], object], device: torch.device, *, rounds: int = RO
 
 def settle(device: torch.device) -> None:
     """Waits for what the device has been given; a CPU has done it already."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if DIFFERENCES[device.type].queues_work:
+        torch.accelerator.synchronize(device)

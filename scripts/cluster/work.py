@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallelisms.device import pick_device
+from parallelisms.device import DIFFERENCES, pick_device
 from parallelisms.distributed import join
 from scripts.cluster import machine, verdicts
 from scripts.cluster.control import Control
@@ -178,7 +178,7 @@ class Work:
 
         best = self._confirmed("compute", look, verdicts.slow_ranks)
         self.figures["matmul_flops"], share = max(looks)
-        if self.team.device.type == "cpu":  # with a GPU the thread only waits
+        if not DIFFERENCES[self.team.device.type].queues_work:  # else the thread only waits
             self.figures["core_share"] = share
         return f"rank 0: {best / 1e9:.4g} GFLOP/s"
 

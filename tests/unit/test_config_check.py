@@ -283,7 +283,8 @@ def test_what_cuda_has_is_not_refused_on_it(folder: Path, monkeypatch: pytest.Mo
 def test_a_process_group_of_another_device_is_refused(
     folder: Path, process_group: str, cuda: bool, more: list[str], legal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("configs.check.has_cuda", lambda: cuda)
+    for module in ("configs.check", "parallelisms.device"):
+        monkeypatch.setattr(f"{module}.has_cuda", lambda: cuda)
     given = f"--fault_tolerance.process_group={process_group}"
     assert complaints(folder, given, *more) == []  # groups that are alone sum nothing
     found = complaints(folder, "--fault_tolerance.enable", given, *more)

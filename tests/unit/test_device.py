@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelisms.device import DIFFERENCES, Device
+from ft.config import FaultTolerance
+from ft.device import HAVE_STREAMS, streams_of
+from models.init import normal_
+from models.ops import aligns_last_rows
+from parallelisms import device as device_module
+from parallelisms.device import DIFFERENCES, Device, type_here
 from parallelisms.loss import add_product, equal_chunks
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
@@ -21,6 +28,95 @@ def test_the_kinds_of_devices() -> None:
     assert (cuda.type, cuda.backend, cpu.backend) == ("cuda", "nccl", "gloo")
     assert cuda.differences.pins_batches and not cpu.differences.pins_batches
     assert cuda.differences.has_allocator and not cpu.differences.has_allocator
+    assert {kind for kind, found in DIFFERENCES.items() if found.queues_work} == HAVE_STREAMS, (
+        "ft/ knows no other package"
+    )
+
+
+def test_streams_are_those_of_the_device() -> None:
+    assert streams_of(torch.device("cuda", 3)) is torch.cuda
+    assert streams_of(torch.device("cpu")) is None
+
+
+def test_the_kind_of_device_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(device_module, "has_cuda", lambda found=found: found)
+        assert type_here() == kind
+
+
+def test_a_gpu_that_is_not_here_is_taken_for_one_that_multiplies_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "has_cuda", lambda: False)
+    assert Device(torch.device("cuda")).fast_bfloat16()
+    monkeypatch.setattr(device_module, "has_cuda", lambda: True)
+    for capability, fast in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert Device(torch.device("cuda")).fast_bfloat16() is fast
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "by_name"),
+    [
+        ("cuda", torch.bfloat16, 128, True),
+        ("cuda", torch.float16, 256, True),
+        ("cuda", torch.bfloat16, 264, False),  # too wide for the kernel
+        ("cuda", torch.bfloat16, 20, False),  # it pads no head
+        ("cuda", torch.float32, 128, False),
+        ("cpu", torch.bfloat16, 128, False),
+    ],
+)
+def test_which_attention_takes_the_last_rows(device: str, dtype: torch.dtype, head_dim: int, *, by_name: bool) -> None:
+    assert aligns_last_rows(device, dtype, head_dim) is by_name
+
+
+def test_which_library_sums_between_groups() -> None:
+    assert (FaultTolerance().group_kind("cuda"), FaultTolerance().group_kind("cpu")) == ("nccl", "gloo")
+
+
+def test_weights_are_drawn_by_a_generator_of_the_host_wherever_they_lie() -> None:
+    """Which is why every layout and device begins with the same bits."""
+    here, there = torch.empty(3, 4), torch.empty(3, 4)
+    normal_(here, "weight", 7, std=1.0)
+    torch.manual_seed(1)
+    with torch.device("meta"):  # as a model is built, and as a GPU would be the default
+        normal_(there, "weight", 7, std=1.0)
+    assert torch.equal(here, there)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files outside parallelisms/device.py and ft/device.py that ask for a kind of device, how often, and why there.
+ELSEWHERE = {
+    "models/ops.py": (2, "knows of torch alone: a CPU or not"),
+    "training/checkpoint_dcp.py": (2, "whether a copy comes from elsewhere than host memory, whatever device that is"),
+    "parallelisms/explain_memory.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
+    "parallelisms/explain.py": (4, "advice about GPUs, in words"),
+    "scripts/explain.py": (2, "the values of --device"),
+    "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
+    "ft/healing/body.py": (1, "whether memory can be read as Python's, whatever device it is"),
+    "ft/process_groups/work.py": (1, "a torch.futures.Future takes streams of CUDA"),
+    "ft/process_groups/shared.py": (4, "memory that processes share: CUDA's own calls"),
+    "ft/process_groups/baby.py": (1, "an event that processes share"),
+}
+
+
+def test_no_other_line_asks_for_a_kind_of_device() -> None:
+    seen = {}
+    for package in ("models", "parallelisms", "training", "ft", "configs", "scripts", "."):
+        for path in sorted((ROOT / package).glob("*.py" if package == "." else "**/*.py")):
+            asks = sum(map(_asks, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+            if asks and path.name != "device.py":
+                seen[str(path.relative_to(ROOT))] = asks
+    assert seen == {file: count for file, (count, _) in ELSEWHERE.items()}
+
+
+def _asks(node: ast.AST) -> bool:
+    """Whether it compares with "cuda" or "cpu", has them as keys, or is `.is_cuda`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "is_cuda"
+    if isinstance(node, ast.Dict):
+        return any(isinstance(key, ast.Constant) and key.value in ("cuda", "cpu") for key in node.keys)
+    sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+    inside = [one for side in sides for one in (side.elts if isinstance(side, ast.Tuple) else [side])]
+    return any(isinstance(one, ast.Constant) and one.value in ("cuda", "cpu") for one in inside)
 
 
 @pytest.mark.parametrize(
