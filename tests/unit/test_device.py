@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from configs.load import load
 from ft.config import FaultTolerance
 from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
@@ -21,6 +22,7 @@ from training.config import TrainingConfig
 from training.loss import chunk_tokens
 
 LLAMA3 = 128_256
+FOR_GPUS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("llama3_*.toml"))
 
 
 def test_the_kinds_of_devices() -> None:
@@ -171,3 +173,14 @@ def test_a_gpu_adds_a_product_to_the_gradient_of_the_weight_in_one_operation() -
     with Names() as two:
         add_product(total, a, b, in_fp32=DIFFERENCES["cpu"].adds_products_in_fp32)
     assert one.seen == ["aten.addmm.dtype_out"] and two.seen == ["aten.mm.default", "aten.add_.Tensor"]
+
+
+@pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: path.stem)
+def test_configurations_for_gpus_compile_and_read_beside_the_step(path: Path) -> None:
+    config = load([str(path)])
+    assert (
+        config.compile.enable
+        and config.compile.components == ("model", "loss")
+        and config.compile.backend == "inductor"
+    )
+    assert 2 <= config.training.dataloader.num_workers <= 4

@@ -118,7 +118,14 @@ def test_what_torch_reads_at_the_constructor(fake: FakeNccl, store: Callable[[st
     fake.peers.set()
     form(store(form.__name__))
     constructor, first_sum = fake.environments
-    assert constructor == {**CONSTRUCTOR_SETTINGS, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"}
+    assert constructor == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2000000",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
+    }
     assert first_sum == {**dict.fromkeys(CONSTRUCTOR_SETTINGS, "before"), "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"}
     assert fake.devices["ft-nccl-poll"] == fake.devices["ft-nccl-abort"] == 3
 

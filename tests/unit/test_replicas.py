@@ -16,6 +16,7 @@ import pytest
 
 from ft.config import FaultTolerance
 from proofs import drill_job
+from scripts import replicas
 from scripts.agent import Agent
 from scripts.launch import RESTARTS_WITHIN_S
 from scripts.replicas import (
@@ -214,6 +215,23 @@ def test_too_few_devices_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("NPROC", "4")
     assert main(["configs/llama.toml", "--groups=3"]) == 2
     assert capsys.readouterr().err == "pharos: NPROC=4: more ranks than the 2 GPUs that are visible here\n"
+
+
+def test_each_group_is_started_with_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(
+        replicas, "Lighthouse", lambda *_, **__: SimpleNamespace(address="http://127.0.0.1:1", close=lambda: None)
+    )
+    monkeypatch.setattr(replicas, "Wishes", lambda *_: None)
+    started: list[Group] = []
+    monkeypatch.setattr(replicas, "run", lambda groups, *_: started.extend(groups) or 0)
+    assert main(["a.toml", "--groups=2"]) == 0
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in started] == ["4,5", "6,7"]
 
 
 def test_devices_are_shared_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch):
