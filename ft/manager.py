@@ -174,7 +174,7 @@ class Manager:
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
             m.DropGradients: self._drop_gradients,
-            m.Fence: lambda effect: self._healer.fence(),
+            m.Fence: self._fence,
             m.CommitStep: self._take_commit,
             m.HoldSums: self._hold,
             m.DropHeld: self._drop_held,
@@ -585,6 +585,11 @@ class Manager:
     def _hold(self, effect: m.HoldSums) -> None:
         self.gradients.hold(effect.step)
         self._attempt = None
+
+    def _fence(self, effect: m.Fence) -> None:
+        """Takes as long as readers may, and a copy: no sign that this group hangs, though all others wait for it."""
+        with self._teller.sends(2 * self._wish.times.heal_grace_s):
+            self._healer.fence()
 
     def _drop_held(self, effect: m.DropHeld) -> None:
         self.gradients.drop_held()

@@ -33,6 +33,7 @@ class Stands:
 
 
 NOWHERE = Stands("")
+SENDS = "sending its state"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Teller:
         self._stands = NOWHERE
         self._sums_began_s = 0.0
         self._first_began_s: float | None = None  # the first step, until it is committed
+        self._sends: tuple[float, float] | None = None  # a commit waits for readers: since when, and how long it may
         self._waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
         self._steps: deque[float] = deque(maxlen=KEPT)  # seconds
         self._began_s = self._committed_s = time.monotonic()
@@ -105,6 +107,15 @@ class Teller:
             yield
         finally:
             self._stands = NOWHERE
+
+    @contextmanager
+    def sends(self, limit_s: float) -> Iterator[None]:
+        """Around the wait of a commit until others have this group's state, or enough of it."""
+        self._sends = (time.monotonic(), limit_s)
+        try:
+            yield
+        finally:
+            self._sends = None
 
     def computes(self) -> None:
         if self._first_began_s is None:
@@ -178,7 +189,10 @@ class Teller:
         now_s, stands = time.monotonic(), self._stands
         waiting = now_s - stands.since_s > beat_s / 2
         phase, seconds = self._long_phase(now_s) or ("", 0.0)
-        limit_s = self._long_phase_s if seconds < self._long_phase_s else 0.0  # one that takes too long is none
+        most_s = self._long_phase_s
+        if sends := self._sends:
+            phase, seconds, most_s = SENDS, now_s - sends[0], sends[1]
+        limit_s = most_s if seconds < most_s else 0.0  # one that takes too long is none
         return Status(waiting, waiting and stands.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
     def _long_phase(self, now_s: float) -> tuple[str, float] | None:

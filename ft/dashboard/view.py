@@ -102,8 +102,8 @@ class View:
             clean_leave = replica_id in roster.gone
             why = roster.lost.get(replica_id, "")
             return (LEFT if clean_leave else LOST), clean(why, NOTE_TEXT)
-        if replica_id in roster.sitting:
-            return SITS_OUT, "links between it and others failed"
+        if why := roster.why_it_sits_out(replica_id):
+            return SITS_OUT, why
         if quiet:
             return SILENT, ""
         if replica_id in healing:

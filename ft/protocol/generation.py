@@ -158,7 +158,8 @@ class Generation:
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
         waits |= {i: peers[i].called_s for i in present} | back
         there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
-        late = [i for i in there if i not in waits and not self._may_take_long(i, now_s)]
+        waits_too = waits.keys() | self._roster.sitting.keys()  # who sits out has called
+        late = [i for i in there if i not in waits_too and not self._may_take_long(i, now_s)]
         begins_s = sorted(waits.values()) or [math.inf]
         most_s = begins_s[len(there) // 2] if 2 * len(waits) > len(there) else math.inf
         any_s = min([*callers_s, begins_s[0]])
@@ -187,7 +188,8 @@ class Generation:
 
     def end_crossed_waits(self, now_s: float) -> None:
         """Members that ask for a quorum, or have left, and members that wait for them in the collective: no wait would end by itself."""
-        asking, previous = self._roster.present.keys(), self._roster.previous
+        previous = self._roster.previous
+        asking = self._roster.present.keys() | (previous & self._roster.sitting.keys())
         away = asking | self._roster.gone
         crossed = (
             bool(away) and not self.failed and len(away) != len(previous) and previous - away <= self._waiting.keys()

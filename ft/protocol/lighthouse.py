@@ -20,7 +20,7 @@ from ft.protocol import messages as m
 from ft.protocol.blame import Pairs, in_words, parts
 from ft.protocol.generation import Generation
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
-from ft.protocol.roster import Roster
+from ft.protocol.roster import Roster, word_s
 from ft.protocol.rules import Decision, Problem, View, absurd, decide, unlike
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
@@ -136,7 +136,7 @@ class Lighthouse:
             roster.live[member.name] = replica_id
             if event.number < peer.number:
                 return  # a late copy of an older question
-            retried, peer.number = 0 < event.number == peer.number, event.number
+            retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if generation and generation.repeats(event, retried=retried):
                 if generation.holds(member):
@@ -144,6 +144,8 @@ class Lighthouse:
                     return
                 generation.fail(f"{replica_id} has gone on since it was put in", replica_id)
             self._note_failure(event)
+            self._excuse_heals(now_s)
+            roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
             roster.settle_claim(member)
         if event.kind == "torchft" and peer.call:
@@ -239,7 +241,7 @@ class Lighthouse:
             self._lose([replica_id], event.reason)
 
     def _on_take_over(self, event: m.TakeOver, now_s: float) -> None:
-        self.roster.claims_expired, self._silent_until_s = True, now_s
+        self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
 
     def _on_evict(self, event: m.Evict, now_s: float) -> None:
         self.roster.end_claim(event.replica_id, -math.inf)
@@ -287,7 +289,7 @@ class Lighthouse:
             self._settle_odd(now_s)
         if not roster.candidates:
             return
-        if self._silent_until_s > now_s and roster.kind == "pharos" and self._generation is None:
+        if roster.word_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._generation is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
         decision = decide(self._view(now_s))
@@ -315,25 +317,35 @@ class Lighthouse:
         ids = tuple(member.replica_id for member in decision.members)
         old = self.quorum
         if self._starts_a_generation(decision, ids):
-            self._last_id, self._forgot = self._highest_id + 1, False
-        quorum = Quorum(self._last_id, decision.members, decision.reference, self._epoch, self._shape)
+            new_id = self._last_id = self._highest_id + 1
+            self._forgot = False
+        else:
+            assert old is not None
+            new_id = old.quorum_id
+        quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._shape)
         if decision.reference[0] < self._settled:  # restored on purpose
             self._restored_in = quorum.quorum_id
         self._settled = decision.reference[0]
-        for replica_id in ids:
-            self.roster.peers[replica_id].call = None
+        for peer in map(self.roster.peers.__getitem__, ids):
+            peer.call, peer.answered = None, peer.number
+        self._excuse_heals(now_s)
         generation = self._take(quorum, now_s)
         self._persist(now_s)
         self._emit(m.Answer(ids, quorum))
         generation.leave_behind(old)
 
     def _starts_a_generation(self, decision: Decision, ids: tuple[str, ...]) -> bool:
-        """The id grows if the members changed or one of them reports a failed generation; else they keep what they have. It also grows
+        """The id grows if the members changed or one of them reports a failed generation; else they keep the one they have. It also grows
         when they go back to a checkpoint: what they decided about the steps after it is not to be found under the same names."""
         failed = any(member.commit_failures > 0 for member in decision.members)
         restored = any(member.restored is not None for member in decision.members)
         generation = self._generation
-        return failed or restored or generation is None or generation.failed or generation.quorum.ids != ids
+        if failed or restored or generation is None or generation.failed or generation.quorum.ids != ids:
+            return True
+        calls = [
+            self.roster.peers[replica_id].call for replica_id in ids
+        ]  # one may know of a quorum that this lighthouse does not
+        return any(call.known > generation.quorum.quorum_id for call in calls if call)
 
     def _take(self, quorum: Quorum, now_s: float) -> Generation:
         generation = self._generation
@@ -373,6 +385,12 @@ class Lighthouse:
         if not generation.failed:
             generation.fail(f"{replica_id}: the generation failed", replica_id)
 
+    def _excuse_heals(self, now_s: float) -> None:
+        """Excuses those whose heal soon ended with the loss of another member."""
+        generation = self._generation
+        if generation and generation.lost:
+            self.roster.excuse_heals(generation.quorum.quorum_id, generation.lost[0], now_s)
+
     def _part(self, decision: Decision, cut: Pairs, now_s: float) -> None:
         """Some sit out, and the others go on; where too few would be left, all wait until the links are whole."""
         out, why = parts(decision, cut, self.config.min_replicas), in_words(cut)
@@ -386,9 +404,11 @@ class Lighthouse:
         self.reason += f"; {', '.join(sorted(out))} sit out: {why}"
 
     def _call_back(self, now_s: float) -> None:
-        """There is no quorum without those who sit out: then they need not, if nothing parts them any more."""
-        roster = self.roster
-        if len(roster.candidates) < self.config.min_replicas and roster.let_in(now_s, early=True):
+        """There is no quorum without those who sit out: then they need not, if nothing parts them any more. Whose heals failed is no help
+        before it is clear that nobody else comes."""
+        roster, view, least = self.roster, self._view(now_s), self.config.min_replicas
+        alone = view.healthy < least and view.waited_s >= view.join_timeout_s
+        if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
             self._evaluate(now_s)
         elif cut := roster.pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting]):
             self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"

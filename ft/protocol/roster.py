@@ -6,12 +6,15 @@ with 2 groups and with 1,000, and a quorum O(N).
 Where the rules leave a choice:
 - A name's successor ends the claim of a member whose process is gone, but it is no heir: only the same process under a new id ("a:1.1")
   is. A process is gone for certain if its kernel closed its connection, if it said so, or if an operator did: silence proves nothing.
+- A process whose heals fail again and again sits out for longer each time: what it costs the others is a share of their time that shrinks,
+  and it need not be known why it fails. One that is started anew begins with a clean slate, for that may be the cure.
 - The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
   on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,6 +25,10 @@ from ft.protocol.messages import Call, Kind, Member, Quorum
 from ft.protocol.rules import View
 
 LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
+WORD_S = 60.0  # that an operator's word holds where takeover_s is "never"
+HEALS_FREE = 2  # that may fail in a row
+EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
+REST_S, MOST_REST_S = 30.0, 600.0  # how long the next failures let a process sit out: twice as long each time
 
 
 @dataclass
@@ -31,6 +38,17 @@ class Claim:
     replica_id: str
     seen_s: float  # last, for one that is no longer alive
     ended: bool = False  # its process is gone for certain: whoever comes next under its name is its successor
+
+
+@dataclass
+class Heal:
+    """What is known of a group that fetches a state, or could not."""
+
+    process: str
+    quorum_id: int  # in which it fetches; 0: in none
+    since_s: float  # that is
+    failed: int = 0  # in a row
+    until_s: float = 0.0  # it sits out
 
 
 @dataclass
@@ -45,6 +63,7 @@ class Peer:
     called_s: float = 0.0
     called: bool = False  # at least once
     number: int = 0  # of its newest call
+    answered: int = 0  # of the newest that a quorum was issued for
 
 
 class Roster:
@@ -65,8 +84,10 @@ class Roster:
         self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
         self.sitting: dict[str, float] = {}  # id that sits out -> until, at least
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
+        self.heals: OrderedDict[str, Heal] = OrderedDict()  # by name
         self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
+        self.word_until_s = -math.inf  # an operator has said that others may take over: until then
         self.candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
         self.present: dict[str, None] = {}  # in the order of their calls
         self._missing: set[str] = set()
@@ -102,7 +123,7 @@ class Roster:
         view.previous = self.previous
         view.reachable = len(self._reachable)
         view.claims = len(self.claims)
-        view.claims_expired = self.claims_expired
+        view.claims_expired = self.claims_expired or now_s < self.word_until_s
         view.waited_s = self.waited(now_s)
         return view
 
@@ -193,8 +214,11 @@ class Roster:
 
     def is_free(self, now_s: float, takeover_s: float | None) -> bool:
         """Nobody has a claim to the state, or all who do were silent for so long."""
-        if not self.claims or self.claims_expired:
+        if not self.claims or self.claims_expired or now_s < self.word_until_s:
             return True
+        return self._all_silent(now_s, takeover_s)
+
+    def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
         return takeover_s is not None and now_s - max(map(self._seen_s, self.claims.values())) >= takeover_s
 
     def _seen_s(self, claim: Claim) -> float:
@@ -278,6 +302,37 @@ class Roster:
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
 
+    def hear_of_heal(self, member: Member, now_s: float) -> None:
+        """A member asks anew. Where it was to fetch a state in the quorum before, it shows now whether it has one."""
+        heal, process = self.heals.get(member.name), m.process_of(member.replica_id)
+        if heal is None:
+            return
+        if heal.process != process or not member.void:
+            del self.heals[member.name]
+            return
+        if heal.quorum_id:
+            heal.quorum_id, heal.failed = 0, heal.failed + 1
+            if (times := heal.failed - HEALS_FREE) > 0:
+                heal.until_s = now_s + rest_s(times)
+        if heal.until_s > now_s:
+            self.sitting[member.replica_id] = max(heal.until_s, self.sitting.get(member.replica_id, 0.0))
+            self._parted.setdefault(member.replica_id, frozenset())
+
+    def excuse_heals(self, quorum_id: int, lost: str, now_s: float) -> None:
+        """That quorum ended with the loss of this id: no other one's heal has failed, unless it had time enough."""
+        for name, heal in self.heals.items():
+            if heal.quorum_id == quorum_id and name != m.name_of(lost) and now_s - heal.since_s < EXCUSED_S:
+                heal.quorum_id = 0
+
+    def why_it_sits_out(self, replica_id: str) -> str:
+        """Empty: it does not."""
+        if replica_id not in self.sitting:
+            return ""
+        if self._parted[replica_id]:
+            return "links between it and others failed"
+        failed = self.heals[m.name_of(replica_id)].failed
+        return f"its last {failed} heals failed, so the others go on without it for {rest_s(failed - HEALS_FREE):g} s"
+
     def take(self, quorum: Quorum, now_s: float) -> None:
         """Its members are the previous ones from now on, and the claims to the state are theirs."""
         before = self.previous
@@ -290,7 +345,14 @@ class Roster:
         self.previous = frozenset(quorum.ids)
         if self.previous != before:
             self._processes = frozenset(map(m.process_of, quorum.ids))
-        self.gone, self.claims_expired = set(), False
+        self.gone, self.claims_expired, self.word_until_s = set(), False, -math.inf
+        for member in quorum.members:
+            heal = self.heals.pop(member.name, None)
+            if member.state != quorum.reference:
+                self.heals[member.name] = heal = heal or Heal(m.process_of(member.replica_id), 0, now_s)
+                heal.quorum_id, heal.since_s = quorum.quorum_id, now_s
+        while len(self.heals) > LOST_KEPT + len(quorum.members):
+            self.heals.popitem(last=False)
         self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
         for replica_id in sorted(touched):
             self.place(replica_id)
@@ -336,8 +398,11 @@ class Roster:
             self.place(replica_id)
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
+        """Claims do, and so does an operator's word against them: it holds for as long as somebody waits, and takeover_s."""
         if self.claims and self.candidates and not self._heirs:
-            self.claims_expired = self.is_free(now_s, takeover_s)
+            self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
+        if self.candidates and now_s < self.word_until_s:
+            self.word_until_s = now_s + word_s(takeover_s)
 
     def end_waits(self, now_s: float) -> None:
         """Nobody is awaited, or sits out, for longer than it was said."""
@@ -345,15 +410,17 @@ class Roster:
         if self.sitting:
             self.let_in(now_s)
 
-    def let_in(self, now_s: float, *, early: bool = False) -> bool:
+    def let_in(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
         """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
-        they were parted from are gone, or where it is `early` that they are wanted. Whether there is one."""
+        they were parted from are gone, or where it is `early` that they are wanted; or, of those whose heals failed, where nobody else is
+        there, or `unhealed` says that they are wanted. Whether there is one."""
         here = {m.process_of(i) for i in self._order}
         there = [i for i in self._order if i not in self.sitting]
         let_in = []
         for replica_id, until_s in self.sitting.items():
-            may = early or until_s <= now_s or self._parted[replica_id].isdisjoint(here)
-            if may and not self.pairs_with(replica_id, there):
+            parted = self._parted[replica_id]
+            wanted = early or parted.isdisjoint(here) if parted else unhealed or not there
+            if (wanted or until_s <= now_s) and not self.pairs_with(replica_id, there):
                 let_in.append(replica_id)
         for replica_id in let_in:
             del self.sitting[replica_id], self._parted[replica_id]
@@ -367,6 +434,15 @@ class Roster:
             peer.called_s = min(peer.called_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_s = min(claim.seen_s + gap_s, now_s)
+
+
+def word_s(takeover_s: float | None) -> float:
+    """Seconds that an operator's word holds where nobody waits for it."""
+    return takeover_s or WORD_S
+
+
+def rest_s(times: int) -> float:
+    return min(MOST_REST_S, REST_S * 2 ** min(times - 1, 16))
 
 
 def _put(ids: set[str], replica_id: str, inside: bool) -> None:

@@ -21,6 +21,7 @@ import grpc
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.roster import word_s
 from ft.protocol.rules import MAX_STEP, absurd
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
@@ -199,6 +200,12 @@ class LighthouseService:
             event = codec.from_bytes(word_type, data)
             log.info("%s", event)
             self.driver.feed(event)
+            if isinstance(event, m.TakeOver):
+                holds_s = word_s(self.machine.config.times.takeover_s)
+                log.warning(
+                    "an operator's word: others may take over. It holds for %g s, and for as long as somebody waits",
+                    holds_s,
+                )
             return b""
 
         return told
@@ -275,7 +282,7 @@ class LighthouseService:
         if peer and peer.call is None and self.keeper:
             trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
             return f"a quorum is answered when the lighthouse's state file is written{trouble}"
-        return self.machine.reason
+        return self.machine.roster.why_it_sits_out(replica_id) or self.machine.reason
 
     def order(self, replica_id: str, kind: str, reason: str) -> bool:
         """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""

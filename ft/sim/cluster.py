@@ -123,6 +123,7 @@ class Name:
     shape: str = ""  # what it trains, if not what the job does
     dies_in: list[str] = field(default_factory=list)  # phases of a heal: each start dies in the next of them
     failing_heals: int = 0
+    slow_heals: int = 0  # begun from now on, of which nothing comes in time
 
 
 @dataclass
@@ -197,8 +198,11 @@ class Cluster:
         self.liveness.check()
         if self.harm.active == 0:
             calm_s = self.world.now_s - self.calm_since_s
+            apart = self.lighthouse.machine.roster.sitting if self.lighthouse else ()
             for group in live:
                 for rank in group.ranks:
+                    if self.name_of(group).slow_heals or group.machine.replica_id in apart:
+                        rank.progress_s = self.world.now_s  # it has to wait
                     still_s = self.world.now_s - rank.progress_s
                     require(
                         min(still_s, calm_s) < PATIENCE_S,

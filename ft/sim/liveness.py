@@ -3,20 +3,26 @@
 While `min_replicas` groups exist that are well and reach the lighthouse and each other, some group commits within the detection time of
 the faults there were (faults.DETECTION_S), rendezvous_s and SLACK_S: since the last commit, since the last fault began or ended, or since
 there are so many again. Longer only
-- by heal_grace_s where a heal is open, for the others wait so long for one that has too many steps held;
+- by heal_grace_s where a heal is open, for the others wait so long for one that has too many steps held; twice where it fails, and the
+  group is needed: then the next heal follows at once;
 - by the join timeout where a group that is well has not called: one that starts, or a member;
 - by takeover_s where none of those is a member of the newest quorum with a state, for the others may come back;
 - by the slowest group's steps;
 - by the detection time of each connection that a bad network breaks meanwhile.
+
+A group whose heals fail each time costs the others less and less: once three in a row have failed, their commits wait for it for no more
+than half of the time that goes by, and heal_grace_s.
 
 No rank ends unless something was done to its group: what goes wrong elsewhere is waited for, and so is a refusal by whoever was a member.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ft.protocol import messages as m
+from ft.protocol.step import Phase
 from ft.sim.faults import BROKEN, DETECTION_S
 from ft.sim.invariants import require
 
@@ -25,8 +31,18 @@ if TYPE_CHECKING:
     from ft.sim.servers import GroupNode
 
 SLACK_S = 5.0
+HEALS_FREE = 3  # that may fail in a row, and cost what they cost
 NAME_S = 90.0  # until a name is free of one that hangs, or is cut off
 FORGOTTEN_S = 60.0  # after it ended, a fault has been dealt with
+
+
+@dataclass
+class Heals:
+    """Of one process, that failed in a row."""
+
+    since_s: float
+    failed: int = 0
+    cost_s: float = 0.0  # to the others, since the third
 
 
 class Liveness:
@@ -38,6 +54,7 @@ class Liveness:
         self._faults: list[tuple[float, float, str]] = []  # (until when it counts, its detection time, its kind)
         self._refused_s: dict[str, float] = {}  # name -> since when another has it
         self._extra: dict[str, float] = {}  # in this wait
+        self._heals: dict[str, Heals] = {}  # of processes whose heals fail each time
 
     def fault(self, kind: str, detection_s: float, lasts_s: float = 0.0) -> None:
         now_s = self.world.now_s
@@ -57,6 +74,7 @@ class Liveness:
     def check(self) -> None:
         """Once a second."""
         able = self._able()
+        self._check_heals(able)
         if len(able) < self.cluster.setting.lighthouse.min_replicas:
             self.restart()
             return
@@ -106,7 +124,7 @@ class Liveness:
         setting, times = self.cluster.setting, self.cluster.times
         newest = {m.process_of(replica_id) for replica_id in self.cluster.truth.newest.ids}
         if any(rank.machine.healing for group in self.cluster.live() for rank in group.ranks):
-            self._extra["a heal"] = times.heal_grace_s
+            self._extra["a heal"] = times.heal_grace_s * (2 if self._heals else 1)  # one that fails, and the next
         if any(group.process_id not in newest for group in able):
             self._extra["who starts"] = setting.lighthouse.join_timeout_s
         heirs = [g for g in able if g.process_id in newest and all(rank.weights is not None for rank in g.ranks)]
@@ -121,8 +139,39 @@ class Liveness:
         self._refused_s.pop(group.name, None)
 
     def lighthouse_starts(self) -> None:
-        """It cannot know for how long the one before has refused somebody."""
+        """It cannot know for how long the one before has refused somebody, nor whose heals have failed."""
         self._refused_s.clear()
+        self._heals.clear()
+
+    # -- heals that fail ----------------------------------------------------------------------------------------------
+
+    def heal_failed(self, group: GroupNode) -> None:
+        heals = self._heals.setdefault(group.process_id, Heals(self.world.now_s))
+        heals.failed += 1
+        if heals.failed == HEALS_FREE:
+            heals.since_s = self.world.now_s
+
+    def _check_heals(self, able: list[GroupNode]) -> None:
+        """What others have waited for, while there were enough of them to do without."""
+        slow = {group.name: group for group in able if group.process_id in self._heals}
+        if not slow or len(able) - len(slow) < self.cluster.setting.lighthouse.min_replicas:
+            return
+        waited_for = {name for group in able for rank in group.ranks for name in rank.slow_readers if rank.fences}
+        waited_for |= {
+            name for name, group in slow.items() if any(r.machine.phase is Phase.AWAITING for r in group.ranks)
+        }
+        for name in waited_for & slow.keys():
+            heals = self._heals[slow[name].process_id]
+            if heals.failed < HEALS_FREE:
+                continue
+            heals.cost_s += 1.0
+            allowed_s = self.cluster.times.heal_grace_s + SLACK_S + (self.world.now_s - heals.since_s) / 2
+            if heals.cost_s > allowed_s:
+                require(
+                    False,
+                    f"the others have waited {heals.cost_s:.0f} s for {name}, of whose heals {heals.failed} in a row have failed, since "
+                    f"the third of them {self.world.now_s - heals.since_s:.0f} s ago",
+                )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +181,12 @@ class Liveness:
             since_s = self._refused_s.setdefault(group.name, self.world.now_s)
             waited_s = self.world.now_s - since_s
             require(waited_s < NAME_S, f"{who} has been refused its name for {waited_s:.0f} s: {why}")
-        allowed = group.harmed or group.left or self.cluster.stopped_because or not member
+        allowed = (
+            group.harmed
+            or self.cluster.name_of(group).slow_heals
+            or group.left
+            or self.cluster.stopped_because
+            or not member
+        )
         if not allowed:
             require(False, f"{who} ends, and nothing was done to its group: {why}")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FLAP_S = 2.0  # a link works, and does not
 PAUSES_S = (1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 60.0)  # timeouts: a pause ends just before one of them
-HOUR_S = 3600.0
 PHASES = ("asks", "meets", "fetches", "holds", "arrives", "loads")  # of who heals
 
 
@@ -258,9 +257,15 @@ class Outages:
             ]
 
     def _heal_fails(self, fault: Fault) -> None:
-        """Damages the state on its way, each time."""
+        """Damages the state on its way, each time; or it is so slow that the sources have to commit without knowing it sent."""
         if len(self.cluster.live()) > 1:
-            self._joiner(fault).failing_heals = 2 + int(fault.share * 4)
+            name = self._joiner(fault)
+            if fault.who % 3:
+                name.failing_heals = 2 + int(fault.share * 4)
+            else:
+                name.slow_heals = (
+                    7 if self.cluster.setting.groups < 6 else 3
+                )  # for who sits out, the others make hundreds of steps
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -288,11 +293,7 @@ class Outages:
         self.harm.stop([processes[:1], processes[1:2], processes][kind - 1], lasts_s)
 
     def _wall_clock(self, fault: Fault) -> None:
-        """Moves one host's wall clock an hour ahead, or back."""
-        live = self.cluster.live()
-        node: list[Process] = [self.cluster.lighthouse.process] if self.cluster.lighthouse is not None else []
-        for process in node if fault.share < 0.3 or not live else self._processes(live[fault.who % len(live)]):
-            process.wall_s += HOUR_S if fault.who % 2 else -HOUR_S
+        """A host's wall clock is set an hour ahead, or back. Nothing comes of it: all that a machine is told is Process.now_s."""
 
     def _suspended(self, fault: Fault) -> None:
         """A host, or all of them (a laptop's lid). The clock that trainers go by stands still meanwhile."""

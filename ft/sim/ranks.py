@@ -106,7 +106,8 @@ class RankNode:
         self._arrived: Snapshot | None = None
         self._offer: tuple[int, Snapshot] | None = None
         self._readers: frozenset[str] = frozenset()  # groups that are to fetch it here
-        self.sent: set[str] = set()  # those of them that have all of it
+        self.sent: set[str] = set()  # those of them that have all of it, or read no more
+        self._ended_quorum = 0  # the newest of which a notice said that it is over
         self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
@@ -151,6 +152,8 @@ class RankNode:
             self.word_s = self.world.now_s
             self.world.seen["event: Waits"] += 1  # no machine's, as Go
         else:
+            if isinstance(message, m.MemberLost | m.Abandoned):
+                self._ended_quorum = max(self._ended_quorum, message.quorum_id)
             self.feed(message)
 
     def feed(self, event: m.Event) -> None:
@@ -493,9 +496,35 @@ class RankNode:
         self._kept = NOTHING
 
     def _fence(self, effect: m.Fence) -> None:
+        """A state is small enough to be copied aside, unless it is read so slowly that the fence waits for it."""
         if self._offer is not None and self.cluster.dice.chance(0.1):
             self.world.seen["heal: offer withdrawn"] += 1
             self._offer = None
+        if self.slow_readers:
+            self.world.seen["heal: a commit waited for a slow reader"] += 1
+            self.trainer.waits = ("fence", effect.step)
+            self._fence_until(self.world.now_s + self.cluster.times.heal_grace_s)
+
+    @property
+    def fences(self) -> bool:
+        """Its commit waits for readers."""
+        return self.trainer.waits is not None and self.trainer.waits[0] == "fence"
+
+    @property
+    def slow_readers(self) -> list[str]:
+        """Names of those for whom a fence waits."""
+        if self._offer is None or self._offer[0] <= self._ended_quorum:
+            return []
+        names = self.cluster.names
+        return [name for i in self._readers - self.sent if names[int((name := m.name_of(i))[1:])].slow_heals]
+
+    def _fence_until(self, until_s: float) -> None:
+        if self.slow_readers and self.world.now_s < until_s:
+            self.world.after(0.1, self.process, self._fence_until, until_s)
+            return
+        if self.slow_readers:
+            self._offer = None
+        self.trainer.goes_on()
 
     def _commit(self, effect: m.CommitStep) -> None:
         sums = self._held.pop(effect.step) if effect.held else self._sums
@@ -534,12 +563,19 @@ class RankNode:
             else dice.between(0.05, 3.0) * (5.0 if dice.chance(0.1) else 1.0)
         )
         self._arrived = None
+        name = self.cluster.name_of(self.group)
+        slow = name.slow_heals > 0
+        name.slow_heals -= slow and self.group_rank == 0
 
         def ask(turn: int) -> None:
             if number != self._fetching:
                 return
             if not part.sources or self.world.now_s > until_s:
                 self.fetches = False
+                self._reads_no_more(part)
+                if slow and self.group_rank == 0:
+                    self.world.seen["heal: it did not come in time"] += 1
+                    self.cluster.liveness.heal_failed(self.group)
                 blame = tuple(part.members[source.replica_rank] for source in part.sources)
                 self.feed(m.HealEnded(part.quorum_id, ok=False, reason="no source", blame=blame))
                 return
@@ -549,7 +585,7 @@ class RankNode:
             self.network.call(self.process, source.address, asked, lambda reply: came(turn, reply), timeout_s=5.0)
 
         def came(turn: int, reply: Any) -> None:
-            if isinstance(reply, Snapshot):
+            if isinstance(reply, Snapshot) and not slow:
                 self.world.after(took_s, self.process, complete, turn, reply)
             else:
                 self.world.after(0.3, self.process, ask, turn + 1)
@@ -562,18 +598,22 @@ class RankNode:
                 ask(turn + 1)
                 return
             self.reaches("arrives")
-            name = self.cluster.name_of(self.group)
             if name.failing_heals and self.process.alive:
                 name.failing_heals -= int(self.group_rank == 0)
                 self.fetches = False
                 self.world.seen["heal: what arrived was damaged"] += 1
                 self.feed(m.HealEnded(part.quorum_id, ok=False, reason="what arrived is damaged"))
                 return
-            self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(part.replica_id)
+            self._reads_no_more(part)
             self._arrived, self.fetches = snapshot, False
             self.feed(m.HealEnded(part.quorum_id, ok=True, state=snapshot.state))
 
         ask(0)
+
+    def _reads_no_more(self, part: m.Part) -> None:
+        """Told to its sources, whether all has come or none ever will."""
+        for source in part.sources:
+            self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(part.replica_id)
 
     def _hold(self, effect: m.HoldSums) -> None:
         self.reaches("holds")

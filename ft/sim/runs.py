@@ -202,6 +202,7 @@ def must_occur() -> list[str]:
     ]
     words += [f"heal: {held} steps were held" for held in (0, 1, 2)]
     words += ["heal: its source says that all is sent"]
+    words += ["heal: a commit waited for a slow reader", "heal: it did not come in time"]
     words += ["fault: group leaves while it heals", "leave: told at a step's boundary"]
     words += [f"collective {end}" for end in ("completed", "failed", "hung")]
     return words + [f"message {fate}" for fate in ("lost", "doubled", "late", "stream broken")]

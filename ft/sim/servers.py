@@ -109,8 +109,8 @@ class LighthouseNode:
 
     def _say_why(self) -> None:
         """To those who wait, when it changes, but for a figure that grows."""
-        why = self.machine.reason
         for replica_id in self._waiting:
+            why = self.machine.roster.why_it_sits_out(replica_id) or self.machine.reason
             said = self._said.get(replica_id, "")
             if replica_id in self._streams and said[:40] != why[:40]:
                 self._said[replica_id] = why
@@ -487,6 +487,7 @@ class GroupNode:
             0.3,
             self._settled(),
             min(rank.launched for rank in self.ranks),
+            phase_limit_s=2 * self.cluster.times.heal_grace_s * any(rank.fences for rank in self.ranks),
             blame=tuple(sorted({other for rank in self.ranks for other in rank.prober.unreachable})),
         )
 

@@ -47,7 +47,6 @@ class Process:
     dark: bool = False  # its host lost power: no kernel is left to close a socket
     stopped: bool = False
     clock_s: float = 0.0  # what its host's clock shows beyond the world's: two hosts began at different times
-    wall_s: float = 0.0  # the same of its wall clock, which people set; nothing may go by that
     backlog: deque[tuple[Do, tuple[Any, ...]]] = field(default_factory=deque)
     at_death: list[Do] = field(default_factory=list)
 

@@ -75,6 +75,16 @@ def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
     assert one.status(1.0) == Status()
 
 
+def test_a_commit_that_waits_for_readers_is_a_phase_with_a_limit_of_its_own(clock: Clock):
+    """Also where no long phases are told: the others would take it for a hang."""
+    one = made(0, long_phase_s=0.0)
+    with one.sends(60.0):
+        assert one.status(1.0) == Status(phase=teller.SENDS, phase_limit_s=60.0)
+        clock.now_s += 60.0
+        assert one.status(1.0) == Status()
+    assert one.status(1.0) == Status()
+
+
 def test_a_long_phase_is_told_until_it_takes_too_long(clock: Clock):
     books = Books()
     one = made(0, books)

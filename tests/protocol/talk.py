@@ -22,7 +22,9 @@ class Talk:
         self.now_s = self.now_s if at is None else at
         return list(self.machine.handle(event, self.now_s).effects)
 
-    def call(self, name: str, at: float | None = None, *, step: int = 0, id_: int = 1, **more: Any) -> list[m.Effect]:
+    def call(
+        self, name: str, at: float | None = None, *, step: int = 0, id_: int | str = 1, **more: Any
+    ) -> list[m.Effect]:
         fields = {
             key: more.pop(key) for key in list(more) if key not in ("known", "failed", "blame", "shape", "number")
         }

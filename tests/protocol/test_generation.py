@@ -33,6 +33,20 @@ def test_a_restart_from_the_state_file_stops_nobody_and_repeats_no_id():
     assert again.quorum == (2, "abcd")
 
 
+def test_members_that_stay_keep_their_id_over_a_restart_that_leaves_some_out():
+    """The last of those that the file stands for: given to them it would be given again by the next start from the same file."""
+    before = formed("ab").machine.saved
+    for told in (before, None):  # by the file, or by members
+        saved = replace(before, last_id=before.last_id + 1000, quorum=told and told.quorum)
+        again = Talk(saved=saved)
+        again.say(m.StreamOpened("a:1", before.quorum))
+        again.say(m.StreamOpened("b:1", before.quorum))
+        again.calls("ab", known=1, step=1)
+        assert again.quorum == (1, "ab")
+        again.calls("ab", known=1, step=1, failed=True)
+        assert again.quorum == (1002, "ab")
+
+
 def test_after_a_restart_members_are_lost_when_silent_for_a_whole_timeout():
     again = Talk(saved=formed("abc").machine.saved)
     assert notices(again.beats("ab", 4.9)) == []
@@ -697,3 +711,112 @@ def test_who_finishes_tells_all_others_and_who_opens_a_stream_later():
     for effects, who in ((told, ("b:1", "c:1")), (later, ("b:1",))):
         notices = [e for e in effects if isinstance(e, m.Notify) and isinstance(e.notice, m.Finished)]
         assert [(e.replica_ids, e.notice) for e in notices] == [(who, m.Finished(known.quorum_id, "a:1"))]
+
+
+# ------------------------------------------------------------------------------------------------ heals that fail
+
+
+def asks_void(talk: Talk, known: int = 0, **more: Any) -> list[m.Effect]:
+    """c asks, and has no state."""
+    return talk.call("c", known=known, step=m.VOID, commit_id="", commit_quorum_id=0, **more)
+
+
+def all_ask(talk: Talk, **more: Any) -> None:
+    """For a change was announced; a and b have a state, and c has none."""
+    known = talk.quorum[0]
+    talk.calls("ab", known=known, step=1)
+    asks_void(talk, known, **more)
+
+
+def failed(times: int, **config: Any) -> Talk:
+    """So many heals of c have failed."""
+    talk = formed("ab", **config)
+    asks_void(talk)
+    talk.calls("ab", known=1, step=1)
+    for _ in range(times):
+        assert talk.quorum == (2, "abc")
+        all_ask(talk)
+    return talk
+
+
+def test_who_cannot_heal_sits_out_for_longer_each_time():
+    talk = failed(2)
+    assert talk.quorum == (2, "abc")
+    for times, sits_s in enumerate((30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0)):
+        now_s = talk.now_s
+        all_ask(talk)
+        assert talk.quorum == (3 + 2 * times, "ab")
+        words = f"its last {3 + times} heals failed, so the others go on without it for {sits_s:g} s"
+        assert talk.machine.roster.why_it_sits_out("c:1") == words
+        assert for_a_while(talk, now_s + sits_s - 0.2, "") == []
+        assert ("ChangeAnnounced", ("a:1", "b:1")) in for_a_while(talk, now_s + sits_s + 1.2, "")
+        assert talk.machine.roster.why_it_sits_out("c:1") == ""
+        talk.calls("ab", known=talk.quorum[0], step=1)
+        assert talk.quorum == (4 + 2 * times, "abc")
+
+
+def test_a_question_that_waits_and_comes_again_is_not_answered_by_the_quorum_before():
+    """Seed 2033: of a quorum that was issued again under its id, while its question of then was not the newest."""
+    talk = failed(2)
+    asks_void(talk, 2)
+    again = asks_void(talk, 2, number=talk.asked["c"])
+    assert not [effect for effect in again if isinstance(effect, m.Answer)] and talk.quorum == (2, "abc")
+
+
+def test_who_gives_its_heal_up_returns_to_sit_out():
+    talk = failed(2)
+    talk.say(m.Leave("c:1", clean=False, reason="the state did not arrive within 30 s, and the others wait"))
+    talk.calls("ab", known=2, step=1, failed=True)
+    assert talk.quorum == (3, "ab")
+    assert notices(asks_void(talk, id_="1.1")) == []
+    assert talk.quorum == (3, "ab") and "heals failed" in talk.machine.roster.why_it_sits_out("c:1.1")
+
+
+def test_a_heal_that_comes_through_ends_the_count():
+    talk = failed(2)
+    talk.calls("abc", known=2, step=1)
+    assert talk.quorum == (2, "abc") and not talk.machine.roster.heals
+    for _ in range(3):
+        all_ask(talk)
+    assert talk.quorum == (2, "abc")  # the first was a fall, and no heal
+
+
+def test_a_heal_that_the_loss_of_another_ended_has_not_failed():
+    talk = formed("ab")
+    asks_void(talk)
+    talk.calls("ab", known=1, step=1)
+    for turn in range(1, 6):
+        known = talk.quorum[0]
+        assert talk.quorum == (known, "abc")
+        talk.say(m.StreamClosed("b:1" if turn == 1 else f"b:1.{turn - 1}"))
+        talk.call("b", id_=f"1.{turn}", known=known, step=1, failed=True)
+        all_but_b = talk.call("a", known=known, step=1, failed=True) + asks_void(talk, known, failed=True)
+        assert refusals(all_but_b) == []
+    assert talk.machine.roster.heals["c"].failed == 0
+
+
+def test_one_that_is_started_anew_begins_with_a_clean_slate():
+    talk = failed(3)
+    assert talk.quorum == (3, "ab")
+    talk.say(m.StreamClosed("c:1"))
+    asks_void(talk, id_=2)
+    talk.calls("ab", known=3, step=1)
+    assert talk.quorum == (4, "abc")
+
+
+def test_nobody_sits_out_whom_the_others_need():
+    talk = failed(3)
+    talk.machine.config = LighthouseConfig(min_replicas=2, join_timeout_s=3.0)
+    talk.calls("ab", known=3, step=1, failed=True)
+    assert talk.quorum == (4, "ab")  # nor one whom they need until both have called
+    talk.say(m.StreamClosed("b:1"))
+    talk.call("a", known=4, step=1, failed=True)
+    for_a_while(talk, 2.9, "", "ac")
+    assert talk.quorum == (4, "ab")
+    for_a_while(talk, 3.1, "", "ac")
+    assert talk.quorum == (5, "ac")
+    alone = failed(3)
+    for name in "ab":
+        alone.say(m.StreamClosed(f"{name}:1"))
+    alone.say(m.Tick())
+    assert alone.machine.roster.candidates.keys() == {"c:1"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster
 from ft.protocol.rules import decide
@@ -71,6 +71,36 @@ def test_takeover_never_but_by_an_operators_word():
     assert talk.quorum == (1, "a")
     talk.say(m.TakeOver())
     assert talk.quorum == (2, "c")
+
+
+@pytest.mark.parametrize(("takeover_s", "holds_s"), [(None, 60.0), (20.0, 20.0)])
+def test_an_operators_word_does_not_wait_for_whoever_comes_hours_later(takeover_s: float | None, holds_s: float):
+    """It holds for a while, and for as long as somebody waits."""
+    talk = formed("a", times=m.Times(takeover_s=takeover_s))
+    talk.say(m.TakeOver())
+    talk.beats("a", holds_s + 0.1)
+    talk.say(m.StreamClosed("a:1"))
+    talk.call("c")
+    talk.beats("c", talk.now_s + 1.0)
+    assert talk.quorum == (1, "a") and "may come back" in talk.reason
+    talk.say(m.TakeOver())
+    assert talk.quorum == (2, "c")
+    few = formed("a", times=m.Times(takeover_s=None))
+    few.machine.config = LighthouseConfig(min_replicas=2, times=m.Times(takeover_s=None))
+    few.say(m.StreamClosed("a:1"))
+    few.call("c")
+    few.say(m.TakeOver())
+    few.beats("c", 300.0)
+    few.call("d")
+    assert few.quorum == (2, "cd")
+
+
+def test_an_operators_word_to_a_lighthouse_that_forgot_does_not_last_either():
+    for pause_s, formed_then in ((59.0, (1, "c")), (61.0, (0, ""))):
+        talk = Talk(fresh=False, times=m.Times(takeover_s=None))
+        talk.say(m.TakeOver())
+        talk.call("c", pause_s)
+        assert talk.quorum[1] == formed_then[1]
 
 
 GONE = {  # words by which a member's process is gone for certain

@@ -74,7 +74,18 @@ class CommitsWithoutALease(Group):
         return False
 
 
+class NobodyRests(Lighthouse):
+    """Whose heals fail comes in again at once, each time."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.roster.hear_of_heal = lambda member, now_s: None  # type: ignore[method-assign]
+
+
 BUGS = {
+    "nobody rests": Bug(
+        Machines(lighthouse=NobodyRests), 8, "of whose heals 5 in a row have failed", 2, 200, "a heal fails each time"
+    ),
     "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", 3, 200, "a trainer hangs"),
     "names stay taken": Bug(
         Machines(lighthouse=NamesStayTaken), 0, "refused its name", 6, 200, "a trainer cannot be killed"
