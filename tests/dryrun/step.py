@@ -51,7 +51,7 @@ from training.loss import cross_entropy_sum
 from training.optimizer import build_optimizer
 from training.progress import Progress
 
-TOGETHER = 8  # cases of one process
+TOGETHER = 1  # cases of one process: after several torch's engine may end a backward without a result, or a word
 
 
 class Others(explain_memory.Others):
