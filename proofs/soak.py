@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -50,6 +50,7 @@ SETTINGS = {"MALLOC_ARENA_MAX": "2", "TORCH_FR_BUFFER_SIZE": "0"}
 LOGS = ("metrics.jsonl", "samples.jsonl", "soak.jsonl")  # these grow, by a row for each step or look
 FLAT = 2  # a count may differ by so many from look to look: a call under way, a connection that is made anew
 KB_PER_CHANGE = 1.0
+PAST = 6000  # commits and heals that a group tells of, once something went wrong
 LEAST = 8  # looks that a life needs for a verdict
 
 
@@ -88,6 +89,9 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             ),
             "cut": lambda: group.cut(),
             "leave": lambda: group.manager.leave(),
+            "past": lambda: (folder / f"past-{name}.jsonl").write_text(
+                "".join(f"{json.dumps(it)}\n" for it in group.past)
+            ),
         },
     )
 
@@ -122,6 +126,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def __init__(self) -> None:
             self.lives, self.problem = 0, ""
             self.commits: dict[int, str] = {}  # of the last steps
+            self.past = deque[tuple[object, ...]](maxlen=PAST)  # what it did last, for whoever asks why
             self.manager: Manager
             self.there = threading.Event()
             threading.Thread(target=self._run, name=f"train-{name}", daemon=True).start()
@@ -198,6 +203,11 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                             parameter -= parameter.grad * 1e-6
                     step, self.size = manager.step, commit.quorum_size
                     self.commits[step] = manager.commit_id
+                    part, slots = manager.part, [slot for slot, _ in commit.slots]
+                    who = part and [part.quorum_id, part.replica_id, part.heal, *part.members]
+                    self.past.append(
+                        (time.time(), "commit", step, manager.commit_id[:8], slots, who, commit.contributors)
+                    )
                     self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
                     relay.write(Row("journals", step, {"loss": commit.mean_loss}))
                     relay.write(Row("records", step, {"slots": [slot for slot, _ in commit.slots]}))
@@ -208,6 +218,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def _heal(self, state: dict[str, Any]) -> None:
             """Has not gone on from its own last commit, of which the others may have another version."""
             model.load_state_dict(state)
+            self.past.append((time.time(), "heal", max(self.commits, default=0)))
             self.commits.pop(max(self.commits, default=0), None)
 
     return Group()
@@ -353,6 +364,11 @@ class Job:
             if len(ids) > 1 and step < last:
                 self.problems.append(f"step {step} is not the same in all groups")
 
+    def tell_past(self) -> None:
+        """Leaves what each group did last in the folder, as past-NAME.jsonl."""
+        for one in self.homes.values():
+            one.ask("past")
+
     def order(self, kind: str, dice: random.Random) -> None:
         if kind == "kill":
             self.homes["c"].kill()
@@ -394,7 +410,7 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
         groups = job.together(0)
         quorum = first = next(iter(groups.values()))["quorum"]
         looked = done.changes
-        looks = 0
+        looks, told = 0, False
         while looked < changes:
             due = done.orders.get("kill", 0) < kills * (done.changes + 1) / changes
             looks_now = done.changes >= min(looked + SAMPLE, changes)
@@ -405,6 +421,9 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
             except RuntimeError as error:
                 return [*job.problems, f"after {done.changes} changes, the last of them {kind}: {error}"]
             job.compare(groups)
+            if not told and (job.problems or (looks_now and not all(line.holds for line in judge_logs(folder)))):
+                told = True
+                job.tell_past()
             now = next(iter(groups.values()))["quorum"]
             writer = "".join(name for name, group in groups.items() if group["writes"])
             done.writers, job.writer = done.writers + (writer != job.writer), writer
