@@ -29,6 +29,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
+from configs.check import check_settings
 from configs.load import load
 from ft.config import Environment
 from ft.device import on_host
@@ -66,12 +67,14 @@ class Run(train.Run):
 
     def __init__(self, case: Case, cleanup: ExitStack) -> None:
         config = load([str(CONFIGS / f"{case.config}.toml"), *settings(case)])
+        # An error in the backward ends the process without a word: torch's guard for such a device raises while it is unwound.
+        check_settings(config, world_size=case.sizes.world_size)
         self.cleanup, self.config, self.device = cleanup, config, torch.device(accelerator.NAME, 0)
         vocab, length, batch = config.model.vocab_size or 384, config.training.seq_len, config.training.local_batch_size
         with torch.device("meta"):
             model = llama.build(config.model, vocab_size=vocab, max_seq_len=length)
         layout = config.layout(Precision(compute=torch.bfloat16), vocab_size=vocab, device_type=accelerator.NAME)
-        compiled = replace(config.compile, enable=case.compile, backend="aot_eager")
+        compiled = replace(config.compile, backend="aot_eager")
         self.fake = explain_memory.without_memory(model)
         self.model = parallelize(
             model,
