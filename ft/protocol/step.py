@@ -21,6 +21,7 @@ Where the rules leave a choice:
   rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
   holds: those before it were summed with the same wrong weights. A group that has healed is no witness before it has been compared; of
   step 0 there is but one state, whoever gives it, and that is right.
+- A group that wants to leave while all others heal from it stays until one of them has been dealt slots, or they are gone.
 - A group that is dealt nothing, for it has just healed, gives zeros and announces a change, to be dealt next time. One that stands by as a
   spare gives zeros, and announces nothing: it is dealt slots when a quorum without some of the others makes room.
 """
@@ -279,6 +280,14 @@ class Step:
             return ()
         return self._share.slots(self.ledger.pending, self.part.replica_id)
 
+    @property
+    def _is_only_holder(self) -> bool:
+        """All others of the quorum heal from this group, or it is alone and others want to come in: were it to leave now, what it has
+        committed without them would be lost."""
+        assert self.part is not None
+        alone = len(self.part.heals) == len(self.part.members) - 1
+        return alone and bool(self.part.heals or self._wants_change)
+
     def _missing(self) -> tuple[int, ...]:
         """Of this group's slots, those that are still to be computed."""
         return tuple(slot for slot in self._slots() if slot not in self._share.tokens)
@@ -292,7 +301,7 @@ class Step:
             self._vote_on_commit()
             return
         slots, dealt = self._slots(), range(self._width) if self.void else self.ledger.pending
-        self._told_leaving = self._leaving or self._place + 1 == self._last
+        self._told_leaving = (self._leaving and not self._is_only_holder) or self._place + 1 == self._last
         usable, change = self._share.is_usable(slots), bool(self._wants_change) or self._told_leaving
         tail = self._share.tail(slots, dealt, change=change, digests=self._digests)
         knows = self._digests > 0 and not self.void and self.step == self._place

@@ -126,6 +126,29 @@ def test_who_heals_slowly_holds_sums_and_applies_them_in_order():
     job.check()
 
 
+@pytest.mark.parametrize("steps_between", [0, 1])
+def test_the_only_holder_of_the_state_leaves_once_another_one_has_it(steps_between: int):
+    """Those who need it wait to come in, or heal already."""
+    job = Job("b")
+    job.steps(5)
+    job.heals_wait = True
+    for name in "ac":
+        job.start(name)
+    job.steps(5 + steps_between)
+    b = job.groups["b"].ranks[0]
+    job._rank(b, m.Leaving())
+    job.steps(12)
+    assert b.machine.step < 12 and not any(commit.leave for commit in b.commits), (
+        "no more than two steps wait for those who heal"
+    )
+    job.heals_wait = False
+    job.settle()
+    left = next(commit.step for commit in b.commits if commit.leave)
+    assert all(not job.groups[name].ranks[0].machine.void for name in "ac")
+    assert min(job.groups[name].ranks[0].machine.step for name in "ac") >= left
+    job.check()
+
+
 def test_who_heals_too_slowly_is_dropped_and_may_return():
     job = Job("ab")
     job.steps(3)
