@@ -65,7 +65,7 @@ class Pool:
             worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
         answers = _collect(ranks, timeout_s)
         for worker, answer in zip(ranks, answers, strict=True):
-            if not isinstance(answer, _Answer):  # died or still in there: of no use to the next test
+            if not isinstance(answer, _Answer) or not answer.fit:  # died, still in there, or out of step: of no use to the next test
                 worker.stop()
                 self._workers.remove(worker)
         problems = [(rank, problem) for rank, answer in enumerate(answers) if (problem := _problem(answer))]
@@ -99,6 +99,7 @@ class _Task:
 class _Answer:
     value: Any = None
     error: str = ""
+    fit: bool = True  # for the next run: not after a group that could not be made or ended, for torch names the next one by their count
 
 
 class _Worker:
@@ -186,6 +187,7 @@ def _run(task: _Task) -> bytes:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore  # dist.FileStore, which mypy does not take for exported
 
+    fit = False
     try:
         # The group's own timeout is the shorter: a rank left alone in a collective then says which one.
         timeout = timedelta(seconds=task.timeout_s * 0.8)
@@ -195,9 +197,10 @@ def _run(task: _Task) -> bytes:
             return pickle.dumps(_Answer(_function(task.file, task.name)(*task.args)))
         finally:
             dist.destroy_process_group()
+            fit = True
             _forget_meshes()
     except BaseException:  # noqa: BLE001 (whatever it is, it is the test's to see; the worker goes on)
-        return pickle.dumps(_Answer(error=traceback.format_exc()))
+        return pickle.dumps(_Answer(error=traceback.format_exc(), fit=fit))
 
 
 def _forget_meshes() -> None:

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.multiproc.pool import Pool, WorkerError
 
@@ -29,6 +30,16 @@ def one_dies() -> None:
         print("about to go", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def one_cannot_form_the_next() -> None:
+    """On rank 0, lets the next gloo group fail where a peer that has gone already lets it fail: after torch has counted the group."""
+    if dist.get_rank() == 0:
+        distributed_c10d.ProcessGroupGloo = _gone  # type: ignore[assignment,misc]
+
+
+def _gone(*_: object, **__: object) -> None:
+    raise RuntimeError("the peer has gone")
 
 
 def one_never_comes() -> None:
@@ -53,6 +64,14 @@ def test_the_traceback_of_the_rank_that_raised_is_shown(pool: Pool) -> None:
 def test_a_dead_worker_is_told_with_its_last_output_and_replaced(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 of 2: died \(exit code -9\)(.|\n)*about to go"):
         pool.run(2, one_dies)
+    assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
+
+
+def test_a_rank_whose_group_could_not_be_made_is_replaced(pool: Pool) -> None:
+    """Else it would be out of step with the others for good: torch names a group by how many it has begun to make."""
+    pool.run(2, one_cannot_form_the_next)
+    with pytest.raises(WorkerError, match=r"rank 0 of 2: Traceback(.|\n)*the peer has gone"):
+        pool.run(2, total, 0.0, timeout_s=2.0)
     assert [value for _, value in pool.run(2, total, 0.0)] == [1.0, 1.0]
 
 
