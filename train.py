@@ -66,7 +66,7 @@ from training.sampling import sample_text
 from training.schedule import learning_rate_factor
 from training.scribe import Scribe
 from training.signals import SAVE, STOP, Signals
-from training.sinks import Sinks, open_sinks
+from training.sinks import ResumedStep, Sinks, open_sinks
 from training.tokenizer import build_tokenizer
 from training.validation import ValidationLoss, validate
 from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
@@ -312,7 +312,7 @@ class Run:
         if hasattr(self, "manager"):  # else it has yet to be made
             self.manager.tell("storage", words)
 
-    def open_sinks(self, resumed_step: int | None) -> Sinks:
+    def open_sinks(self, resumed_step: ResumedStep) -> Sinks:
         """Where figures go that this group is to write."""
         metrics = self.config.metrics
         return open_sinks(

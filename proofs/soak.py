@@ -170,7 +170,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
             scribe = Scribe(lambda words: None)
             with closing(scribe):
                 relay = Relay(
-                    folder, lambda: manager.writes, lambda step: open_sinks(folder, resumed_step=step), scribe
+                    folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
                 )
                 with closing(relay):
                     wish = Wish(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())

@@ -77,7 +77,7 @@ class AppendedFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def replaced(self) -> bool:
-        """By `take_journal`, of another process."""
+        """By another process, which could not have it otherwise (`replace_by_copy`)."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except FileNotFoundError:

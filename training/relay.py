@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 from training.claim import Quorum, claim, is_over
 from training.progress import Clock
 from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
-from training.sinks import METRICS, SAMPLES, Sinks, last_rows
+from training.sinks import METRICS, SAMPLES, ResumedStep, Sinks, last_rows
 
 ROWS_KEPT = 100  # at least: who writes is known anew with every quorum, so few steps can be missing
 SYNC_S = 5.0  # a checkpoint waits so long for rows before it: storage that is slow holds that up by itself
@@ -54,6 +54,10 @@ class Row(NamedTuple):
         return self.kind, self.is_validation
 
 
+class _Over(Exception):
+    """A newer quorum's writer has the files."""
+
+
 class _Kept(NamedTuple):
     number: int
     row: Row
@@ -69,7 +73,7 @@ class Relay:
         self,
         folder: Path,
         writes: Callable[[], Quorum | None],
-        open_sinks: Callable[[int | None], Sinks],
+        open_sinks: Callable[[ResumedStep], Sinks],
         scribe: Scribe,
         *,
         shared: bool = True,
@@ -205,30 +209,46 @@ class Relay:
 
     def _put_or_take_over(self, quorum: Quorum, rows: list[_Kept]) -> bool:
         """False: they are another's to write by now."""
-        if self._sinks is not None:
-            with self._sinks.held():
-                if not self._sinks.replaced() and not (self._shared and is_over(self._folder, quorum)):
-                    for kept in rows:
-                        self._put(kept.row)
-                    return True
-            self._close_files()
+        if self._sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
+            return True
+        self._close_files()
         if self._shared and not claim(self._folder, quorum):
             return False
-        self._take_over(rows[0].row.step, rows[-1].number)
+        try:
+            missing = self._take_over(quorum, rows[0].row.step, rows[-1].number)
+        except _Over:
+            return False
+        return self._put_all(quorum, missing)
+
+    def _put_all(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
+        assert self._sinks is not None
+        with self._sinks.held():
+            if self._sinks.replaced() or (self._shared and is_over(self._folder, quorum)):
+                return False
+            for row in rows:
+                for sink in getattr(self._sinks, row.kind):
+                    sink.write(row.step, row.figures)
         return True
 
-    def _take_over(self, step: int, last: int) -> None:
-        """What lies at this step and past it is of a life that ended before it was saved; so is what lies before it, from the first step on
-        that this group knows otherwise: the one before wrote it, and the others went on without it."""
+    def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
+        """Opens the files. What lies in them at this step and past it is of a life that ended before it was saved; so is what lies before
+        it, from the first step on that this group knows otherwise: the one before wrote it, and the others went on without it. Returns the
+        rows that they lack then. Raises _Over."""
         with self._lock:
             known = [kept.row for kept in self._kept if kept.number <= last]
-        written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
-        first = min(row.step for row in known if row.step >= step or not written(row))
-        self._sinks = self._open_sinks(first - 1 or None)
-        with self._sinks.held():
-            for row in known:
-                if row.step >= first:
-                    self._put(row)
+        first = step
+
+        def resumed_step() -> int | None:
+            """The files are held: whoever has claimed them since comes after this, and cuts what it finds then."""
+            nonlocal first
+            if self._shared and is_over(self._folder, quorum):
+                raise _Over
+            written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
+            first = min(row.step for row in known if row.step >= step or not written(row))
+            return first - 1 or None
+
+        self._sinks = self._open_sinks(resumed_step)
+        return [row for row in known if row.step >= first]
 
     def _written(self, since: int, until: int) -> Callable[[Row], bool]:
         """Whether a row, of a step up to `until`, is in the files. Time and memory are each group's own; what was trained on is the same in
@@ -258,11 +278,6 @@ class Relay:
         with self._lock:
             self._there = max(self._there, there)
             self._forget()
-
-    def _put(self, row: Row) -> None:
-        assert self._sinks is not None
-        for sink in getattr(self._sinks, row.kind):
-            sink.write(row.step, row.figures)
 
     def _close_files(self) -> None:
         if self._sinks is not None:

@@ -16,7 +16,7 @@ import struct
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
@@ -30,6 +30,9 @@ BEHIND = 32  # lines before one that are looked at
 _EVENT_FILES = 16  # in a row, with nothing to drop: the older ones have nothing either, whatever clock named them
 
 _HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4  # around the data of an event file's record
+
+
+ResumedStep = Callable[[], int | None]
 
 
 class Sink(Protocol):
@@ -84,27 +87,28 @@ def open_sinks(
     *,
     tensorboard_folder: str = "",
     wandb: bool = False,
-    resumed_step: int | None = None,
+    resumed_step: ResumedStep | int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
     """Cuts what lies past `resumed_step` (None: a fresh start, all of it) and opens the sinks asked for.
 
-    `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain values) is shown by W&B.
-    Call on one rank only. Raises OSError where the folder cannot be written.
+    Where `resumed_step` is to be called, that is while the files are held, so that nobody changes them between what it finds there and the
+    cut; where it raises, they are left alone. `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain
+    values) is shown by W&B. Call on one rank only. Raises OSError where the folder cannot be written.
     """
-    keep_until = -1 if resumed_step is None else resumed_step
     run_folder.mkdir(parents=True, exist_ok=True)
     charts: list[Sink] = []
-    with ExitStack() as opened:
-        journal, record = (
-            opened.enter_context(closing(take_journal(run_folder / name, keep_until))) for name in (METRICS, SAMPLES)
-        )
+    with ExitStack() as opened, ExitStack() as held:
+        cuts = [held.enter_context(_taking(run_folder / name)) for name in (METRICS, SAMPLES)]
+        resumed = resumed_step() if callable(resumed_step) else resumed_step
+        keep_until = -1 if resumed is None else resumed
+        journal, record = (opened.enter_context(closing(cut(keep_until))) for cut in cuts)
         if tensorboard_folder:
             folder = run_folder / tensorboard_folder
             cut_events(folder, keep_until)
-            charts.append(opened.enter_context(closing(TensorBoardSink(folder, resumed_step=resumed_step))))
+            charts.append(opened.enter_context(closing(TensorBoardSink(folder, resumed_step=resumed))))
         if wandb:
-            charts.append(WandbSink(run_folder, fresh=resumed_step is None, settings=settings or {}))
+            charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
         opened.pop_all()
     return Sinks((journal,), tuple(charts), (record,))
 
@@ -200,8 +204,10 @@ class WandbSink:
 # ------------------------------------------------------------------------------------------------ taking over
 
 
-def take_journal(path: Path, keep_until: int) -> JournalSink:
-    """The journal without the lines of steps past `keep_until`, and without what a kill or a full disk has left of a line at its end.
+@contextmanager
+def _taking(path: Path) -> Iterator[Callable[[int], JournalSink]]:
+    """Inside, `cut(keep_until)` gives the journal without the lines of steps past that one, and without what a kill or a full disk has left
+    of a line at its end.
 
     Whoever had it before, and still believes so, looks whose it is while it holds the file's lock. So if the lock is to be had, that one is
     before its look. If not (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is replaced by a
@@ -213,6 +219,12 @@ def take_journal(path: Path, keep_until: int) -> JournalSink:
         with suppress(OSError):
             sink.file.hold()
             held = True
+    except BaseException:
+        sink.close()
+        raise
+
+    def cut(keep_until: int) -> JournalSink:
+        nonlocal sink
         sink.file.look()
         end, is_whole = _cut_of(sink.file, keep_until)
         if held:
@@ -223,18 +235,23 @@ def take_journal(path: Path, keep_until: int) -> JournalSink:
             sink = JournalSink(path)
         if not is_whole:
             sink.file.append(b"\n")
-        if held:
-            sink.file.let_go()
-    except OSError:
+        return sink
+
+    try:
+        yield cut
+    except BaseException:
         sink.close()
         raise
-    return sink
+    if held:
+        sink.file.let_go()
 
 
 def cut_journal(path: Path, keep_until: int) -> None:
-    """As `take_journal`, for whoever does not write."""
+    """As `open_sinks`, for whoever does not write."""
     if path.exists():
-        take_journal(path, keep_until).close()
+        with _taking(path) as cut:
+            sink = cut(keep_until)
+        sink.close()
 
 
 def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -16,19 +17,21 @@ from ft.protocol.ledger import Ledger
 from scripts.samples import prove, read
 from tests.unit.storage import AtOnce, Disk
 from training import appended, relay
-from training.relay import ROWS_KEPT, Relay, Row
+from training.relay import ROWS_KEPT, Relay
 from training.scribe import Scribe
-from training.sinks import Sinks, open_sinks
+from training.sinks import ResumedStep, Sinks, open_sinks
 
 
 class Group:
     def __init__(self, folder: Path, *, writes: bool, scribe: Scribe | None = None) -> None:
         self.folder, self.writes, self.quorum = folder, writes, ("epoch", 1)
         self.scribe = AtOnce()
+        self.opens = lambda: None
         self.relay = Relay(folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe)
         self.sinks = self.relay.sinks()
 
-    def open(self, resumed_step: int | None) -> Sinks:
+    def open(self, resumed_step: ResumedStep) -> Sinks:
+        self.opens()
         return open_sinks(self.folder, tensorboard_folder="tb", resumed_step=resumed_step)
 
     def commits(self, step: int, *, looks: bool = False, of: str = "ab") -> None:
@@ -111,8 +114,31 @@ def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Pa
         b.commits(3)
         b.relay.close()  # the job is over
         rows_of_b = rows(tmp_path)
-        a.relay._put(Row("journals", 3, {"loss": 3.0}))
+        a.relay._sinks.journals[0].write(3, {"loss": 3.0})
     assert rows(tmp_path) == rows_of_b == [(1, False), (2, False), (3, False)]
+
+
+def test_one_that_was_stopped_as_it_took_over_takes_nothing_back(tmp_path: Path):
+    """It has noted that the files are its own, two others write since, and it goes on as the second of them has looked what is missing."""
+    a, b, c = (Group(tmp_path, writes=False) for _ in "abc")
+    for step in (1, 2):
+        for group in (a, b, c):
+            group.writes = group is a
+            group.commits(step)
+    a.writes, b.writes, b.quorum = False, True, ("epoch", 2)
+    stopped, wakes = threading.Event(), threading.Event()
+    b.opens = lambda: (stopped.set(), wakes.wait())[0]
+    late = threading.Thread(target=b.commits, args=(3,))  # and goes
+    late.start()
+    stopped.wait()
+    c.writes, c.quorum = True, ("epoch", 3)
+    for step in (3, 4, 5):
+        a.commits(step)
+        c.commits(step)
+    a.writes, a.quorum, c.writes = True, ("epoch", 4), False
+    a.opens = lambda: (wakes.set(), late.join())[0]
+    a.commits(6)
+    assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4, 5, 6)]
 
 
 def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
