@@ -46,49 +46,49 @@ proto:
 	@./scripts/make_proto.sh
 
 resume:
-	@.venv/bin/python proofs/resume.py
+	@.venv/bin/python bench/resume.py
 
 kills:
-	@.venv/bin/python proofs/last_bucket.py
+	@.venv/bin/python bench/last_bucket.py
 
 bits:
-	@.venv/bin/python proofs/bits.py --write docs/bits.md
+	@.venv/bin/python bench/bits.py --write docs/bits.md
 
 parity:
-	@.venv/bin/python proofs/parity.py --ranks 1,2,4 --write docs/parity.md
-	@.venv/bin/python proofs/parity.py --ranks 8 --write docs/parity_8_ranks.md
+	@.venv/bin/python bench/parity.py --ranks 1,2,4 --write docs/parity.md
+	@.venv/bin/python bench/parity.py --ranks 8 --write docs/parity_8_ranks.md
 
 sim:
 	@.venv/bin/python -m ft.sim --seeds 10000
 
 quorum:
-	@.venv/bin/python benchmarks/quorum.py $(if $(PEER),--peer $(PEER))
-	@.venv/bin/python benchmarks/quorum.py --heartbeats
-	@.venv/bin/python benchmarks/quorum.py --idle
-	@.venv/bin/python benchmarks/quorum.py --churn
+	@.venv/bin/python bench/quorum.py $(if $(PEER),--peer $(PEER))
+	@.venv/bin/python bench/quorum.py --heartbeats
+	@.venv/bin/python bench/quorum.py --idle
+	@.venv/bin/python bench/quorum.py --churn
 
 recovery:
-	@for what in kill stop storm lighthouse staggered killstorm; do .venv/bin/python benchmarks/recovery.py $$what $(if $(PEER),--peer $(PEER)); done
+	@for what in kill stop storm lighthouse staggered killstorm; do .venv/bin/python bench/recovery.py $$what $(if $(PEER),--peer $(PEER)); done
 
 drill:
-	@for seed in 1 2 3; do .venv/bin/python proofs/drill.py proofs/drill.toml --groups 4 --minutes 3 --seed $$seed || exit 1; done
+	@for seed in 1 2 3; do .venv/bin/python bench/drill.py bench/drill.toml --groups 4 --minutes 3 --seed $$seed || exit 1; done
 
 e2e:
 	@PHAROS_E2E=all ./scripts/run_tests.sh tests/e2e
 
 goodput:
-	@.venv/bin/python benchmarks/goodput.py --no-kills --write docs/goodput.md
-	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --write docs/goodput.md
-	@.venv/bin/python benchmarks/goodput.py $(if $(PEER),--peer $(PEER)) --mb 4 --minutes 4 --startup-s 30 --write docs/goodput.md
+	@.venv/bin/python bench/goodput.py --no-kills --write docs/goodput.md
+	@.venv/bin/python bench/goodput.py $(if $(PEER),--peer $(PEER)) --write docs/goodput.md
+	@.venv/bin/python bench/goodput.py $(if $(PEER),--peer $(PEER)) --mb 4 --minutes 4 --startup-s 30 --write docs/goodput.md
 
 gpu:
-	@$(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py --part $(or $(PART),1) --write docs/gpu.md \
+	@$(or $(PYTHON),.venv/bin/python) bench/gpu.py --part $(or $(PART),1) --write docs/gpu.md \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(if $(PEER),--peer-python $(PEER)) $(GPU)
 
 starts:
-	@.venv/bin/python proofs/starts.py
+	@.venv/bin/python bench/starts.py
 
 soak: # in a /dev/shm of its own where it may have one, for what lies in the machine's is counted
 	@if [ "$$(id -u)" = 0 ] && unshare --mount true 2>/dev/null; \
-	  then exec unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && exec .venv/bin/python proofs/soak.py --write docs/soak.md'; \
-	  else exec .venv/bin/python proofs/soak.py --write docs/soak.md; fi
+	  then exec unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && exec .venv/bin/python bench/soak.py --write docs/soak.md'; \
+	  else exec .venv/bin/python bench/soak.py --write docs/soak.md; fi

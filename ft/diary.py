@@ -1,6 +1,6 @@
 """What a rank of a fault drill writes down of its steps. Where PHAROS_DRILL is not 1, nobody makes this.
 
-start.py makes a Diarist in place of a Manager; proofs/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`,
+start.py makes a Diarist in place of a Manager; bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`,
 `at_s` (the machine's monotonic clock), `pid` and `step`:
 
     start                    a life of this rank begins

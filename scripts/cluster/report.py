@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pairs import table
+from bench.pairs import table
 from scripts.cluster.picture import draw, figure
 from scripts.cluster.settings import Settings, usual_share
 from scripts.cluster.speeds import bus_factor

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.page_job import Herd
+from bench.page_job import Herd
 from tests import system_packages
 from tests.dashboard.house import House
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.page_job import Herd
+from bench.page_job import Herd
 from ft.dashboard import orders
 from ft.protocol import messages as m
 from ft.rpc.access import Access

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.page_job import Herd
+from bench.page_job import Herd
 from tests.dashboard.house import TOKEN, House
 
 pytestmark = pytest.mark.timeout(400)  # the first one may install the browser

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.page_job import Herd
+from bench.page_job import Herd
 from ft.dashboard import feed as feeds
 from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
 from ft.protocol.messages import VOID

@@ -1,4 +1,4 @@
-"""Whole jobs that are killed, stopped, cut off and come back, judged by the drill's own rules (proofs/drill.py): survivors lose no step,
+"""Whole jobs that are killed, stopped, cut off and come back, judged by the drill's own rules (bench/drill.py): survivors lose no step,
 replicas are bitwise equal, the ledger is exact. One job bears all its faults, for to start one costs more than a fault.
 
 `make e2e` injects every fault in groups of every layout. Without PHAROS_E2E=all, as in CI, groups of four ranks get one of each kind that
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from proofs import drill_disk
-from proofs.drill_faults import KINDS
-from proofs.drill_net import Network
+from bench import drill_disk
+from bench.drill_faults import KINDS
+from bench.drill_net import Network
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("PHAROS_E2E") == "all"
@@ -59,7 +59,7 @@ def drill(folder: Path, groups: int, kinds: list[str], *overrides: str, ranks: i
     (folder / "tiny.toml").write_text(CONFIG)
     command = [
         sys.executable,
-        str(ROOT / "proofs" / "drill.py"),
+        str(ROOT / "bench" / "drill.py"),
         "tiny.toml",
         f"--groups={groups}",
         "--minutes=0",

@@ -1,4 +1,4 @@
-"""A short soak: processes, orders and checks of proofs/soak.py, each kind of order at least once; it ends, and goes on."""
+"""A short soak: processes, orders and checks of bench/soak.py, each kind of order at least once; it ends, and goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proofs.soak import Done, judge_logs, soak
+from bench.soak import Done, judge_logs, soak
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")

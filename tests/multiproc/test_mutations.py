@@ -1,4 +1,4 @@
-"""Code broken on purpose must make proofs/parity.py fail: one break at a time, inside the workers, judged by the proof itself.
+"""Code broken on purpose must make bench/parity.py fail: one break at a time, inside the workers, judged by the proof itself.
 
 A break is a context in which a rank runs its case; it replaces something for as long and reaches no file. Each is named after the
 mistake that it stands for, with words that the verdict must then contain.
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Partial
 
+from bench import parity, parity_worker
+from bench.parity_worker import Case, Seen, Task, beside, local
 from models import llama, ops
 from parallelisms import clip, context, parallelize, pipeline
 from parallelisms.mesh import Seat
-from proofs import parity, parity_worker
-from proofs.parity_worker import Case, Seen, Task, beside, local
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_parity import case, task
 

@@ -1,4 +1,4 @@
-"""proofs/parity.py on a few layouts of each kind, which layouts it would run, and how it reads bad input.
+"""bench/parity.py on a few layouts of each kind, which layouts it would run, and how it reads bad input.
 
 That it can fail is shown by test_mutations.py.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bench import parity
+from bench.parity_layouts import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
+from bench.parity_worker import Case, Task
 from models import llama
-from proofs import parity
-from proofs.parity_layouts import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
-from proofs.parity_worker import Case, Task
 from tests.multiproc.pool import Pool
 from training.optimizer import OptimizerConfig
 

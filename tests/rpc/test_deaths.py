@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import notice
+from bench import notice
 from ft import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient
@@ -51,7 +51,7 @@ def _quorum(*ranks: GroupClient, known: int, failed: bool) -> list[m.Part]:
 
 @pytest.mark.timeout(240)  # each side is a process of its own, which takes its time on a busy machine
 def test_a_killed_server_is_told_to_a_rank_of_another_group():
-    """benchmarks/notice.py says how soon; this that it comes, and before any beat is missed."""
+    """bench/notice.py says how soon; this that it comes, and before any beat is missed."""
     server = LighthouseServer("127.0.0.1:0", 1, quorum_tick_ms=10)
     assert len(notice.measure(server.address(), 2)) == 2
     server.shutdown()

@@ -1,4 +1,4 @@
-"""What the lighthouse does per caller, and what it keeps: counted, not timed. Figures in time are of benchmarks/quorum.py."""
+"""What the lighthouse does per caller, and what it keeps: counted, not timed. Figures in time are of bench/quorum.py."""
 
 from __future__ import annotations
 

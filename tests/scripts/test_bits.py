@@ -1,4 +1,4 @@
-"""proofs/bits.py, the quick one: one kill does not reach the weights, and the proof can tell when it does."""
+"""bench/bits.py, the quick one: one kill does not reach the weights, and the proof can tell when it does."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from proofs.bits import QUICK, Job, apart, compare
+from bench.bits import QUICK, Job, apart, compare
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "proofs" / "bits.py"), "--quick", "--keep", str(tmp_path)]
+    program = [sys.executable, str(ROOT / "bench" / "bits.py"), "--quick", "--keep", str(tmp_path)]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"killed: \d in step \d+; (\d+) steps .* equal$", done.stdout.strip())

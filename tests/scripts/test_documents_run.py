@@ -75,10 +75,10 @@ ELSEWHERE = {
     "srun python scripts/check_cluster.py": ("tests/scripts/test_slurm.py", "srun"),
     "make drill": ("tests/e2e/test_drill.py", "drill.py"),
     "make e2e": ("tests/e2e/test_drill.py", "PHAROS_E2E"),
-    "python proofs/drill.py": ("tests/e2e/test_drill.py", "drill.py"),
-    "NPROC=4 python proofs/drill.py": ("tests/e2e/test_drill.py", "NPROC"),
+    "python bench/drill.py": ("tests/e2e/test_drill.py", "drill.py"),
+    "NPROC=4 python bench/drill.py": ("tests/e2e/test_drill.py", "NPROC"),
     "make goodput": ("tests/unit/test_goodput.py", "goodput"),
-    "python benchmarks/goodput.py": ("tests/unit/test_goodput.py", "goodput"),
+    "python bench/goodput.py": ("tests/unit/test_goodput.py", "goodput"),
     "make recovery": ("tests/unit/test_recovery.py", "recovery"),
 }
 

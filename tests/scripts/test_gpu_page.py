@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: its page has every row that a first run on a GPU is to fill, on either device; the path, as far as a CPU goes."""
+"""bench/gpu.py: its page has every row that a first run on a GPU is to fill, on either device; the path, as far as a CPU goes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import BACKENDS, SIDES, SIZES, main, part_1, part_2, part_3
-from benchmarks.gpu_page import page
+from bench.gpu import BACKENDS, SIDES, SIZES, main, part_1, part_2, part_3
+from bench.gpu_page import page
 
 VERSIONS = {
     "python", "torch", "cuda", "device", "driver", "memory_gib", "NCCL", "cuDNN", "protobuf", "grpcio", "transformers", "torchtitan",

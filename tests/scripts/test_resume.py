@@ -1,4 +1,4 @@
-"""proofs/resume.py, the quick one: the claim is checked with every change, and the proof can tell when it does not hold."""
+"""bench/resume.py, the quick one: the claim is checked with every change, and the proof can tell when it does not hold."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from proofs.resume import Runs, checkpoint_digests, compare
+from bench.resume import Runs, checkpoint_digests, compare
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "proofs" / "resume.py"), "--quick", "--keep", str(tmp_path)]
+    program = [sys.executable, str(ROOT / "bench" / "resume.py"), "--quick", "--keep", str(tmp_path)]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed in step" in done.stdout and "12 steps" in done.stdout

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.resume import checkpoint_digests
 from configs.load import load
 from models import llama
-from proofs.resume import checkpoint_digests
 from scripts import make_seed_checkpoint as script
 from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
 from training.checkpoint_files import list_steps, read_manifest, verify

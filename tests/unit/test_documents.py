@@ -39,7 +39,7 @@ def test_settings_and_files_that_are_named_exist(page: Path):
     keys = {name for section, kind in SECTIONS.items() for name, _ in walk(kind, section)}
     named = re.findall(rf"`(?:--)?((?:{'|'.join(SECTIONS)})\.(?!py|json)\w+)(?: =[^`]*)?`", text)
     assert not [name for name in named if name not in keys]
-    folders = "configs|models|parallelisms|training|ft|proofs|scripts|benchmarks|tests|examples|docs"
+    folders = "configs|models|parallelisms|training|ft|scripts|bench|tests|examples|docs"
     files = re.findall(rf"`((?:{folders})/[\w/.-]+\.(?:py|sh|toml|md|txt|svg))`", text)
     assert not [name for name in files if not (ROOT / name).exists() and name != "models/relu2.py"]
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.drill_bounds import BOUNDS, in_time
+from bench.drill_diary import Diary, Line
+from bench.drill_faults import HARMS, Incident
 from ft.config import FaultTolerance
-from proofs.drill_bounds import BOUNDS, in_time
-from proofs.drill_diary import Diary, Line
-from proofs.drill_faults import HARMS, Incident
 from tests.unit.test_drill_rules import FAULT, commit, diaries
 
 SETTINGS = FaultTolerance(min_replica_size=2)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from proofs.drill import read_arguments
-from proofs.drill_diary import Diary, Line
-from proofs.drill_faults import KINDS, Incident, plan
-from proofs.drill_rules import (
+from bench.drill import read_arguments
+from bench.drill_diary import Diary, Line
+from bench.drill_faults import KINDS, Incident, plan
+from bench.drill_rules import (
     bitwise_equal,
     figures_complete,
     ledger_exact,

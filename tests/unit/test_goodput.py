@@ -1,4 +1,4 @@
-"""benchmarks/goodput.py counts each committed step once, and says of its goals no more than was seen."""
+"""bench/goodput.py counts each committed step once, and says of its goals no more than was seen."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from benchmarks.goodput import TOKENS, Restarts, Run, Storm, _figures, _write, reached, verdicts
-from benchmarks.job import Group, Job
+from bench.goodput import TOKENS, Restarts, Run, Storm, _figures, _write, reached, verdicts
+from bench.job import Group, Job
 
 
 class FakeJob:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: turns are taken once, whatever ends a call, and the page gives each bound a verdict."""
+"""bench/gpu.py: turns are taken once, whatever ends a call, and the page gives each bound a verdict."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import SIZES, Turn, main, part_1, part_2, part_3, run
-from benchmarks.gpu_page import BEST, page
-from benchmarks.pairs import Failed
+from bench.gpu import SIZES, Turn, main, part_1, part_2, part_3, run
+from bench.gpu_page import BEST, page
+from bench.pairs import Failed
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""benchmarks/pairs.py: sides take turns, are compared inside a round, and say why they could not."""
+"""bench/pairs.py: sides take turns, are compared inside a round, and say why they could not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.pairs import Failed, Worker, in_turns, ratio, table
+from bench.pairs import Failed, Worker, in_turns, ratio, table
 
 ECHO = """
 import json, os, sys, time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("configs", "models", "parallelisms", "training", "ft", "proofs", "scripts", "benchmarks")
+PACKAGES = ("configs", "models", "parallelisms", "training", "ft", "bench", "scripts")
 
 
 def tree() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""benchmarks/recovery.py reads its verdicts from logs: each thing that can be wrong is seen."""
+"""bench/recovery.py reads its verdicts from logs: each thing that can be wrong is seen."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.job import Group, Line, Side, descendants
-from benchmarks.recovery import expendable, gaps, longest_gap, refused, unaccounted, verdict
+from bench.job import Group, Line, Side, descendants
+from bench.recovery import expendable, gaps, longest_gap, refused, unaccounted, verdict
 
 
 def group(tmp_path: Path, number: int, text: str) -> Group:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from bench import drill_job
 from ft.config import FaultTolerance
-from proofs import drill_job
 from scripts import replicas
 from scripts.agent import Agent
 from scripts.launch import RESTARTS_WITHIN_S

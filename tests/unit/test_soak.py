@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proofs.soak import SAMPLE, Line, judge, judge_logs, verdict
+from bench.soak import SAMPLE, Line, judge, judge_logs, verdict
 
 
 def looks(**what: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,188 @@
+"""What checkpoints cost: digests while saving, verification while loading, and how long an async save holds up training.
+
+    python bench/checkpoint.py [--megabytes 300] [--rounds 7] [--folder FOLDER] [--threads 1]
+
+One process, a model with AdamW. The sides of a comparison take turns, and ratios are taken inside a round. "without digests"
+is our own writer with the digests taken out; "DCP alone" is torch.distributed.checkpoint.save as it comes, which publishes
+nothing and hashes nothing but computes the zip format's CRC-32, which ours leaves out as no reader looks at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from bench.pairs import Ratio, ratio, table
+from ft.materialise import materialise
+from training import checkpoint_dcp
+from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
+from training.checkpoint_files import FileRecord
+
+Turn = Callable[[], float]  # does it once; seconds
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _options(argv)
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        bench = Bench(Path(folder), options.megabytes)
+        saving = in_turns(
+            {
+                "save": bench.save,
+                "save without digests": bench.save_without_digests,
+                "DCP alone": bench.dcp_alone,
+            },
+            options.rounds,
+        )
+        loading = in_turns(
+            {"load, verified": bench.load(True), "load, not verified": bench.load(False)}, options.rounds
+        )
+        stall = in_turns({"stall of an async save": bench.stall, "copy of the state": bench.copy}, options.rounds)
+        sides = saving | loading | stall
+        rows = [
+            (name, f"{statistics.median(s):.3f}", f"{bench.bytes / statistics.median(s) / 1e9:.2f}")
+            for name, s in sides.items()
+        ]
+        print(table(("", "s", "GB/s"), rows))
+        print(f"\nstate of {bench.bytes / 1e6:.0f} MB, {options.rounds} rounds, {options.threads} thread(s), {folder}")
+        for what, figures, other in (
+            ("saving with digests / without", "save", "save without digests"),
+            ("saving with digests / DCP alone", "save", "DCP alone"),
+            ("loading verified / not verified", "load, verified", "load, not verified"),
+            ("stall of an async save / copy", "stall of an async save", "copy of the state"),
+        ):
+            compared: Ratio = ratio(sides[figures], sides[other])
+            print(f"{what}: {compared}")
+    return 0
+
+
+class Bench:
+    """A model with AdamW, and one turn of everything that is measured. Turns clean up after themselves, outside the time."""
+
+    def __init__(self, folder: Path, megabytes: int, device: str = "cpu") -> None:
+        """On "cuda" the copies, also the checkpoint's, are into pinned memory."""
+        self.folder = folder
+        width = 1024
+        layers = max(1, round(megabytes * 1e6 / 3 / 4 / width / width))  # weights and two moments, four bytes each
+        self.model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        materialise(self.optimizer)
+        self.states: dict[str, Any] = {
+            "model": ModelState([self.model]),
+            "optimizer": OptimizerState([self.model], self.optimizer),
+        }
+        self.tensors = [
+            value
+            for state in self.states.values()
+            for value in state.state_dict().values()
+            if isinstance(value, torch.Tensor)
+        ]
+        self.bytes = sum(tensor.nbytes for tensor in self.tensors)
+        self.buffers = [torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for tensor in self.tensors]
+        self.background = self.checkpointer(async_mode="async_with_pinned_mem" if device == "cuda" else "async")
+        self.background.load()
+        self.step = 0
+
+    def checkpointer(self, **settings: Any) -> Checkpointer:
+        log = logging.getLogger("benchmark")
+        return Checkpointer(CheckpointConfig(**settings), self.folder / "run", self.states, log=log)
+
+    def save(self) -> float:
+        with self.clean():
+            return self.checkpointer().save(1)
+
+    def save_without_digests(self) -> float:
+        with_digests = checkpoint_dcp.Digest
+        checkpoint_dcp.Digest = NoDigest  # type: ignore[misc, assignment]
+        try:
+            return self.save()
+        finally:
+            checkpoint_dcp.Digest = with_digests  # type: ignore[misc]
+
+    def dcp_alone(self) -> float:
+        with self.clean():
+            began = time.perf_counter()
+            dcp_save(dict(self.states), checkpoint_id=self.folder / "run" / "plain", no_dist=True)
+            return time.perf_counter() - began
+
+    def load(self, verify: bool) -> Turn:
+        def turn() -> float:
+            with self.clean():
+                self.checkpointer().save(1)
+                checkpointer = self.checkpointer(verify_digests=verify)
+                began = time.perf_counter()
+                assert checkpointer.load() == 1
+                return time.perf_counter() - began
+
+        return turn
+
+    def stall(self) -> float:
+        with self.clean():
+            self.step += 1
+            seconds = self.background.save(self.step)
+            self.background.wait()
+            return seconds
+
+    def copy(self) -> float:
+        with self.clean():
+            began = time.perf_counter()
+            for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
+                buffer.copy_(tensor)
+            return time.perf_counter() - began
+
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        os.sync()
+        yield
+        shutil.rmtree(self.folder / "run", ignore_errors=True)
+
+
+class NoDigest:
+    """The face of checkpoint_files.Digest without its work."""
+
+    def update(self, data: memoryview) -> None:
+        pass
+
+    def record(self, name: str) -> FileRecord:
+        return FileRecord(name, 0, ())
+
+
+def in_turns(sides: dict[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side by round, after one round that does not count. Every other round runs backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds + 1):
+        for name in sides if index % 2 else reversed(sides):
+            taken = sides[name]()
+            seconds[name] += [taken] if index else []
+    return seconds
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=300, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every side")
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""What it costs a training step that groups compare their weights: the digest beside a step of the same model, in turns.
+
+    python bench/digest.py [--rounds 7] [--dims 192,512] [--threads 1] [--device cpu|cuda]
+
+A round is some steps (forward, backward, clipping, AdamW; one process, no other groups) and as many digests as fit in a tenth of that time.
+The share is that of a step at fault_tolerance.digest_interval = 100: what is promised is at most one percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from bench.pairs import ratio, table
+from bench.step_worker import pharos
+from ft.digest import digest
+
+INTERVAL, STEPS = 100, 3
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _options(argv)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    rows = []
+    for dim in map(int, options.dims.split(",")):
+        heads = {"heads": dim // 32, "kv_heads": dim // 64, "hidden": dim * 8 // 3 // 64 * 64}
+        sizes = {"dim": dim, "layers": 4, **heads, "vocab": 257, "batch": 8, "seq": 256}
+        with ExitStack() as cleanup:
+            parameters: list[torch.nn.Parameter] = []
+            step = pharos(sizes, "bf16", device, cleanup, parameters.extend)
+            tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1), device=device)
+
+            def train(step: Callable[..., object] = step, tokens: torch.Tensor = tokens) -> None:
+                step(tokens[:, :-1], tokens[:, 1:])
+
+            def look(parameters: Sequence[torch.Tensor] = parameters) -> None:
+                digest(parameters)
+
+            _seconds(train, 2, device), _seconds(look, 2, device)
+            steps_s, digests_s = [], []
+            for _ in range(options.rounds):
+                steps_s.append(_seconds(train, STEPS, device))
+                looks = max(1, int(0.1 * STEPS * steps_s[-1] / _seconds(look, 1, device)))
+                digests_s.append(_seconds(look, looks, device))
+        share = ratio(digests_s, [INTERVAL * seconds for seconds in steps_s])
+        megabytes = sum(parameter.nbytes for parameter in parameters) / 1e6
+        figures = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (steps_s, digests_s)]
+        percent = [f"{100 * part:.4f}" for part in (share.median, share.low, share.high)]
+        verdict = "reached" if share.high <= 0.01 else "missed"
+        rows.append([f"{megabytes:.1f} MB", *figures, f"{percent[0]} ({percent[1]}-{percent[2]})", verdict])
+    print(table(["weights", "ms a step", "ms a digest", f"% of a step, every {INTERVAL}", "at most 1 %"], rows))
+    return 0
+
+
+def _seconds(what: Callable[[], None], times: int, device: torch.device) -> float:
+    """Of one."""
+    began = time.perf_counter()
+    for _ in range(times):
+        what()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dims", default="192,512", help="widths of the model; 192: that of configs/llama.toml")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

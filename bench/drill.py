@@ -1,0 +1,346 @@
+"""Training that does not stop: a real job of replica groups is harmed in every way there is, and must come out as if nothing had been.
+
+    python bench/drill.py CONFIG [--groups 4] [--minutes 3] [--faults kill,stop,...] [--seed 1] [--brief] [--no-twin] [overrides]
+    NPROC=4 python bench/drill.py CONFIG --groups 2 --parallelism.tensor_parallel_degree 2        each group has four ranks
+
+Starts a lighthouse and the groups, as run_replicas.sh does, and injects each fault of each kind (drill_faults.py) in an order and on
+targets that the seed alone decides; the next one comes when all groups are together again. Rounds follow each other until the time is
+over. Then:
+
+- survivors went on: no group that a fault did not hit died, threw a step away or passed over one;
+- replicas are bitwise equal: the weights of every rank after every step that two groups have in common;
+- the ledger is exact: every sample is in exactly one step (scripts/samples.py);
+- faults that have a bound kept it (drill_bounds.py): how long nobody made a step, how soon all were together again;
+- the loss on held-out text is within 0.02 nats of that of a twin that nothing happened to, after as many tokens.
+
+Exit code: 0 all of that holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds
+that need a network of their own are left out, and named, where there is no root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+from bench import drill_disk, drill_net, drill_rules
+from bench.drill_bounds import in_time
+from bench.drill_disk import Disk
+from bench.drill_faults import KINDS, Incident, inject, plan
+from bench.drill_job import AWAY_S, FULL_S, PAIR_S, Failed, Job
+from bench.drill_outages import killed_in_a_save
+from bench.drill_rules import Verdict
+from bench.pairs import table
+from scripts.plot_loss import draw, read
+from scripts.replicas import say
+
+FOR_EVER = 1_000_000  # steps
+FINISH, LAST = "finish", 60  # a job of its own; steps of a job whose writer dies in its last save
+UNDER = {  # commands that become the one behind them
+    "files": ["sh", "-c", 'ulimit -n 256; exec "$0" "$@"'],
+    "shm": ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'],
+}
+LOOK_STEPS = 50
+DEFAULTS = {  # overrides on the command line come after these
+    "training.steps": FOR_EVER,
+    "lr_scheduler.total_steps": FOR_EVER,  # the same for the twin, which ends
+    "validation.enable": "true",
+    "validation.freq": LOOK_STEPS,
+    "checkpoint.interval": 50,
+    "fault_tolerance.digest_interval": 10,
+    "metrics.enable_tensorboard": "false",
+}
+KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whoever is there: equal things are compared
+
+
+@dataclass(frozen=True)
+class Asked:
+    config: str
+    overrides: list[str]
+    groups: int
+    minutes: float
+    kinds: list[str]
+    seed: int
+    brief: bool
+    twin: bool
+    away_s: float
+    full_s: float
+    pair_s: float
+    under: list[str]
+
+    @property
+    def most_groups(self) -> int:
+        """That there are at any time: each of them is dealt a slot in every step."""
+        return self.groups + ("add" in self.kinds)
+
+    def argv(self, name: str, **last: int) -> list[str]:
+        """Of a job: our defaults, unless something else was asked for; no key may be given twice."""
+        asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
+        fewest = {"fault_tolerance.min_replica_size": 2} if "capacity" in self.kinds else {}
+        ours = DEFAULTS | fewest | {key.replace("__", "."): value for key, value in last.items()}
+        if KEEP not in asked:
+            ours |= {KEEP: "true", "fault_tolerance.slots_per_step": self.most_groups}
+        defaults = [f"--{key}={value}" for key, value in ours.items() if key not in asked]
+        return [self.config, *defaults, *self.overrides, f"--job.name={Path(self.config).stem}-{name}-{self.seed}"]
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        asked = read_arguments(argv)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
+        with ExitStack() as cleanup:
+            return drill(asked, cleanup)
+    except ValueError as error:
+        print(f"pharos: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as failed:  # of the job, or of this machine
+        print(f"drill: {failed}", file=sys.stderr)
+        return 1
+
+
+def read_arguments(argv: Sequence[str]) -> Asked:
+    """Raises ValueError."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("config")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="rounds of faults are begun for so long; one round at least"
+    )
+    all_kinds = [*KINDS, FINISH]
+    parser.add_argument("--faults", default=",".join(all_kinds), help=f"default: {','.join(all_kinds)}")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--brief", action="store_true", help="one fault of each kind, where there are several")
+    parser.add_argument("--no-twin", action="store_true", help="no job without faults to compare the loss with")
+    parser.add_argument("--away", type=float, default=AWAY_S, help="seconds without a lighthouse, or capacity")
+    parser.add_argument("--full", type=float, default=FULL_S, help="seconds that a disk is full")
+    parser.add_argument("--pair", type=float, default=PAIR_S, help="seconds that two groups lose each other's packets")
+    parser.add_argument(
+        "--under",
+        choices=UNDER,
+        help="groups and lighthouse have 256 descriptors; groups of child processes share 64 MB",
+    )
+    given, overrides = parser.parse_known_args(argv)
+    kinds = given.faults.split(",")
+    if unknown := [kind for kind in kinds if kind not in all_kinds]:
+        raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(all_kinds)}")
+    if given.groups < 1:
+        raise ValueError(f"--groups {given.groups}: a whole number from 1")
+    under = list(UNDER[given.under]) if given.under else []
+    if given.under == "shm":
+        overrides.append("--fault_tolerance.process_group=baby_gloo")
+    return Asked(
+        given.config,
+        overrides,
+        given.groups,
+        given.minutes,
+        kinds,
+        given.seed,
+        given.brief,
+        not given.no_twin,
+        given.away,
+        given.full,
+        given.pair,
+        under,
+    )
+
+
+def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | None, bool, dict[str, str]]:
+    """A network, where one is asked for and can be had; whether a disk is; the kinds that cannot be injected here, and why."""
+    known = [kind for kind in asked.kinds if kind != FINISH]
+    out = {kind: f"needs {KINDS[kind].least} groups" for kind in known if asked.groups < KINDS[kind].least}
+    kinds = {kind: KINDS[kind] for kind in known if kind not in out}
+    network, disk = None, any(kind.disk for kind in kinds.values())
+    if wanting := [name for name, kind in kinds.items() if kind.network]:
+        try:
+            network = drill_net.Network()
+            cleanup.callback(network.close)
+        except RuntimeError as why:
+            out |= dict.fromkeys(wanting, str(why))
+    if disk and (why := drill_disk.refusal()):
+        disk = False
+        out |= {name: why for name, kind in kinds.items() if kind.disk}
+    return network, disk, out
+
+
+# ------------------------------------------------------------------------------------------------ the job and its twin
+
+
+def drill(asked: Asked, cleanup: ExitStack) -> int:
+    began_s, incidents = time.monotonic(), list[Incident]()
+    network, disk, left_out = leave_out(asked, cleanup)
+    kinds = [kind for kind in asked.kinds if kind not in left_out]
+    if not kinds:
+        raise ValueError(f"no fault is left: {'; '.join(f'{kind}, {why}' for kind, why in left_out.items())}")
+    if kinds == [FINISH]:
+        print(verdict := finish(asked))
+        return 0 if verdict.holds else 1
+    job, failed = open_job(asked, "drill", network, cleanup if disk else None), ""
+    with job:
+        try:
+            harm(job, asked, [kind for kind in kinds if kind != FINISH], incidents, began_s)
+        except Failed as why:
+            failed = str(why)
+    verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
+    if incidents:
+        verdicts.append(drill_rules.survivors_went_on(job.diaries, incidents, drill_rules.trained_by(job.run)))
+        verdicts.append(drill_rules.bitwise_equal(job.diaries, incidents))
+        verdicts.append(drill_rules.ledger_exact(job.run))
+        verdicts.append(in_time(job.diaries, incidents, job.config.fault_tolerance))
+    if disk:
+        verdicts.append(drill_rules.figures_complete(job.run))
+    if asked.twin and not failed:
+        slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
+        try:
+            verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
+        except Failed as why:
+            verdicts.append(Verdict(drill_rules.AS_GOOD, False, f"the twin: {why}"))
+    if FINISH in kinds:
+        verdicts.append(finish(asked))
+    report(asked, job, incidents, left_out, verdicts, began_s)
+    return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+def harm(job: Job, asked: Asked, kinds: Sequence[str], incidents: list[Incident], began_s: float) -> None:
+    """One fault after the other, then the end. Raises Failed; `incidents` are those until then."""
+    dice = random.Random(asked.seed)
+    job.together(began_s)
+    say(f"{len(job.live)} groups of {job.ranks} train together after {time.monotonic() - began_s:.0f} s")
+    variants = plan(kinds, dice, brief=asked.brief)
+    while variants:
+        variant = variants.pop(0)
+        try:
+            incidents.append(inject(job, variant, dice))
+        except Failed as why:
+            raise Failed(f"{variant}: {why}") from None
+        tell(job, incidents[-1], began_s)
+        if not variants and time.monotonic() - began_s < 60 * asked.minutes:
+            variants = plan(kinds, dice, first=False, brief=asked.brief)
+    if job.config.validation.enable:
+        before = len(drill_rules.looks(job.run))
+        job.until("a look at held-out text after the last fault", lambda: len(drill_rules.looks(job.run)) > before)
+    job.end()
+    job.look()
+
+
+def open_job(
+    asked: Asked, name: str, network: drill_net.Network | None = None, disk: ExitStack | None = None, **last: int
+) -> Job:
+    """In a folder of its own, of which nothing was before. `disk`: what closes the job's own. Raises ValueError."""
+    from configs.load import load
+
+    argv = asked.argv(name, **last)
+    run = load(argv).run_folder
+    shutil.rmtree(run, ignore_errors=True)
+    own = Disk(run) if disk else None
+    if disk and own:
+        disk.callback(own.close)
+    job = Job(argv, asked.groups, network=network, disk=own, under=asked.under)
+    job.away_s, job.full_s, job.pair_s = asked.away_s, asked.full_s, asked.pair_s
+    return job
+
+
+def finish(asked: Asked) -> Verdict:
+    """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
+    said, problem = dict[str, str](), ""
+    with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
+        job.together(time.monotonic())
+        _, step = killed_in_a_save(job, job.writer)
+        whole_then = job.has(step)  # it was too late, and shows nothing
+        job.gone |= set(job.groups)  # they may end
+
+        def over() -> bool:
+            nonlocal problem
+            whole = job.has(step)
+            for name, group in job.groups.items():
+                said[name] = group.log.read_text(errors="replace")
+                if not whole and ("finished" in said[name] or group.code == 0):
+                    problem = (
+                        problem or f"group {name} says that it has finished, and there is no checkpoint of step {step}"
+                    )
+            return all(group.code == 0 for group in job.groups.values())
+
+        try:
+            job.until("the end of all groups", over)
+        except Failed as why:
+            problem = problem or str(why)
+    if whole_then:
+        problem = "the checkpoint stood before its writer was killed: try again"
+    words = problem or f"of step {step}, by another group than the one that was killed in it"
+    return Verdict("nobody finished before the last checkpoint stood", not problem, words)
+
+
+def run_twin(asked: Asked, run: Path, slots: int) -> Path:
+    """A job that nothing happens to, until it has seen as many tokens; its folder."""
+    tokens = drill_rules.looks(run)[-1][0]
+    steps = drill_rules.steps_for(run, tokens, slots) + 2 * LOOK_STEPS
+    with open_job(asked, "twin", None, training__steps=steps) as job:
+        job.ended()
+    return job.run
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def tell(job: Job, incident: Incident, began_s: float) -> None:
+    next_s, gap_s = drill_rules.next_commit_s(job.diaries, incident), drill_rules.longest_gap_s(job.diaries, incident)
+    say(
+        f"{incident.at_s - began_s:6.1f} s, step {incident.step}: {incident.kind}, {incident.target}: next commit after {next_s:.2f} s, "
+        f"longest gap {gap_s:.2f} s, all back after {incident.back_s - incident.at_s:.1f} s"
+    )
+
+
+def report(
+    asked: Asked,
+    job: Job,
+    incidents: Sequence[Incident],
+    left_out: dict[str, str],
+    verdicts: Sequence[Verdict],
+    began_s: float,
+) -> None:
+    header = ["fault", "target", "at s", "step", "next commit s", "longest gap s", "all back s"]
+    lines = [
+        [
+            incident.kind,
+            incident.target,
+            f"{incident.at_s - began_s:.1f}",
+            str(incident.step),
+            f"{drill_rules.next_commit_s(job.diaries, incident):.2f}",
+            f"{drill_rules.longest_gap_s(job.diaries, incident):.2f}",
+            f"{incident.back_s - incident.at_s:.1f}",
+        ]
+        for incident in incidents
+    ]
+    print(table(header, lines))
+    for kind, why in left_out.items():
+        print(f"left out: {kind}, {why}")
+    cores, load = os.cpu_count(), os.getloadavg()[0]
+    steps = max(diary.step for diary in job.diaries.values())
+    print(
+        f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {len(incidents)} faults in {steps} steps; {cores} cores, load {load:.1f}"
+    )
+    for verdict in verdicts:
+        print(verdict)
+    told = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}
+    (job.run / "drill.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+    if len(drill_rules.rows(job.run)) > 1:
+        marks = [(incident.step, incident.kind) for incident in incidents]
+        curve = draw(f"{job.run.name}: {len(incidents)} faults", *read(job.run / "metrics.jsonl"), marks)
+        (job.run / "drill.svg").write_text(curve, encoding="utf-8")
+        print(f"picture: {job.run / 'drill.svg'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,321 @@
+"""What a job of three processes gets done while one of them is killed every now and then: tokens committed per second, three ways.
+
+    make goodput PEER=PYTHON                                    all of it (1 hour 20 minutes); renews docs/goodput.md
+    python bench/goodput.py [--mb 4,100] [--every 20] [--minutes 2] [--rounds 2] [--startup-s 0] [--peer PYTHON] [--write FILE]
+    python bench/goodput.py --no-kills [--rounds 9]        a step of configs/llama.toml with fault tolerance, beside one without
+
+Ways: ours, replica groups that go on; restart, DistributedDataParallel whose ranks all start again from the last checkpoint when one dies,
+with a checkpoint every 1, 2, 5 or 10 seconds (after the first round, the two best of these); torchft, where PEER has torchft-nightly.
+Each step "computes" for --step-ms on TOKENS tokens a process and sums a gradient as large as the model. They take turns (--rounds), with
+the same kills: one SIGKILL every --every seconds (the first after half of it, so that a turn has its share) of one that runs, by --seed,
+but never of the only one that does.
+
+Nothing is held against a restart but what it takes: the other ranks are killed at once, as if they knew. In every way a killed process is
+started again at once, or after --startup-s: what a cluster takes to find a machine and start a container. So is one that ends by itself.
+The clock starts when all have committed some steps together. Steps that a restart took back do not count. Everything runs on this machine,
+to be idle otherwise (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+from bench.job import Failed, Group, Job, Side, ended
+from bench.pairs import Worker, in_turns, ratio, table
+
+PROCESSES, STEADY = 3, 20
+TOKENS = 1000  # of a process in a step
+CHECKPOINTS_S = (1, 2, 5, 10)
+WORKER = Path(__file__).with_name("goodput_worker.py")
+GOALS = {"restart": {4: 1.3, 100: 2.0}, "torchft": {4: 1.35, 100: 2.0}}  # ours by theirs, by megabytes
+STARTUP_GOAL, CALM_GOAL = 2.0, 1.02
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the job goes on after a kill."""
+
+    name: str
+    side: Side
+    checkpoint_s: float = 0.0
+
+
+@dataclass
+class Run:
+    """What one turn of a way came to."""
+
+    seconds: float
+    tokens: float
+    kills: int
+    ended: int = 0  # processes that ended by themselves
+    redone: int = 0  # steps that were taken back, or whose gradients were thrown away
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Storm:
+    """A job that runs, and those of its processes that are to be started again."""
+
+    job: Job
+    startup_s: float
+    due: list[tuple[float, Group]] = field(default_factory=list)
+
+    def start(self) -> None:
+        for group in self.job.groups:
+            self.due.append((time.monotonic(), group))
+        self.restart()
+
+    def kill(self, victim: Group) -> None:
+        victim.kill()
+        self.due.append((time.monotonic() + self.startup_s, victim))
+
+    def ended(self) -> list[Group]:
+        """Processes that nobody killed, and that do not run."""
+        waiting = [group for _, group in self.due]
+        return [group for group in self.job.groups if group not in waiting and ended(group)]
+
+    def restart(self) -> None:
+        """Those whose time has come."""
+        now_s = time.monotonic()
+        for _, group in [ready for ready in self.due if ready[0] <= now_s]:
+            group.start()
+        self.due = [waits for waits in self.due if waits[0] > now_s]
+
+    def tokens(self, step: int) -> float:
+        """Of the steps after this one; each once, however many have logged it, and however often."""
+        steps = {line.step: line.participants for group in self.job.groups for line in group.since(0.0, "commit")}
+        return TOKENS * sum(participants for number, participants in steps.items() if number > step)
+
+    def redone(self, from_s: float) -> int:
+        return max(len(group.since(from_s, "abort")) for group in self.job.groups)
+
+
+class Restarts(Storm):
+    """All ranks start again, from a checkpoint."""
+
+    def __init__(self, job: Job, startup_s: float, checkpoint_s: float) -> None:
+        super().__init__(job, startup_s)
+        self._starts, self._checkpoint_s = 0, checkpoint_s
+
+    def kill(self, victim: Group) -> None:
+        for group in self.job.groups:
+            group.kill()
+        self.start_at(time.monotonic() + self.startup_s)
+
+    def start_at(self, at_s: float) -> None:
+        self.due = [(at_s, group) for group in self.job.groups]
+
+    def start(self) -> None:
+        self.start_at(time.monotonic())
+        self.restart()
+
+    def restart(self) -> None:
+        if not self.due or self.due[0][0] > time.monotonic():
+            return
+        self._starts, self.due = self._starts + 1, []
+        folder = self.job.folder
+        for group in self.job.groups:
+            group.start(
+                RENDEZVOUS=str(folder / f"start-{self._starts}"),
+                CHECKPOINT=str(folder / "checkpoint.pt"),
+                CHECKPOINT_S=str(self._checkpoint_s),
+            )
+
+    def redone(self, from_s: float) -> int:
+        """Steps that were committed more than once by the rank that saves."""
+        steps = [line.step for line in self.job.groups[0].since(from_s, "commit")]
+        return len(steps) - len(set(steps))
+
+
+def storm(way: Way, megabytes: float, options: argparse.Namespace) -> Run:
+    """Raises Failed."""
+    draw = random.Random(options.seed)
+    with Job(way.side, PROCESSES, megabytes=megabytes, step_ms=options.step_ms) as job:
+        made = Restarts(job, options.startup_s, way.checkpoint_s) if way.checkpoint_s else Storm(job, options.startup_s)
+        made.start()
+        job.steps(STEADY, PROCESSES)
+        began_s, kills, own, step = time.monotonic(), 0, 0, max(group.step for group in job.groups)
+        end_s, next_s = began_s + 60 * options.minutes, began_s + options.every / 2
+        while (now_s := time.monotonic()) < end_s:
+            if now_s >= next_s:
+                next_s += options.every
+                running = [group for group in job.groups if group.runs]
+                if len(running) > 1:
+                    made.kill(draw.choice(running))
+                    kills += 1
+            for group in made.ended()[:1]:  # of a restart all begin again
+                made.kill(group)
+                own += 1
+            made.restart()
+            job.wait(0.02)
+        return Run(time.monotonic() - began_s, made.tokens(step), kills, own, made.redone(began_s))
+
+
+# ------------------------------------------------------------------------------------------------ what it comes to
+
+
+def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
+    """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
+    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+    turns = list(ways)
+    for _ in range(options.rounds):
+        for way in turns:
+            runs[way.name] += _turn(way, megabytes, options)
+        rates = {name: max((run.rate for run in of), default=0.0) for name, of in runs.items()}
+        best = sorted((way for way in turns if way.checkpoint_s), key=lambda way: rates[way.name], reverse=True)[:2]
+        turns = [way for way in reversed(turns) if not way.checkpoint_s or way in best]
+    due = {way.name: options.rounds if way in turns else 1 for way in ways}
+    rows = [[f"{megabytes:g} MB", way.name, *_figures(runs[way.name], due[way.name])] for way in ways]
+    return rows, verdicts(runs, megabytes, startup=options.startup_s > 0)
+
+
+def _turn(way: Way, megabytes: float, options: argparse.Namespace) -> list[Run]:
+    """One, or none where it failed."""
+    try:
+        run = storm(way, megabytes, options)
+    except Failed as error:
+        print(f"{megabytes:g} MB, {way.name}: {error}", file=sys.stderr)
+        return []
+    print(f"{megabytes:g} MB, {way.name}: {run}", file=sys.stderr)
+    return [run]
+
+
+def _figures(runs: Sequence[Run], rounds: int) -> list[str]:
+    rates = [run.rate for run in runs]
+    if not rates:
+        return ["", "", "", "", f"{rounds} failed"]
+    said = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
+    counts = ["/".join(str(getattr(run, what)) for run in runs) for what in ("kills", "ended", "redone")]
+    return [said, *counts, f"{rounds - len(runs)} failed" if len(runs) < rounds else ""]
+
+
+def verdicts(runs: dict[str, list[Run]], megabytes: float, *, startup: bool) -> list[str]:
+    """Ours beside the best restart and torchft, round by round, and whether it is as much as was to be reached."""
+    rates = {name: [run.rate for run in of] for name, of in runs.items()}
+    whole = len(rates["ours"])
+    restarts = [name for name in rates if name.startswith("restart") and len(rates[name]) == whole > 0]
+    best = max(restarts, key=lambda name: statistics.median(rates[name]), default="")
+    goals = {best: STARTUP_GOAL if startup else GOALS["restart"].get(megabytes)}
+    goals["torchft"] = None if startup else GOALS["torchft"].get(megabytes)
+    said = []
+    for name, goal in goals.items():
+        if rates.get(name) and len(rates[name]) == whole:
+            seen = ratio(rates["ours"], rates[name])
+            words = (
+                f"; at least {goal:g}x was to be reached: {reached(goal / seen.low, goal / seen.median)}"
+                if goal
+                else ""
+            )
+            said.append(f"{megabytes:g} MB, ours by {name}: {seen}{words}")
+    return said
+
+
+def reached(worst: float, median: float) -> str:
+    """Of the bound: at most 1 is to be. One that lies inside the range of the rounds is not shown to be reached."""
+    return "reached" if worst <= 1 else "not shown, for it lies within the range" if median <= 1 else "missed"
+
+
+# ------------------------------------------------------------------------------------------------ without kills
+
+
+def calm(options: argparse.Namespace) -> list[str]:
+    """Steps of the default job in three processes, with and without fault tolerance, in turns."""
+    workers = [Worker(name, [sys.executable, str(WORKER), name], {}) for name in ("ft", "ddp")]
+    try:
+        for worker in workers:
+            worker.answer()  # all ranks are there
+        in_turns(workers, {"steps": options.steps}, rounds=2)
+        answers = in_turns(workers, {"steps": options.steps}, rounds=options.rounds)
+    finally:
+        for worker in workers:
+            worker.close()
+    seconds = {name: [answer["seconds"] for answer in given] for name, given in answers.items()}
+    seen = ratio(seconds["ft"], seconds["ddp"])
+    steps = ", ".join(f"{name} {1e3 * statistics.median(of):.1f} ms" for name, of in seconds.items())
+    verdict = reached(seen.high / CALM_GOAL, seen.median / CALM_GOAL)
+    text = f"{seen.median:.3f}x ({seen.low:.3f}-{seen.high:.3f})"
+    return [
+        f"a step: {steps}",
+        f"with fault tolerance by without: {text}; at most {CALM_GOAL}x was to be reached: {verdict}",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _options(argv)
+    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print(machine, file=sys.stderr)
+    if options.no_kills:
+        said = calm(options)
+        print("\n".join(said))
+        _write(
+            options.write,
+            "Without kills",
+            f"{machine}, {options.rounds} rounds of {options.steps} steps",
+            "\n".join(said),
+        )
+        return 0
+    ways = [Way("ours", Side("ours", sys.executable))]
+    ways += [Way(f"restart, every {s} s", Side("restart", sys.executable), s) for s in CHECKPOINTS_S]
+    ways += [Way("torchft", Side("torchft", options.peer))] if options.peer else []
+    rows, said = [], []
+    for megabytes in map(float, options.mb.split(",")):
+        more, words = storms(ways, megabytes, options)
+        rows, said = rows + more, said + words
+    text = table(["model", "way", "tokens/s", "kills", "ended", "steps redone", ""], rows) + "\n\n" + "\n".join(said)
+    print(text)
+    heading = f"With a start-up of {options.startup_s:g} s" if options.startup_s else "With kills"
+    kills = f"a kill every {options.every:g} s, turns of {options.minutes:g} min, {options.rounds} rounds"
+    _write(options.write, heading, f"{machine}, {kills}, steps of {options.step_ms:g} ms", text)
+    return 0
+
+
+def _write(path: Path | None, heading: str, what: str, text: str) -> None:
+    """Puts the figures, with the date, in the place of those that stand under this heading of the page, or at its end."""
+    if path is None:
+        return
+    today = datetime.now(timezone.utc).date()
+    new = f"## {heading}\n\n{today}, {what}:\n\n```\n{text}\n```\n"
+    parts = re.split(r"(?m)^(?=## )", path.read_text(encoding="utf-8"))
+    there = [index for index, part in enumerate(parts) if part.startswith(f"## {heading}\n")]
+    parts[there[0] if there else len(parts) :] = [new, *(parts[there[0] + 1 :] if there else [])]
+    path.write_text("\n".join(part.strip("\n") + "\n" for part in parts), encoding="utf-8")
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--mb", default="4,100", help="sizes of the model")
+    parser.add_argument("--every", type=float, default=20, help="seconds between kills")
+    parser.add_argument("--minutes", type=float, default=2, help="of each turn")
+    parser.add_argument("--rounds", type=int, help="turns of each way, default 2; --no-kills: 9")
+    parser.add_argument("--seed", type=int, default=1, help="of the victims")
+    parser.add_argument("--step-ms", type=float, default=50)
+    parser.add_argument("--startup-s", type=float, default=0, help="until a killed process is started again")
+    parser.add_argument("--no-kills", action="store_true")
+    parser.add_argument("--steps", type=int, default=20, help="of a turn, with --no-kills")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="adds the figures to this page")
+    options = parser.parse_args(argv)
+    options.rounds = options.rounds or (9 if options.no_kills else 2)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

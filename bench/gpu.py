@@ -1,0 +1,378 @@
+"""Measurements that only a GPU can give, in three parts of at most ten minutes each, none of which needs a network.
+
+    python bench/gpu.py --part 1|2|3 [--minutes 9.5] [--wheels FOLDER] [--only PATTERN] [--again] [--write docs/gpu.md]
+    python bench/gpu.py --part 1 --device cpu --sizes tiny --write FILE      the same path without a device
+
+Part 1: versions; tests/gpu with and without expandable segments; 15 steps of train.py to the very end, eager and compiled. Part 2: tokens
+per second, MFU and peak memory of Llama 1B and 8B here and in peers, interleaved. Part 3: two members on one GPU (NCCL_HOSTID tells NCCL
+that they are two machines), which are killed inside sums; steady steps; healing; the stall of a checkpoint.
+
+A part is a list of turns, each a process with a time limit. What a turn gave is appended to outputs/gpu/<device>-<sizes>/results.jsonl at
+once, and the page is written anew; the next call goes on with the turns that are missing (--again: also with those that failed). --wheels
+installs what the folder holds (pip --no-index --target) and puts it behind PYTHONPATH; nothing there is required: a side that is missing
+has a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.gpu_page import page
+from bench.pairs import Failed, Worker
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "bench" / "gpu_worker.py"
+SIZES = {
+    "8b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256, "batch": 1, "seq": 8192},
+    "1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocab": 128256, "batch": 2, "seq": 8192},
+    "tiny": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 192, "vocab": 512, "batch": 1, "seq": 64},
+}  # fmt: skip
+SIDES = (  # the fastest of each first; all bf16, weights and optimizer included: so 8B fits on every side
+    ("pharos", "bf16 weights checkpoint chunked=8192 compile"),
+    ("torchtitan", "bf16 weights checkpoint compile"),
+    ("pharos", "bf16 weights checkpoint chunked=1046 compile"),
+    ("pharos", "bf16 weights checkpoint chunked=8192"),
+    ("transformers", "bf16 weights checkpoint"),
+)
+BACKENDS = {
+    "cuda": "inductor",
+    "cpu": "aot_eager",
+}  # of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
+Figures = dict[str, Any]
+
+
+class Turn(NamedTuple):
+    key: str  # names it in the results
+    limit_s: float
+    do: Callable[[float], Figures]  # gets its limit; raises Failed
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _options(argv)
+    if options.device == "cuda" and not _has_cuda():
+        print("bench/gpu.py: needs a CUDA device (--device cpu --sizes tiny shows that it runs)", file=sys.stderr)
+        return 2
+    options.folder = (
+        options.folder or ROOT / "outputs" / "gpu" / f"{options.device}-{'-'.join(options.sizes)}"
+    ).resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.wheels:
+        _install(options.wheels, options.folder / "wheels")
+    turns = {1: part_1, 2: part_2, 3: part_3}[options.part](options)
+    whole = run(turns, options.folder / "results.jsonl", options)
+    print("all turns of this part have been taken" if whole else "time is up: the same command goes on", flush=True)
+    return 0
+
+
+def run(turns: Iterator[Turn], results: Path, options: argparse.Namespace) -> bool:
+    """Takes the turns that `results` lacks, as far as the time goes; whether none is missing now."""
+    until_s = time.monotonic() + 60 * options.minutes
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    taken = {row["key"] for row in rows if "failed" not in row or not options.again}
+    for turn in turns:
+        if turn.key in taken or not fnmatch(turn.key, options.only):
+            continue
+        left_s = until_s - time.monotonic()
+        if left_s < turn.limit_s / 4:
+            return False
+        row: Figures = {"key": turn.key, "day": str(date.today())}
+        began_s = time.monotonic()
+        try:
+            row |= turn.do(min(turn.limit_s, left_s))
+        except Failed as failure:
+            if time.monotonic() > until_s and left_s < turn.limit_s:
+                return False  # it had less time than it may take
+            row["failed"] = str(failure)[:300]
+        row["took_s"] = round(time.monotonic() - began_s, 1)
+        rows.append(row)
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+        if options.write:
+            options.write.write_text(page(rows, SIZES, options.device))
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ part 1
+
+
+def part_1(options: argparse.Namespace) -> Iterator[Turn]:
+    yield Turn("1 versions", 120, lambda s: _worker("versions", s, device=options.device))
+    files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
+    for expandable in ("True", "False"):
+        for file in files:  # each in a process of its own: an illegal address ends one of them
+            yield Turn(
+                f"1 tests {file.stem} expandable_segments:{expandable}",
+                240,
+                lambda s, file=file, env={"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}: _tests(
+                    file, env, s
+                ),
+            )
+    size = options.sizes[0]
+    checkpointing = "--activation_checkpoint.mode=selective"
+    trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
+    compiled = ("--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
+    yield Turn(f"1 train {size} eager", 240, lambda s: _train(options, size, "eager", s, checkpointing))
+    yield Turn(
+        f"1 train {size} compiled",
+        300,
+        lambda s: _train(options, size, "compiled", s, checkpointing, *compiled, *trace),
+    )
+
+
+def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", str(path)]
+    if not _has("pytest_timeout"):  # the settings of pyproject.toml name it
+        command += ["-o", "addopts=--import-mode=importlib"]
+    code, text = _output(command, env, limit_s)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-500:])}
+    bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    if not counts and code not in (0, 5):
+        raise Failed(_last_line(text, code))
+    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "bad": bad}
+
+
+def _train(
+    options: argparse.Namespace,
+    size: str,
+    name: str,
+    limit_s: float,
+    *settings: str,
+    steps: int = 15,
+    env: dict[str, str] | None = None,
+    program: Sequence[str] = ("train.py",),
+) -> Figures:
+    """train.py to its very end, the sample included: medians of its later steps."""
+    sizes, folder = SIZES[size], options.folder / "runs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model = {
+        "vocab_size": "vocab",
+        "dim": "dim",
+        "n_layers": "layers",
+        "n_heads": "heads",
+        "n_kv_heads": "kv_heads",
+        "hidden_dim": "hidden",
+    }
+    command = [
+        sys.executable, *program, "configs/llama.toml", f"--job.dump_folder={folder}", f"--training.steps={steps}",
+        *(f"--model.{ours}={sizes[here]}" for ours, here in model.items()),
+        f"--training.seq_len={sizes['seq']}", f"--training.local_batch_size={sizes['batch']}", "--lr_scheduler.warmup_steps=2",
+        "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
+        "--sample.tokens=8", *settings,
+    ]  # fmt: skip
+    code, text = _output(command, {**_device_env(options.device), **(env or {})}, limit_s)
+    if code:
+        raise Failed(_last_line(text, code))
+    [journal] = folder.glob("**/metrics.jsonl")
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    later = rows[len(rows) // 2 :]
+    figures: Figures = {
+        "steps": rows[-1]["step"],
+        "loss": round(rows[-1]["loss"], 3),
+        "step_ms": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
+        "tokens_per_s": round(statistics.median(row["tokens_per_s"] for row in later)),
+        "memory_gib": round(max(row["memory_gib"] for row in rows), 2),
+    }
+    if traces := list(folder.glob("**/rank-0.json.gz")):
+        figures["trace"] = str(traces[-1].relative_to(options.folder))
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------ part 2
+
+
+def part_2(options: argparse.Namespace) -> Iterator[Turn]:
+    rounds = options.rounds or (2 if options.device == "cuda" else 1)
+    for size in options.sizes:  # all of 1B before 8B
+        for round_ in range(rounds):
+            sides = list(SIDES)
+            if options.device == "cpu":
+                backend = f" compile={BACKENDS['cpu']}"
+                sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
+            for side, setting in sides if round_ % 2 == 0 else sides[::-1]:
+                yield Turn(
+                    f"2 {size} {round_} {side}: {setting}",
+                    90 if size != "8b" else 180,
+                    lambda s, side=side, setting=setting, size=size: _speed(options, size, side, setting, s),
+                )
+
+
+def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limit_s: float) -> Figures:
+    sizes = SIZES[size]
+    arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": []}
+    python = sys.executable if side == "pharos" else options.peer_python
+    command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
+    worker = Worker(side, command, _paths(), limit_s=limit_s)
+    try:
+        worker.answer()
+        worker.ask({"steps": 1})
+        answer = worker.ask({"steps": options.steps})
+    finally:
+        worker.close()
+    tokens = options.steps * sizes["batch"] * sizes["seq"]
+    return {"tokens_per_s": tokens / answer["seconds"], **{name: answer[name] for name in ("memory_mib", "graphs")}}
+
+
+# ------------------------------------------------------------------------------------------------ part 3
+
+
+def part_3(options: argparse.Namespace) -> Iterator[Turn]:
+    cuda = options.device == "cuda"
+    inline, child = ("nccl", "baby_nccl") if cuda else ("gloo", "baby_gloo")
+    size, steps = options.sizes[0], 15 if cuda else 6
+    for kind, victim in ((child, "child"), (inline, "group"), (child, "group")):
+        watch_s = (180.0 if victim == "group" and kind == inline else 20.0) if cuda else 1.0
+        arguments = {
+            "device": options.device,
+            "kind": kind,
+            "victim": victim,
+            "watch_s": watch_s,
+            "megabytes": 1000 if cuda else 8,
+        }
+        yield Turn(
+            f"3 kill {victim}, {kind}", 120 + watch_s, lambda s, arguments=arguments: _worker("kill", s, **arguments)
+        )
+    for round_ in range(3 if cuda else 1):
+        for kind in ("none", inline, child):
+            yield Turn(f"3 steady {kind} {round_}", 120, lambda s, kind=kind: _steady(options, size, kind, steps, s))
+    yield Turn("3 healing", 120, lambda s: _worker("healing", s, device=options.device, gb=4.0 if cuda else 0.05))
+    yield Turn("3 stall", 120, lambda s: _worker("stall", s, device=options.device, megabytes=4000 if cuda else 20))
+
+
+def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit_s: float) -> Figures:
+    """A step of train.py without replica groups, or as the only group."""
+    program = (str(WORKER), "train")
+    if kind == "none":
+        return _train(options, size, "steady", limit_s, steps=steps, program=program)
+    try:
+        from ft.rpc.lighthouse_server import LighthouseServer
+    except ImportError as error:
+        raise Failed(str(error)) from None
+    lighthouse = LighthouseServer("127.0.0.1:0", 1)
+    try:
+        env = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
+        settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
+        return _train(options, size, "steady", limit_s, *settings, steps=steps, env=env, program=program)
+    finally:
+        lighthouse.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def _worker(what: str, limit_s: float, **arguments: Any) -> Figures:
+    """The one answer of gpu_worker.py."""
+    env = {**_device_env(arguments["device"]), "OMP_NUM_THREADS": "1"}
+    worker = Worker(what, [sys.executable, str(WORKER), what, json.dumps(arguments)], env, limit_s=limit_s)
+    try:
+        return dict(worker.answer())
+    finally:
+        worker.close()
+
+
+def _output(command: Sequence[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
+    """Exit code, and stdout and stderr. Raises Failed when the time is up; whatever the command started ends with it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **_paths(), **env}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        text = process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        raise Failed(f"killed after {limit_s:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, text
+
+
+def _last_line(text: str, code: int) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
+
+
+def _paths() -> dict[str, str]:
+    """PYTHONPATH with this tree before what is there."""
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def _device_env(device: str) -> dict[str, str]:
+    return {**_paths(), **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+
+
+def _install(wheels: Path, target: Path) -> None:
+    """Installs those of `wheels` into `target`, last in PYTHONPATH: there they hide what the machine has of the same name."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(target),
+        *found,
+    ]
+    if found and (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(target)])
+    sys.path.append(str(target))
+
+
+def _has(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
+    parser.add_argument(
+        "--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help="the first is trained in parts 1 and 3"
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="a turn that may not fit any more is left to the next call"
+    )
+    parser.add_argument("--rounds", type=int, help="of part 2; default 2, on a CPU 1")
+    parser.add_argument("--steps", type=int, default=5, help="of a turn of part 2 that count")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="turns whose key fits, such as '2 1b *'")
+    parser.add_argument("--again", action="store_true", help="take turns that failed once more")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="of .whl files: torchtitan, pytest and what they need"
+    )
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter in which the peers are installed")
+    parser.add_argument("--folder", type=Path, help="of the results; default: outputs/gpu/<device>-<sizes>")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

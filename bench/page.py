@@ -1,0 +1,230 @@
+"""The lighthouse's live page: what a browser makes of it, and its pictures.
+
+    python bench/page.py                      3 and 1,000 groups: time until it can be used, a death's way onto it, bytes
+    python bench/page.py --pictures docs      docs/page.png, page_dark.png, page_phone.png, and with 1,000 groups page_1000.png
+
+A real lighthouse in a process of its own, groups that speak to it as ours do (page_job.py: they only say that they train), and Debian's
+chromium, headless. What the page costs the lighthouse: bench/quorum.py --watchers 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import io
+import os
+import secrets
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+from bench import lighthouse_load as load
+from bench.page_job import Herd
+from bench.pairs import table
+
+SIZES = (3, 1000)
+COLOURS = 192  # of a picture: half of its bytes
+OPENED, DEATHS = 5, 7  # times that each is measured
+PICTURES = {
+    3: {"page": ("light", 1280), "page_dark": ("dark", 1280), "page_phone": ("dark", 390)},
+    1000: {"page_1000": ("light", 1280)},
+}
+WATCH = """(what) => {
+    window.seen = 0;
+    window.watcher?.disconnect();
+    const look = () => { if (!window.seen && document.querySelector(what)) window.seen = Date.now(); };
+    window.watcher = new MutationObserver(look);
+    window.watcher.observe(document.body, {subtree: true, childList: true, attributes: true});
+    look();
+}"""
+
+
+class Job:
+    """A lighthouse and its groups, in a quorum."""
+
+    def __init__(self, groups: int, folder: Path) -> None:
+        self.groups, self.token = groups, secrets.token_urlsafe(18)
+        (folder / "token").write_text(self.token)
+        self.server = load.ours(groups, "--http", "127.0.0.1:0", "--token_file", str(folder / "token"))
+        self.page = self.server.line()
+        self.herd = Herd(f"http://{self.server.address}", self.token)
+        unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(groups)]
+        few = groups < 100
+        self.ids = [f"{i}:{x}" if few else f"rack{i // 25:02}-{i % 25:02}:{x}" for i, x in enumerate(unique)]
+        self.herd.open(self.ids)
+        self.herd.form()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.herd.beat()
+            time.sleep(0.3)  # so that the curve has a length
+
+    def lose(self, place: int) -> None:
+        self.herd.lose(self.ids[place])
+
+    def come_back(self, place: int, share: float) -> None:
+        """Under a new id; so much of the state has come."""
+        self.ids[place] = f"{self.ids[place].partition(':')[0]}:{secrets.token_hex(4)}"
+        self.herd.open([self.ids[place]])
+        self.herd.form(failed=True)
+        self.herd.heal(self.ids[place], share)
+        self.train(1)
+
+    def close(self) -> None:
+        self.herd.close()
+        self.server.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", metavar="FOLDER", type=Path)
+    options = parser.parse_args(argv)
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        print("page.py: there is no chromium here; Debian: apt-get install chromium", file=sys.stderr)
+        return 2
+    from playwright.sync_api import sync_playwright
+
+    rows = []
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        with closing(playwright.chromium.launch(executable_path=chromium, args=arguments)) as browser:
+            for groups in SIZES:
+                with closing(Job(groups, Path(folder))) as job:
+                    if options.pictures:
+                        _picture(browser, job, options.pictures)
+                    else:
+                        rows.append(_measure(browser, job))
+                print(f"{groups} groups done", file=sys.stderr)
+    if rows:
+        print(
+            table(
+                [
+                    "groups",
+                    "usable after ms",
+                    "a death after ms",
+                    "KB to begin",
+                    "largest event KB",
+                    "a step of all KB",
+                ],
+                rows,
+            )
+        )
+    return 0
+
+
+def _measure(browser: Any, job: Job) -> list[str]:
+    job.train(3)
+    usable = []
+    for _ in range(OPENED):
+        page, took_ms = _open(browser, job, "light", 1280)
+        usable.append(took_ms)
+        page.context.close()
+    page, _ = _open(browser, job, "light", 1280)
+    deaths = []
+    for place in range(DEATHS):
+        page.evaluate(WATCH, "tr[data-health='lost']")
+        began_ms = time.time() * 1000
+        job.lose(place % job.groups)
+        deaths.append(_seen(page) - began_ms)
+        job.come_back(place % job.groups, 1.0)
+        page.evaluate(WATCH, "#counts:not(:has([data-health='lost'], [data-health='healing']))")
+        _seen(page)
+    page.context.close()
+    begin, largest, step = _bytes(job)
+    figures = (f"{statistics.median(all_of):.0f} ({min(all_of):.0f}-{max(all_of):.0f})" for all_of in (usable, deaths))
+    return [str(job.groups), *figures, *(f"{size / 1000:.1f}" for size in (begin, largest, step))]
+
+
+def _open(browser: Any, job: Job, scheme: str, width: int) -> tuple[Any, float]:
+    """A page that shows all groups, and how long after the log-in, milliseconds."""
+    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+    page.goto(f"{job.page}/")
+    page.fill("#token", job.token)
+    few = f"#table tbody tr:nth-child({job.groups})"
+    page.evaluate(WATCH, few if job.groups < 100 else f"#grid span:nth-child({job.groups})")
+    began_ms = page.evaluate("() => { document.querySelector('#log-in form').requestSubmit(); return Date.now(); }")
+    return page, _seen(page) - began_ms
+
+
+def _seen(page: Any) -> float:
+    """When what is watched for was there, milliseconds since 1970 on this machine's clock."""
+    while not (seen_ms := page.evaluate("window.seen")):
+        page.wait_for_timeout(5)
+    return float(seen_ms)
+
+
+def _bytes(job: Job) -> tuple[int, int, int]:
+    """Of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
+    host, _, port = job.page.removeprefix("http://").rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("GET", "/events", headers={"Authorization": f"Bearer {job.token}"})
+    answer = connection.getresponse()
+    sizes: list[int] = []
+
+    def until_id() -> int:
+        """Bytes up to the end of an update."""
+        total, size, ends = 0, 0, False
+        while True:
+            line = answer.readline()
+            size, ends = size + len(line), ends or line.startswith(b"id: ")
+            if line == b"\n":
+                sizes.append(size)
+                total, size = total + size, 0
+                if ends:
+                    return total
+
+    begin = until_id()
+    job.herd.beat(1000)
+    step = max(until_id() for _ in range(3))
+    connection.close()
+    return begin, max(sizes), step
+
+
+def _picture(browser: Any, job: Job, folder: Path) -> None:
+    """One group healing, one lost, after a life with some faults."""
+    first, second, third = (0, 1, 2) if job.groups == 3 else (417, 733, 88)
+    job.train(24)
+    job.lose(third)
+    job.train(3)
+    job.come_back(third, 0.4)
+    job.train(3)
+    job.herd.heal(job.ids[third], 1.0)
+    job.train(12)
+    name = job.ids[second].partition(":")[0]
+    job.herd.tell(
+        job.ids[0],
+        "corruption",
+        f"after step {job.herd.step} rank 0 of group {name} holds other weights than the same rank of 2 others",
+    )
+    job.train(10)
+    job.lose(second)
+    job.train(2)
+    job.come_back(second, 0.625)
+    job.lose(first)
+    job.train(8)
+    for picture, (scheme, width) in PICTURES[job.groups].items():
+        page, _ = _open(browser, job, scheme, width)
+        page.evaluate(WATCH, "#heal-list progress[value='62']")
+        _seen(page)
+        job.train(2)
+        page.wait_for_timeout(1500)  # the curve is drawn once a second
+        image = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+        image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            folder / f"{picture}.png", optimize=True
+        )
+        page.context.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

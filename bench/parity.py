@@ -1,0 +1,390 @@
+"""Shows that every layout computes what one process computes: the same loss, the same norm, the same gradient of every parameter.
+
+    python bench/parity.py                              up to 4 ranks: about ten minutes on two cores
+    python bench/parity.py --ranks 8                    `make parity` runs both, and writes docs/parity*.md
+    python bench/parity.py --ranks 4 --only '^pp.*SGD'  the cases whose layout and optimizer match
+    python bench/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
+
+The truth is one process with plain modules and the whole batch at once. A case is a layout (bench/parity_layouts.py) with an
+optimizer, with or without gradient accumulation, an odd or even vocabulary, and the loss in chunks or not; its ranks start from
+the truth's seed checkpoint, and the sequences have unequal numbers of targets. Compared are
+
+    in each step    each parameter's gradient, ||g - g1|| / ||g1|| over the whole tensor; the loss, the gradient norm, the number of
+                    targets; and that every parameter is there once, with its shape
+    SGD             3 steps, one after the other
+    AdamW           5 steps, then how far each weight has gone, and the last step once more from the truth's weights
+
+on every rank, in fp32. Prints a line per case, with the gradient that is nearest to its bound; "batches" are those of a step.
+Exit code 0 if all hold, 1 if not, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from math import inf, isfinite
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+import torch
+
+from bench.parity_layouts import cases
+from bench.parity_worker import Case, Compared, OptimizerName, Seen, Step, Task, alone, beside, ready
+from configs.load import load
+from tests.multiproc.pool import Pool, WorkerError
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCES = 32  # of a step: what 8 data-parallel ranks need for 4 microbatches in 1 forward-backward, or for 2 in 2
+TINY = {  # of configs/llama.toml, where no CONFIG is given
+    "--model.dim": "64",
+    "--model.n_layers": "8",
+    "--model.n_heads": "8",
+    "--model.n_kv_heads": "4",
+    "--model.hidden_dim": "128",
+    "--training.seq_len": "32",
+}
+START_TIMEOUT_S = 600.0  # all workers import torch at once
+CASE_TIMEOUT_S = 300.0
+
+LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
+NORM_BOUND = 1e-5
+GRADIENT_BOUND = 1e-5  # from the same weights; rounding in another order makes 1e-6
+# Under AdamW the sign of a rounding error decides about a whole step of a weight whose gradient is near 0, and the next gradients
+# are those of other weights. Seen on the way: gradients 1e-4 apart, even where one process computes in another order. So this wider
+# bound holds between the first step and the last, which is taken again from the truth's weights; and for how far a weight has gone.
+ADAMW_BOUND = 1e-3
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far something is from the truth, relative, and how far it may be."""
+
+    what: str
+    apart: float
+    bound: float
+
+    @property
+    def share(self) -> float:
+        return self.apart / self.bound
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.apart:.1e} apart, allowed {self.bound:.0e}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case's line."""
+
+    case: Case
+    worst: Deviation  # the gradient next to its bound; or what is farthest beyond
+    problems: tuple[str, ...]  # none: it holds
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """One step as every rank saw it, beside the truth's."""
+
+    when: str
+    steps: Sequence[Step]
+    truth: Step
+    gradient_bound: float
+
+
+def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
+    """`truth` by step, `seen` by rank."""
+    assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
+    adamw, stages = case.optimizer == "AdamW", [rank.seat.pp_rank for rank in seen]
+    drawn = {name for rank in seen for name in rank.drawn_differently}
+    problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
+    gradients, others = list[Deviation](), list[Deviation]()
+    for look in _looks(truth, seen, adamw=adamw):
+        counts = {step.tokens for step in look.steps} - {look.truth.tokens}
+        problems += [f"{look.when}: {count:.0f} targets, not {look.truth.tokens:.0f}" for count in counts]
+        problems += _unmatched(look.when, stages, [step.gradients for step in look.steps], look.truth.gradients)
+        for step in look.steps:
+            loss, norm = _apart(step.loss, look.truth.loss), _apart(step.norm, look.truth.norm)
+            others.append(Deviation(f"{look.when}: loss", loss, LOSS_BOUND[case.optimizer]))
+            others.append(Deviation(f"{look.when}: gradient norm", norm, NORM_BOUND))
+            gradients += [Deviation(f"{look.when}: {g.name}", g.deviation, look.gradient_bound) for g in step.gradients]
+    if adamw:
+        problems += _unmatched("moves", stages, [rank.moves for rank in seen], truth[0].gradients)
+        others += [Deviation(f"move of {m.name}", m.deviation, ADAMW_BOUND) for rank in seen for m in rank.moves]
+    beyond = sorted({d for d in (*gradients, *others) if d.share > 1}, key=_share, reverse=True)
+    nothing = Deviation("no gradient", inf, GRADIENT_BOUND)
+    return Verdict(
+        case, max(beyond or gradients, key=_share, default=nothing), (*dict.fromkeys(problems), *map(str, beyond))
+    )
+
+
+_share = attrgetter("share")
+
+
+def _looks(truth: Sequence[Step], seen: Sequence[Seen], *, adamw: bool) -> Iterator[Look]:
+    for number, expected in enumerate(truth):
+        on_its_way = adamw and number > 0
+        steps = [rank.steps[number] for rank in seen]
+        yield Look(f"step {number + 1}", steps, expected, ADAMW_BOUND if on_its_way else GRADIENT_BOUND)
+    if adamw:
+        again = [rank.again for rank in seen if rank.again is not None]
+        assert len(again) == len(seen)
+        yield Look("again", again, truth[-1], GRADIENT_BOUND)
+
+
+def _apart(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected) if isfinite(value) else inf
+
+
+def _unmatched(
+    when: str, stages: Sequence[int], held: Sequence[Sequence[Compared]], truth: Sequence[Compared]
+) -> Iterator[str]:
+    """Whether the ranks of a stage hold the same, and the stages together every parameter once, with its shape. By rank: its stage
+    of the pipeline, and what it has."""
+    by_stage: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for stage, tensors in zip(stages, held, strict=True):
+        here = [(tensor.name, tensor.shape) for tensor in tensors]
+        if by_stage.setdefault(stage, here) != here:
+            yield f"{when}: ranks of stage {stage} hold different parameters"
+    found = Counter(tensor for tensors in by_stage.values() for tensor in tensors)
+    expected = Counter((tensor.name, tensor.shape) for tensor in truth)
+    for kind, surplus in (("missing", expected - found), ("one too many", found - expected)):
+        for name, shape in surplus:
+            yield f"{when}: {kind}: {name} {list(shape)}"
+
+
+class Proof:
+    """Truths and workers, once for all cases."""
+
+    def __init__(self, task: Task, pool: Pool) -> None:
+        self.task, self._pool = task, pool
+        self._truths: dict[tuple[int, OptimizerName], tuple[Step, ...]] = {}
+
+    def truth(self, case: Case) -> tuple[Step, ...]:
+        key = case.vocab_size, case.optimizer
+        if key not in self._truths:
+            [self._truths[key]] = self._pool.run(1, alone, self.task, *key, timeout_s=CASE_TIMEOUT_S)
+        return self._truths[key]
+
+    def verdict(self, case: Case) -> Verdict:
+        truth, began = self.truth(case), time.monotonic()
+        try:
+            seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
+            found = judge(case, truth, seen)
+        except WorkerError as error:
+            found = Verdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), _causes(str(error)))
+        return replace(found, seconds=time.monotonic() - began)
+
+
+def _causes(text: str) -> tuple[str, ...]:
+    """What the ranks said, each thing once: the other ranks' tracebacks are mostly the same."""
+    said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", text, flags=re.MULTILINE))
+    return tuple(dict.fromkeys(filter(None, said)))
+
+
+HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")
+
+
+def row(verdict: Verdict) -> tuple[str, ...]:
+    """The cells under HEAD."""
+    case, chunk = verdict.case, verdict.case.layout.loss_chunk_tokens
+    return (
+        case.title,
+        case.optimizer,
+        str(case.microsteps),
+        str(case.vocab_size),
+        f"by {chunk} tokens" if chunk else "whole",
+        f"{verdict.worst.apart:.1e}",
+        verdict.worst.what,
+        f"{verdict.worst.bound:.0e}",
+        f"{verdict.seconds:.1f}",
+        "FAIL" if verdict.problems else "pass",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, began = _options(argv[:cut]), time.monotonic()
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    with tempfile.TemporaryDirectory(prefix="pharos-parity-") as folder:
+        try:
+            task = _task(options.config, argv[cut + 1 :], Path(folder))
+            every = (case for ranks in options.ranks for case in cases(task, ranks))
+            chosen = [case for case in every if options.only.search(f"{case.title}, {case.optimizer}")]
+            if not chosen:
+                raise ValueError(f'--only "{options.only.pattern}": matches no case of {options.ranks} ranks')
+        except ValueError as error:
+            print(f"parity: {error}", file=sys.stderr)
+            return 2
+        facts = _facts(task, options.ranks)
+        say("; ".join(f"{key} {value}" for key, value in facts.items()))
+        with closing(Pool(max(options.ranks))) as pool:
+            pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
+            verdicts = list[Verdict]()
+            for verdict in _run(Proof(task, pool), chosen, say):
+                verdicts.append(verdict)
+                if options.write:  # each time: what is stopped leaves what it has seen
+                    options.write.write_text(_page(verdicts, facts, _end(verdicts, chosen, began)), encoding="utf-8")
+    failed = [verdict for verdict in verdicts if verdict.problems]
+    for verdict in failed:
+        say("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
+    end = _end(verdicts, chosen, began)
+    if options.json:
+        print(json.dumps({"facts": facts, "cases": [_record(verdict) for verdict in verdicts], "end": end}, indent=1))
+    say(end)
+    return 1 if failed else 0
+
+
+def _end(verdicts: Sequence[Verdict], chosen: Sequence[Case], began: float) -> str:
+    held = sum(not verdict.problems for verdict in verdicts)
+    left = f"; {len(chosen) - len(verdicts)} more were not reached" if len(verdicts) < len(chosen) else ""
+    return f"{held} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s{left}"
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
+    )
+    parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
+    parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
+    parser.add_argument(
+        "--only", type=_pattern, default="", metavar="PATTERN", help="a regular expression over layout and optimizer"
+    )
+    parser.add_argument("--json", action="store_true", help="all figures to stdout, the lines to stderr")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
+    return parser.parse_args(argv)
+
+
+def _ranks(text: str) -> list[int]:
+    """Powers of two, so that batch and sequence can be shared."""
+    legal = [2**power for power in range(SEQUENCES.bit_length() - 1)]
+    try:
+        ranks = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4') from None
+    for number in ranks:
+        if number not in legal:
+            nearest = min(legal, key=lambda size: abs(size - number))
+            raise argparse.ArgumentTypeError(
+                f"{number}: a step of {SEQUENCES} sequences is shared by {legal}; nearest: {nearest}"
+            )
+    return ranks
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f'"{text}": {error}') from None
+
+
+def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
+    """Raises ValueError."""
+    tiny = [word for key, value in TINY.items() if key not in settings for word in (key, value)]
+    config = load([path, *settings] if path else [str(ROOT / "configs" / "llama.toml"), *tiny, *settings])
+    config.model.check()
+    training = config.training
+    return Task(config.model, config.optimizer, training.seq_len, SEQUENCES, training.seed, folder)
+
+
+def _run(proof: Proof, chosen: Sequence[Case], say: Callable[..., None]) -> Iterator[Verdict]:
+    """Says a line for each as it is done."""
+    longest = Deviation("step 1: layers.0.attention_norm.weight", 0.0, GRADIENT_BOUND)
+    blank = [row(Verdict(case, longest, ())) for case in chosen]
+    widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
+    say(_line("", HEAD, widths))
+    for number, case in enumerate(chosen, start=1):
+        verdict = proof.verdict(case)
+        say(_line(f"{number}/{len(chosen)}", row(verdict), widths))
+        yield verdict
+
+
+def _line(number: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    return f"{number:>8}  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
+    """What one has to know to see the same again."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
+    try:
+        source = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        source = "unknown"
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": source,
+        "seed": task.seed,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "ranks": list(ranks),
+        "model": {
+            key: getattr(task.model, key)
+            for key in ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
+            if hasattr(task.model, key)
+        },
+        "sequences": task.global_batch_size,
+        "seq_len": task.seq_len,
+    }
+
+
+def _record(verdict: Verdict) -> dict[str, Any]:
+    return {
+        **dict(zip(HEAD, row(verdict), strict=True)),
+        "ranks": verdict.case.world_size,
+        "problems": verdict.problems,
+    }
+
+
+def _page(verdicts: Sequence[Verdict], facts: dict[str, Any], end: str) -> str:
+    """docs/parity.md."""
+    doc = [text.strip() for text in (__doc__ or "").split("\n\n")]
+    table = [f"| ranks | {' | '.join(HEAD)} |", f"|---|{'---|' * len(HEAD)}"]
+    table += [f"| {verdict.case.world_size} | {' | '.join(row(verdict))} |" for verdict in verdicts]
+    bounds = (
+        f"Allowed, relative: {GRADIENT_BOUND:.0e} for a gradient and {NORM_BOUND:.0e} for the gradient norm, {LOSS_BOUND['SGD']:.0e} for "
+        f"a loss under SGD and {LOSS_BOUND['AdamW']:.0e} under AdamW. After AdamW's first step the weights are no longer the same: where "
+        "a gradient is near 0, the sign of a rounding error decides about a whole step. So gradients on its way, and how far each "
+        f"weight has gone, may be {ADAMW_BOUND:.0e} apart, even one process from another; from the same weights it is "
+        f"{GRADIENT_BOUND:.0e} again."
+    )
+    seen = "; ".join(f"{key} {value}" for key, value in facts.items())
+    return "\n".join(
+        [
+            "# Parity",
+            "",
+            doc[0],
+            "",
+            f"```\n    {doc[1]}\n```",
+            "",
+            doc[2],
+            "",
+            f"```\n    {doc[3]}\n```",
+            "",
+            doc[4],
+            "",
+            bounds,
+            "",
+            f"Seen: {seen}. {end}.",
+            "",
+            *table,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

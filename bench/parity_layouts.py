@@ -1,0 +1,222 @@
+"""Which cases bench/parity.py runs: every way to share a number of ranks among the axes, crossed sparsely with the options.
+
+A layout of one axis is there plain and with each option of that axis (HSDP's two axes are one technique: they count as one). A
+layout of several is there plain, and once more with one option of every axis, each time the next one, so that options meet. Each
+layout makes two cases that differ in everything: the first has SGD, the second AdamW, and accumulation, vocabulary and chunks of
+the loss that the first has, the second has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.parity_worker import Case, OptimizerName, Task, architecture
+from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.mesh import AXES, Degrees, ParallelismConfig
+from parallelisms.parallelize import Layout
+from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
+from parallelisms.tensor import check_plan
+
+VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
+TRIES = 8  # to draw options that go together
+CHUNK_TOKENS = 11  # of the loss; divides nothing
+BACKWARDS_CSV = "backwards"  # stands for a file that is written when the number of microbatches is known
+
+
+@dataclass(frozen=True)
+class Option:
+    """A deviation from the defaults, and what it is called."""
+
+    title: str
+    parallelism: dict[str, Any]
+    activation_checkpoint: ActivationCheckpointConfig | None = None
+
+
+def _option(title: str, **parallelism: Any) -> Option:
+    return Option(title, parallelism)
+
+
+PLAIN = _option("")
+GROUPING = (
+    _option("2 blocks a group", fsdp_blocks_per_group=2),
+    _option("prefetch 2", fsdp_forward_prefetch=2, fsdp_backward_prefetch=2),
+)
+RESHARDING = tuple(_option(f"reshard {when}", fsdp_reshard_after_forward=when) for when in ("never", "always"))
+OPTIONS = {  # by axis
+    "pp": (
+        *(
+            _option(name, pipeline_parallel_schedule=name)
+            for name in (
+                "GPipe",
+                "LoopedBFS",
+                "Interleaved1F1B",
+                "InterleavedZeroBubble",
+                "ZBVZeroBubble",
+                "DualPipeV",
+            )
+        ),
+        _option("CSV file", pipeline_parallel_schedule_csv=BACKWARDS_CSV),
+        _option(
+            "ends weigh nothing",
+            pipeline_parallel_first_stage_less_layers=0,
+            pipeline_parallel_last_stage_less_layers=0,
+        ),
+    ),
+    "dp_replicate": GROUPING,
+    "dp_shard": (*RESHARDING, *GROUPING),
+    "cp": (_option("cp unbalanced", context_parallel_load_balancer="none"),),
+    "tp": (_option("whole logits", disable_loss_parallel=True),),
+}
+RECOMPUTATION = (
+    Option("AC full", {}, ActivationCheckpointConfig("full")),
+    Option("AC every 2nd", {}, ActivationCheckpointConfig("selective", "2")),
+    Option("AC op", {}, ActivationCheckpointConfig("selective", "op")),
+)
+
+
+def cases(task: Task, world_size: int) -> list[Case]:
+    """All cases for that many ranks, in an order that never changes: SGD's first, whose bounds are the narrow ones."""
+    pairs = [_pair(task, *layout, index) for index, layout in enumerate(_layouts(task, world_size))]
+    return sorted((case for pair in pairs for case in pair), key=lambda case: case.optimizer != "SGD")
+
+
+def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Option, ...]]]:
+    following = {axis: cycle(options) for axis, options in OPTIONS.items()}
+    recomputation = cycle((*RECOMPUTATION, PLAIN))
+    for degrees in _all_degrees(world_size):
+        if not _legal(task, degrees, ()):
+            continue
+        yield degrees, ()
+        axes = [axis for axis in OPTIONS if getattr(degrees, axis) > 1]
+        if degrees.dp_shard > 1 and degrees.dp_replicate > 1:
+            axes.remove("dp_replicate")  # one wrapper, one set of options
+        alone = OPTIONS[axes[0]] if axes else RECOMPUTATION
+        draws = ((*(next(following[axis]) for axis in axes), next(recomputation)) for _ in range(TRIES))
+        choices = ((option,) for option in alone) if len(axes) < 2 else draws
+        legal = (options for options in choices if _legal(task, degrees, options))
+        yield from ((degrees, options) for options in (legal if len(axes) < 2 else islice(legal, 1)))
+
+
+def _all_degrees(world_size: int) -> Iterator[Degrees]:
+    """Every product of five degrees that makes world_size."""
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    for sizes in product(divisors, repeat=len(AXES)):
+        if prod(sizes) == world_size:
+            yield Degrees(*sizes)
+
+
+def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
+    """Whether model and batch can be shared like that."""
+    if task.global_batch_size % (2 * degrees.data_parallel):
+        return False
+    try:
+        for case in _pair(task, degrees, options, 0):
+            check(task, case)
+    except ValueError:
+        return False
+    return True
+
+
+def check(task: Task, case: Case) -> None:
+    """What a run's settings are asked before it starts. Raises ValueError."""
+    config, degrees = case.layout.parallelism, case.degrees
+    task.model.check_tensor_parallel(degrees.tp)
+    with torch.device("meta"):
+        model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
+    if degrees.tp > 1:
+        check_plan(model, degrees)
+    check_pipeline(
+        config,
+        layers=list(model.layers),
+        local_batch_size=case.local_batch_size(task.global_batch_size),
+        compiled_blocks=False,
+    )
+    if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
+        raise ValueError(f"activation_checkpoint.mode: not with {schedule_of(config)}")
+    if task.seq_len % (degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)):
+        raise ValueError(f"training.seq_len = {task.seq_len}: cannot be shared by {degrees}")
+
+
+def _pair(task: Task, degrees: Degrees, options: tuple[Option, ...], index: int) -> tuple[Case, Case]:
+    """SGD, with the `index`th choice of everything else; AdamW, with all the opposites."""
+    halves, even, chunked = (bool(index >> bit & 1) for bit in range(3))
+    return (
+        _case(task, degrees, options, "SGD", halves=halves, even=even, chunked=chunked),
+        _case(task, degrees, options, "AdamW", halves=not halves, even=not even, chunked=not chunked),
+    )
+
+
+def _case(
+    task: Task,
+    degrees: Degrees,
+    options: tuple[Option, ...],
+    optimizer: OptimizerName,
+    *,
+    halves: bool,
+    even: bool,
+    chunked: bool,
+) -> Case:
+    microsteps = 2 if halves else 1
+    local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)
+    microbatches = min(
+        local_batch_size, 2 * degrees.pp
+    )  # as many as the largest number of stages: DualPipeV asks for it
+    config = ParallelismConfig(
+        pipeline_parallel_degree=degrees.pp,
+        data_parallel_replicate_degree=degrees.dp_replicate,
+        data_parallel_shard_degree=degrees.dp_shard,
+        context_parallel_degree=degrees.cp,
+        tensor_parallel_degree=degrees.tp,
+        pipeline_parallel_microbatch_size=local_batch_size // microbatches,
+    )
+    recomputation = ActivationCheckpointConfig()
+    for option in options:
+        config = replace(config, **option.parallelism)
+        recomputation = option.activation_checkpoint or recomputation
+    if config.pipeline_parallel_schedule_csv == BACKWARDS_CSV:
+        path = _write_backwards(task.folder, degrees.pp, microbatches)
+        config = replace(config, pipeline_parallel_schedule_csv=str(path))
+    return Case(
+        title=", ".join([_title(degrees), *(option.title for option in options if option.title)]),
+        layout=Layout(config, recomputation, loss_chunk_tokens=CHUNK_TOKENS if chunked else 0),
+        world_size=degrees.world_size,
+        optimizer=optimizer,
+        microsteps=microsteps,
+        vocab_size=VOCABULARIES[even],
+    )
+
+
+def _title(degrees: Degrees) -> str:
+    """The names of the techniques, outermost first: "pp 2 + fsdp 2"."""
+    words = {
+        "pp": degrees.pp,
+        "ddp": degrees.dp_replicate,
+        "fsdp": degrees.dp_shard,
+        "cp": degrees.cp,
+        "tp": degrees.tp,
+    }
+    parts = [f"{word} {size}" for word, size in words.items() if size > 1]
+    text = " + ".join(parts) or "one rank"
+    return text.replace(
+        f"ddp {degrees.dp_replicate} + fsdp {degrees.dp_shard}", f"hsdp {degrees.dp_replicate}x{degrees.dp_shard}"
+    )
+
+
+def _write_backwards(folder: Path, pp: int, microbatches: int) -> Path:
+    """A schedule that no name has: all forwards, then the backwards from the last microbatch to the first."""
+    path = folder / f"backwards-{pp}-{microbatches}.csv"
+    rows = (
+        ",".join(
+            [*(f"{stage}F{m}" for m in range(microbatches)), *(f"{stage}B{m}" for m in reversed(range(microbatches)))]
+        )
+        for stage in range(pp)
+    )
+    path.write_text("\n".join(rows) + "\n")
+    return path

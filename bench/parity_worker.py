@@ -1,0 +1,285 @@
+"""What one rank does for bench/parity.py: the truth by one process in plain PyTorch, and a layout's steps held against it.
+
+Flow: parity.py sends `alone` to one worker per vocabulary and optimizer, then `beside` to as many workers as a case has ranks.
+The truth uses nothing of parallelisms/ or training/loss.py: the mean loss is torch's own, and so is its gradient.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, nan
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from bench.resume import checkpoint_values
+from models.contract import ModelConfig
+from parallelisms.clip import gradient_norm, scale_gradients
+from parallelisms.means import sum_over_ranks
+from parallelisms.mesh import Degrees, Seat, build_mesh, degrees
+from parallelisms.parallelize import Layout, Parallelized, parallelize
+from training import checkpoint_dcp
+from training.checkpoint_states import ModelState, plain_name
+from training.loss import IGNORED, cross_entropy_sum
+from training.optimizer import OptimizerConfig, build_optimizer
+
+OptimizerName = Literal["SGD", "AdamW"]
+STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5}
+SGD_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every case computes."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig  # of the AdamW cases
+    seq_len: int
+    global_batch_size: int  # sequences
+    seed: int
+    folder: Path  # where the truths lie
+
+    def gradients(self, vocab_size: int, optimizer: OptimizerName) -> Path:
+        """The truth's gradients of every step."""
+        return self.folder / f"{vocab_size}-{optimizer}-gradients.pt"
+
+    def weights(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
+        """A checkpoint of the truth's weights after so many steps; after 0: the seed checkpoint."""
+        return self.folder / f"{vocab_size}-{optimizer}-step-{step}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout, and how it computes the task."""
+
+    title: str  # of the layout
+    layout: Layout
+    world_size: int
+    optimizer: OptimizerName
+    microsteps: int  # forward-backwards of a step: gradient accumulation
+    vocab_size: int
+
+    @property
+    def degrees(self) -> Degrees:
+        return degrees(self.layout.parallelism, self.world_size)
+
+    def local_batch_size(self, global_batch_size: int) -> int:
+        """Sequences of one forward-backward of one rank."""
+        return global_batch_size // (self.degrees.data_parallel * self.microsteps)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor, gathered from all ranks that hold a piece of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    deviation: float = 0.0  # ||x - x1|| / ||x1||, x1 the truth's; inf: it has no such tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank saw of one step."""
+
+    loss: float  # mean over all valid tokens
+    tokens: float  # valid, of all ranks
+    norm: float  # of the gradient
+    gradients: tuple[Compared, ...] = ()  # of the mean loss, for each parameter that this rank has
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a case."""
+
+    seat: Seat
+    drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
+    steps: tuple[Step, ...]
+    moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
+    again: Step | None = None  # AdamW: the last step, from the weights that the truth had before it
+
+
+def ready() -> None:
+    """A worker that has come here has imported what it needs."""
+
+
+def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels [B, T] of a step. Sequences have unequal numbers of targets: one has none, one has all."""
+    draws = torch.Generator().manual_seed(task.seed * 1000 + step)
+    shape = (task.global_batch_size, task.seq_len)
+    inputs = torch.randint(0, vocab_size, shape, generator=draws)
+    labels = torch.randint(0, vocab_size, shape, generator=draws)
+    ignored = torch.randint(
+        0, task.seq_len, (task.global_batch_size,), generator=draws
+    )  # of each sequence, at its head
+    ignored[0], ignored[-1] = task.seq_len, 0
+    labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
+    return inputs, labels
+
+
+def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[Step, ...]:
+    """The truth: one process, plain modules, the whole batch at once, torch's own mean loss. Its tensors go to task.folder."""
+    model = architecture(task).build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
+    model.init_weights(task.seed)
+    rule = _optimizer(task, optimizer, [model])
+    steps, gradients = list[Step](), list[dict[str, Tensor]]()
+
+    def keep_weights() -> None:
+        state = {"model": ModelState([model]).state_dict()}
+        checkpoint_dcp.write(state, task.weights(vocab_size, optimizer, len(steps)), group=None)
+
+    keep_weights()
+    for step in range(STEPS[optimizer]):
+        inputs, labels = batch(task, vocab_size, step)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        loss.backward()
+        here = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.cat([g.flatten() for g in here.values()]).norm().item()
+        sizes = tuple(Compared(name, tuple(g.shape)) for name, g in here.items())
+        steps.append(Step(loss.item(), (labels != IGNORED).sum().item(), norm, sizes))
+        gradients.append(here)
+        rule.step()
+        rule.zero_grad()
+        keep_weights()
+    torch.save(gradients, task.gradients(vocab_size, optimizer))
+    return tuple(steps)
+
+
+def beside(task: Task, case: Case) -> Seen:
+    """Runs the case's steps on this rank, from the seed checkpoint, and compares what comes out with the truth.
+
+    Under AdamW the ways part: where a gradient is near 0 the sign of a rounding error decides about a whole step. So its last
+    step is taken once more from the truth's weights, where gradients must be as near as under SGD.
+    """
+    rank = Rank(task, case)
+    drawn = {name: local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
+    rank.load_weights(0)
+    loaded = ModelState(rank.parallel.parts).state_dict()
+    drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local(value), drawn[name]))
+    steps = tuple(rank.train())
+    if case.optimizer == "SGD":
+        return Seen(rank.seat, drawn_differently, steps)
+    return Seen(rank.seat, drawn_differently, steps, tuple(rank.moves()), rank.last_step_again())
+
+
+class Rank:
+    """A case on one rank."""
+
+    def __init__(self, task: Task, case: Case) -> None:
+        self.task, self.case = task, case
+        self.group = dist.group.WORLD if case.world_size > 1 else None
+        self.seat = case.degrees.seat(dist.get_rank())
+        self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
+        self.parallel = self._build(build_mesh(case.degrees, "cpu"))
+        self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
+
+    def _build(self, mesh: DeviceMesh) -> Parallelized:
+        """The case's model, as train.py builds it."""
+        task, case = self.task, self.case
+        with torch.device("meta"):
+            model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
+        return parallelize(
+            model,
+            mesh,
+            cross_entropy_sum,
+            case.layout,
+            local_batch_size=case.local_batch_size(task.global_batch_size),
+            seq_len=task.seq_len,
+            device=torch.device("cpu"),
+            seed=task.seed,
+        )
+
+    def train(self) -> Iterator[Step]:
+        """All steps, one after the other, from the weights as they are."""
+        for step in range(len(self.truth)):
+            yield self._forward_backward(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def last_step_again(self) -> Step:
+        """Its gradients from the weights that the truth had before it."""
+        last = len(self.truth) - 1
+        self.load_weights(last)
+        return self._forward_backward(last)
+
+    def moves(self) -> list[Compared]:
+        """The way from the seed checkpoint to the weights as they are."""
+        before, after = (
+            checkpoint_values(self.task.weights(self.case.vocab_size, self.case.optimizer, step))
+            for step in (0, len(self.truth))
+        )
+        moved = ((name, whole - before[f"model.{name}"]) for name, whole in _gathered(self._parameters()))
+        return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
+
+    def load_weights(self, step: int) -> None:
+        """Fills the parts, by name, from the checkpoint of the truth's weights after `step` steps."""
+        state = ModelState(self.parallel.parts)
+        live = state.state_dict()
+        for value in live.values():
+            local(value).fill_(nan)  # what the checkpoint does not fill will be seen
+        folder = self.task.weights(self.case.vocab_size, self.case.optimizer, step)
+        metadata = checkpoint_dcp.read_metadata(folder)
+        fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
+        if problem := "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=self.group):
+            raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
+        state.load_state_dict(fit.states["model"])
+
+    def _forward_backward(self, step: int) -> Step:
+        """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
+        task, case = self.task, self.case
+        inputs, labels = batch(task, case.vocab_size, step)
+        rows = task.global_batch_size // case.degrees.data_parallel
+        mine = slice(self.seat.dp_rank * rows, (self.seat.dp_rank + 1) * rows)
+        size = case.local_batch_size(task.global_batch_size)
+        loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
+        for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
+            loss_sum += self.parallel.forward_backward(x, y).double()
+            tokens += int((y != IGNORED).sum()) if self.seat.counts else 0
+        loss, divisor = sum_over_ranks(torch.stack((loss_sum, torch.tensor(tokens).double()))).tolist()
+        parameters = [parameter for _, parameter in self._parameters()]
+        norm = gradient_norm(parameters).item() / divisor
+        scale_gradients(parameters, 1 / divisor)
+        gradients = _gathered((name, p.grad) for name, p in self._parameters() if p.grad is not None)
+        return Step(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
+        parts = self.parallel.parts
+        return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
+
+
+def local(value: Tensor) -> Tensor:
+    """This rank's piece, the same memory."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors, on every rank that holds a piece."""
+    for name, value in named:
+        value = value.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> Iterator[Compared]:
+    for name, value in found:
+        deviation = inf
+        if (expected := truth.get(name)) is not None and expected.shape == value.shape:
+            deviation = ((value - expected).norm() / expected.norm()).nan_to_num(inf, inf).item()
+        yield Compared(name, tuple(value.shape), deviation)
+
+
+def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    if name == "AdamW":
+        return build_optimizer(task.optimizer, parts)
+    return torch.optim.SGD([p for part in parts for p in part.parameters()], lr=SGD_RATE)
+
+
+def architecture(task: Task) -> Any:
+    return importlib.import_module(f"models.{task.model.name}")

@@ -1,0 +1,335 @@
+"""What our lighthouse costs, beside torchft's (Rust) where there is one to compare with.
+
+    make quorum PEER=PYTHON                          all of it, some 20 minutes; or one by one:
+    python bench/quorum.py --peer PYTHON        rounds of 2 to 1,000 groups
+    python bench/quorum.py --heartbeats         rounds beside torchft's beats, ten a second from each group
+    python bench/quorum.py --idle               1,000 groups of ours between quorums
+    python bench/quorum.py --churn              memory after 10,000 membership changes
+    python bench/quorum.py --watchers 5         rounds of 1,000 groups while five browsers look at the page, beside none
+
+PEER is a Python that has torchft-nightly (pip install --no-deps); without one only ours is measured. A round: N groups ask at once, as in
+a training step, and all have their answer. Both lighthouses stand in processes of their own for the whole run, the load is the same bytes
+over the same wire, and they take turns: ratios are taken inside a pair. "known" is our own wire with members that hold the roster already,
+which is what our groups send; its answers are short. The load shares the machine with the lighthouses: its own part is printed, and where
+it is busy for 100 % of a core, it is the load that sets the pace. "bare" is the floor of a server in Python: grpc.aio alone, which joins
+the calls and answers with as many bytes. To be run on an idle machine (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
+
+from bench import lighthouse_load as load
+from bench.pairs import Ratio, ratio, table
+from ft.rpc.generated import torchft_pb2
+from ft.rpc.serving import room_for_connections
+
+BOUNDS = {
+    "ours": {2: 2.0, 8: 2.0, 64: 1.25, 256: 0.65, 1000: 0.42},
+    "known": {1000: 0.25},
+}  # of a round beside torchft's
+BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB, WATCHED_BOUND = 1.5, 0.20, 5.0, 1.1
+ROUND_EVERY_S = 0.5  # beside beats: a quick step
+IDLE_GROUPS = 1000
+CHANGES = (1_000, 10_000)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kind = parser.add_mutually_exclusive_group()
+    for name in ("heartbeats", "idle", "churn"):
+        kind.add_argument(f"--{name}", action="store_true")
+    kind.add_argument(
+        "--watchers",
+        type=int,
+        metavar="N",
+        help="pages that are open; --groups: 1000; 0: what the machine itself makes of two equal sides",
+    )
+    parser.add_argument("--peer", metavar="PYTHON")
+    parser.add_argument("--groups", help="default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails")
+    parser.add_argument("--pairs", type=int, default=9, help="of turns of the two sides")
+    parser.add_argument("--seconds", type=float, default=60, help="of beats or idleness")
+    options = parser.parse_args(argv)
+    if options.heartbeats:
+        groups = options.groups or "256,384,512,768,1000"
+        return asyncio.run(heartbeats([int(n) for n in groups.split(",")], options.seconds))
+    if options.idle:
+        return asyncio.run(idle(options.seconds))
+    if options.churn:
+        return asyncio.run(churn())
+    if options.watchers is not None:
+        return asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
+    groups = options.groups or "2,8,64,256,1000"
+    return asyncio.run(rounds([int(n) for n in groups.split(",")], options.pairs, options.peer))
+
+
+# ------------------------------------------------------------------------------------------------ rounds
+
+
+async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
+    rows = []
+    for groups in sizes:
+        sides = {
+            "ours": load.torchft_side(load.ours(groups), groups),
+            "known": await load.known_side(load.ours(groups), groups),
+        }
+        for name in ("ours", "known"):
+            sides[f"bare, as {name}"] = await load.bare_side(groups, sides[name])
+        if peer:
+            sides["torchft"] = load.torchft_side(load.theirs(groups, peer), groups)
+        turns = await in_turns(sides, pairs, max(5, min(100, 4000 // groups)))
+        theirs = [turn.round_s for turn in turns.get("torchft", [])]
+        for name, side in turns.items():
+            beside = ratio([turn.round_s for turn in side], theirs) if theirs and name != "torchft" else None
+            rows.append(
+                [
+                    f"{groups} groups, {name}",
+                    *_figures(side),
+                    str(len(sides[name].answer)),
+                    *_verdict(name, groups, beside),
+                ]
+            )
+        print(f"{groups} groups done", file=sys.stderr)
+    header = [
+        "a round",
+        "median ms",
+        "server CPU ms",
+        "load CPU ms",
+        "load busy",
+        "bytes an answer",
+        "beside torchft's",
+        "bound",
+    ]
+    print(table(header, rows))
+    return 0
+
+
+async def in_turns(sides: dict[str, load.Side], pairs: int, rounds: int) -> dict[str, list[load.Turn]]:
+    """Every other pair runs backwards: nobody is always first. Closes the sides."""
+    turns: dict[str, list[load.Turn]] = {name: [] for name in sides}
+    try:
+        for side in sides.values():
+            await side.turn(2)
+        for pair in range(pairs):
+            for name in list(sides) if pair % 2 == 0 else reversed(sides):
+                turns[name].append(await sides[name].turn(rounds))
+        return turns
+    finally:
+        for side in sides.values():
+            await side.close()
+
+
+async def watched(groups: int, watchers: int, pairs: int) -> int:
+    """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
+    servers = {name: load.ours(groups, "--http", "127.0.0.1:0") for name in ("watched", "unwatched")}
+    page = await asyncio.to_thread(servers["watched"].line)
+    sides = {name: await load.known_side(server, groups) for name, server in servers.items()}
+    with load.watching(page, watchers) as had:
+        turns = await in_turns(
+            sides, pairs, max(15, min(100, 24000 // groups))
+        )  # some seconds: pages have an update in each
+        updates, size = had()
+    beside = ratio(*([turn.round_s for turn in turns[name]] for name in ("watched", "unwatched")))
+    cpu = ratio(*([turn.server_s for turn in turns[name]] for name in ("watched", "unwatched")))
+    print(
+        table(
+            ["a round", "median ms", "server CPU ms", "load CPU ms", "load busy"],
+            [[f"{groups} groups, {name}", *_figures(side)] for name, side in turns.items()],
+        )
+    )
+    verdict = (
+        "reached" if beside.high <= WATCHED_BOUND else "inside the range" if beside.low <= WATCHED_BOUND else "missed"
+    )
+    print(f"with {watchers} watchers: {beside} of a round (bound {WATCHED_BOUND}x: {verdict}), {cpu} of its CPU")
+    print(f"each had {updates / max(1, watchers):.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
+    return 0
+
+
+def _figures(turns: list[load.Turn]) -> list[str]:
+    milliseconds = [
+        f"{1e3 * statistics.median(getattr(x, name) for x in turns):.2f}" for name in ("round_s", "server_s", "load_s")
+    ]
+    return [*milliseconds, f"{statistics.median(x.load_busy for x in turns):.0%}"]
+
+
+def _verdict(name: str, groups: int, beside: Ratio | None) -> list[str]:
+    bound = BOUNDS.get(name, {}).get(groups)
+    if beside is None or bound is None:
+        return [str(beside or ""), ""]
+    return [
+        str(beside),
+        f"{bound:g}x {'reached' if beside.high <= bound else 'in range' if beside.low <= bound else 'missed'}",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ rounds beside beats
+
+
+async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
+    """Rounds at a quick step's pace, with and without beats; default heartbeat timeout. Ends at the first size that does not hold."""
+    rows, largest = [], 0
+    for groups in sizes:
+        row, holds = await _beaten(groups, seconds)
+        rows.append(row)
+        print(f"{groups} groups: {'hold' if holds else 'do not hold'}", file=sys.stderr)
+        if not holds:
+            break
+        largest = groups
+    header = [
+        "groups",
+        "beats/s",
+        "of",
+        "longest gap s",
+        "quiet ms",
+        "beaten ms",
+        "ratio",
+        "server",
+        "beats' load",
+        "lost",
+    ]
+    print(table(header, rows))
+    print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {seconds:g} s of beats): {largest} groups")
+    return 0
+
+
+async def _beaten(groups: int, seconds: float) -> tuple[list[str], bool]:
+    """Quiet rounds, rounds with beats, quiet rounds again."""
+    side = load.torchft_side(load.ours(groups // 2 + 1, "--heartbeat_timeout_ms", "5000"), groups)
+    try:
+        async with load.beating(side.server.address, groups):  # or the first half would be a quorum without the rest
+            await side.round()
+        quiet, lost = await _paced(side, groups, seconds / 3)
+        async with load.beating(side.server.address, groups) as stop:
+            cpu_s = side.server.cpu_s()
+            beaten, lost_too = await _paced(side, groups, seconds)
+            cpu_s = side.server.cpu_s() - cpu_s
+            beats: load.Beaten = await stop()
+        again, lost_again = await _paced(side, groups, seconds / 3)
+    finally:
+        await side.close()
+    slower = statistics.median(beaten) / statistics.median(quiet + again)
+    lost += lost_too + lost_again
+    figures = [f"{beats.answered / beats.seconds:.0f}", f"{groups / load.BEAT_S:.0f}", f"{beats.longest_gap_s:.2f}"]
+    times = [
+        f"{1e3 * statistics.median(quiet + again):.1f}",
+        f"{1e3 * statistics.median(beaten):.1f}",
+        f"{slower:.2f}x",
+    ]
+    shares = [f"{cpu_s / beats.seconds:.0%}", f"{beats.cpu_s / beats.seconds:.0%}"]
+    return [str(groups), *figures, *times, *shares, str(lost)], slower <= BEATS_BOUND and not lost
+
+
+async def _paced(side: load.Side, groups: int, seconds: float) -> tuple[list[float], int]:
+    """Seconds of each round, and how many members the quorums lacked in all: those that were falsely lost."""
+    times, lost, end_s = [], 0, time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        times.append(await side.round())
+        quorum = torchft_pb2.LighthouseQuorumResponse.FromString(side.answer).quorum
+        lost += groups - len(quorum.participants)
+        await asyncio.sleep(max(0.0, ROUND_EVERY_S - times[-1]))
+    return times, lost
+
+
+# ------------------------------------------------------------------------------------------------ idle groups
+
+
+async def idle(seconds: float) -> int:
+    """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
+    room_for_connections()
+    port = _free_port()
+    server = load.ours(IDLE_GROUPS, "--heartbeat_timeout_ms", "5000", "--http", f"127.0.0.1:{port}")
+    groups = [load.Group(server.address, load.replica_id(i)) for i in range(IDLE_GROUPS)]
+    hearts = []
+    try:
+        for begin in range(0, IDLE_GROUPS, 20):
+            opened = groups[begin : begin + 20]
+            await asyncio.gather(*(group.open() for group in opened))
+            hearts += [asyncio.ensure_future(group.beat_for_ever(1.0)) for group in opened]
+        await asyncio.gather(*(group.ask() for group in groups))
+        quorums, (beats, notices) = await asyncio.to_thread(_scrape, port), _heard(groups)
+        cpu_s, load_s, began_s = server.cpu_s(), time.process_time(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        took_s = time.perf_counter() - began_s
+        cpu_s, load_s = server.cpu_s() - cpu_s, time.process_time() - load_s
+        beats, notices = (now - before for now, before in zip(_heard(groups), (beats, notices), strict=True))
+        quorums = await asyncio.to_thread(_scrape, port) - quorums
+    finally:
+        for heart in hearts:
+            heart.cancel()
+        await asyncio.gather(*(group.close() for group in groups))
+        memory_mb = server.memory_mb()
+        server.close()
+    print(
+        f"{IDLE_GROUPS} groups, {beats / took_s:.0f} beats/s for {took_s:.0f} s: {quorums:.0f} quorums, {notices} notices"
+    )
+    share = cpu_s / beats * IDLE_GROUPS  # at one beat a second from each, should the load have been slower
+    verdict = "reached" if share < IDLE_BOUND else "missed"
+    print(
+        f"lighthouse: {1e6 * cpu_s / beats:.0f} us a beat, {share:.1%} of a core (bound {IDLE_BOUND:.0%}: {verdict}), {memory_mb:.0f} MB"
+    )
+    print(f"the load: {load_s / took_s:.0%} of a core")
+    return 0
+
+
+def _heard(groups: Sequence[load.Group]) -> tuple[int, int]:
+    """Beats, and what came down the streams that is no answer to one."""
+    told = sum(sum(group.down.values()) - group.down["beat_answered"] for group in groups)
+    return sum(group.beats for group in groups), told
+
+
+def _scrape(port: int) -> float:
+    """Quorums answered so far. A GET on loopback, once before and once after."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------ groups that come and go
+
+
+async def churn() -> int:
+    """One group stays; its peer is killed and another one comes, of a name never heard before: two losses of a generation's members
+    and one new quorum a change, each on disk before it is answered."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = load.ours(2, "--state_file", str(Path(folder) / "state.json"))
+        memory: list[float] = []
+        try:
+            stays, known = load.Group(server.address, "stays:1"), 0
+            await stays.open()
+            for change in range(1, CHANGES[-1] + 1):
+                comes = load.Group(server.address, f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000")
+                await comes.open()
+                known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
+                await comes.close()
+                if change in CHANGES:
+                    memory.append(server.memory_mb())
+                    print(f"{memory[-1]:.1f} MB after {change:,} changes, quorum {known}")
+            grown = memory[-1] - memory[0]
+            print(
+                f"grown by {grown:.1f} MB (bound {CHURN_BOUND_MB:g}: {'reached' if grown <= CHURN_BOUND_MB else 'missed'})"
+            )
+            await stays.close()
+            return 0
+        finally:
+            server.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

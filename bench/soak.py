@@ -1,0 +1,554 @@
+"""Thousands of membership changes of one job, and what has grown behind them: nothing but the logs that are named here.
+
+    python bench/soak.py [--changes 10000] [--kills 250] [--folder outputs/soak] [--write docs/soak.md]
+
+Three replica groups train a tiny model over gloo, each in a process of its own, those of a and b for ever. Whatever makes a new quorum is
+done to them in turns: an operator evicts a or b, which come back; b leaves and joins; connections of a, b or c are cut; c is killed with
+SIGKILL and another takes its place, forked where torch is imported already. Each waits until all three have committed together again. Every
+quorum that comes of it is a change. Heals, changes of the writer, figures and checkpoints are those of train.py.
+
+Every so often it is counted what the processes hold. Passes (exit 0) when after the first tenth that is flat, memory grows by less than a
+KB a change, no file grows but by its rows, no group has ended of itself, all hold the same state, and no step is missing in the figures or
+there twice. It can be ended in any way, and goes on where it was: the counts are kept, and the bounds hold in each life of the processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
+
+from ft.children import start_forkserver  # noqa: E402
+
+KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
+LIMIT_S = 180.0
+SAMPLE = 100  # changes from one look to the next
+SETTLE_S = 0.5  # before a look, for what the other end of a connection closes
+ENDS = ("ft-gloo-", "ft-reaper-")  # threads, of groups that are over
+SUM_S = 6.0  # the longest that a sum may take, and a thread that gloo has left behind lives on
+# Of the C library and of torch, for all processes. Threads that come and go leave small holes in an arena each, and there may be 16. The
+# flight recorder is comm.trace_buf_size of train.py: it keeps the status of each group that it has ever seen.
+SETTINGS = {"MALLOC_ARENA_MAX": "2", "TORCH_FR_BUFFER_SIZE": "0"}
+LOGS = ("metrics.jsonl", "samples.jsonl", "soak.jsonl")  # these grow, by a row for each step or look
+FLAT = 2  # a count may differ by so many from look to look: a call under way, a connection that is made anew
+KB_PER_CHANGE = 1.0
+PAST = 6000  # commits and heals that a group tells of, once something went wrong
+LEAST = 8  # looks that a life needs for a verdict
+
+
+# ------------------------------------------------------------------------------------------------ the processes
+
+
+def house(folder: Path, talk: Any) -> None:
+    """The lighthouse."""
+    from ft.rpc.lighthouse_server import LighthouseServer
+
+    lighthouse = LighthouseServer("127.0.0.1:0", 1, state=folder / "lighthouse.json")
+    talk.send(lighthouse.address())
+    _obey(talk, {"look": held})
+
+
+def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
+    """A group, in a thread of this process."""
+    import torch
+    from torch import nn
+
+    from ft.healing.transport import HealConfig  # noqa: F401 (imported before the first look, as all that a group needs)
+    from ft.rpc.access import Access
+    from ft.rpc.clients import channel
+    from ft.rpc.generated import pharos_pb2
+
+    torch.set_num_threads(1)
+    group = _group(name, lighthouse, folder, nn.Linear(16, 16))
+    operator = channel(lighthouse, Access(), aio=False).unary_unary("/pharos.Lighthouse/Evict")
+    _obey(
+        talk,
+        {
+            "where": lambda: group.where(),
+            "look": lambda: {"home": held(), "server": group.held()},
+            "evict": lambda: (
+                operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString()) and None
+            ),
+            "cut": lambda: group.cut(),
+            "leave": lambda: group.manager.leave(),
+            "past": lambda: (folder / f"past-{name}.jsonl").write_text(
+                "".join(f"{json.dumps(it)}\n" for it in group.past)
+            ),
+        },
+    )
+
+
+def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
+    """In a function, for this module is imported where there is no torch."""
+    from contextlib import closing
+
+    import torch
+
+    from ft.manager import Manager, Options
+    from ft.membership import Wish
+    from ft.process_groups import sockets
+    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.protocol import messages as m
+    from ft.rpc.access import Access
+    from training.checkpoint import Checkpointer, ModelState
+    from training.checkpoint_config import CheckpointConfig
+    from training.claim import Claim
+    from training.log import Log
+    from training.relay import Relay, Row
+    from training.scribe import Scribe
+    from training.sinks import open_sinks
+
+    class _Silent(Log):
+        def info(self, message: str, *args: object) -> None:
+            """Each checkpoint is one of many."""
+
+    class Group:
+        """One group over all its memberships, trained by a thread."""
+
+        def __init__(self) -> None:
+            self.lives, self.problem = 0, ""
+            self.commits: dict[int, str] = {}  # of the last steps
+            self.past = deque[tuple[object, ...]](maxlen=PAST)  # what it did last, for whoever asks why
+            self.manager: Manager
+            self.there = threading.Event()
+            threading.Thread(target=self._run, name=f"train-{name}", daemon=True).start()
+            self.there.wait(LIMIT_S)
+
+        def where(self) -> dict[str, Any]:
+            manager = self.manager
+            part = manager.part
+            return {
+                "step": manager.step,
+                "quorum": part.quorum_id if part else 0,
+                "size": self.size,
+                "writes": manager.writes is not None,
+                "lives": self.lives,
+                "problem": self.problem,
+                "commits": dict(self.commits),
+                "phase": manager._machine.phase.value,
+            }
+
+        def held(self) -> dict[str, int]:
+            """By its server, and in its store."""
+            mine = self.manager._membership
+            return (
+                {**_of(mine.server.pid), "store keys": mine.meeting.num_keys()} if mine.server and mine.meeting else {}
+            )
+
+        def cut(self) -> int:
+            """All connections of this group to others end, as a network lets them; how many."""
+            generation = self.manager._group._generation
+            engine: Any = generation and generation._engine
+            return sockets.shut(near=engine._near, far=engine._far) if engine else 0
+
+        def _run(self) -> None:
+            try:
+                while True:
+                    self._take_part()
+            except BaseException as error:  # noqa: BLE001 (the proof looks at it)
+                self.problem = f"{type(error).__name__}: {error}"
+
+        def _take_part(self) -> None:
+            scribe = Scribe(lambda words: None)
+            with closing(scribe):
+                relay = Relay(
+                    folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
+                )
+                with closing(relay):
+                    wish = Wish(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+                    options = Options(init_sync=False, dies_with_group=False)
+                    group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
+                    manager = Manager(group, wish, options, restore=lambda: checkpointer.load())
+                    states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
+                    manager.register("model", model.state_dict, self._heal)
+                    manager.register("figures", relay.state_dict, relay.load_state_dict)
+                    manager.attach([model])
+                    checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
+                    claim = Claim(folder, lambda: manager.writes)
+                    checkpointer = Checkpointer(checkpoints, folder, states, log=_Silent(), claim=claim)
+                    with closing(checkpointer), closing(manager):
+                        self.manager, self.size = manager, 0
+                        self.there.set()
+                        self._train(manager, relay, checkpointer)
+                        self.lives += 1
+
+        def _train(self, manager: Manager, relay: Relay, checkpointer: Checkpointer) -> None:
+            while not manager.left:
+                deal = manager.begin_step()
+                for slot in deal.slots:
+                    with manager.last_pass(slot):
+                        sum((parameter * (slot % 1000)).sum() for parameter in model.parameters()).backward()
+                commit = manager.commit(manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
+                if commit is not None:
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter -= parameter.grad * 1e-6
+                    step, self.size = manager.step, commit.quorum_size
+                    self.commits[step] = manager.commit_id
+                    part, slots = manager.part, [slot for slot, _ in commit.slots]
+                    who = part and [part.quorum_id, part.replica_id, part.heal, *part.members]
+                    self.past.append(
+                        (time.time(), "commit", step, manager.commit_id[:8], slots, who, commit.contributors)
+                    )
+                    self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
+                    relay.write(Row("journals", step, {"loss": commit.mean_loss}))
+                    relay.write(Row("records", step, {"slots": [slot for slot, _ in commit.slots]}))
+                    if checkpointer.due(step):
+                        checkpointer.save(step)
+                model.zero_grad()
+
+        def _heal(self, state: dict[str, Any]) -> None:
+            """Has not gone on from its own last commit, of which the others may have another version."""
+            model.load_state_dict(state)
+            self.past.append((time.time(), "heal", max(self.commits, default=0)))
+            self.commits.pop(max(self.commits, default=0), None)
+
+    return Group()
+
+
+def _obey(talk: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
+    """Until whoever gives them is gone."""
+    with suppress(EOFError, OSError):
+        while True:
+            order, *about = talk.recv()
+            talk.send(orders[order](*about))
+    os._exit(0)
+
+
+def held() -> dict[str, int]:
+    """Counts this process's resources, once those left to a limit of their own have met it."""
+    until_s = time.monotonic() + 3 * SUM_S
+    while any(thread.name.startswith(ENDS) for thread in threading.enumerate()) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    time.sleep(SETTLE_S)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _of("self")
+
+
+def _of(process: int | str) -> dict[str, int]:
+    folder = Path("/proc", str(process))
+    return {
+        "descriptors": _entries(folder / "fd"),
+        "threads": _entries(folder / "task"),
+        "children": sum(len(path.read_text().split()) for path in folder.glob("task/*/children")),
+        "KiB": int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024,
+    }
+
+
+def _entries(folder: Path) -> int:
+    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+
+
+class Process:
+    """One of them, as whoever gives the orders knows it."""
+
+    def __init__(self, context: Any, target: Callable[..., None], *arguments: Any) -> None:
+        self.talk, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, order: str, *about: Any) -> Any:
+        """Raises RuntimeError where nothing comes."""
+        self.tell(order, *about)
+        return self.hear()
+
+    def tell(self, order: str, *about: Any) -> None:
+        with self._there():
+            self.talk.send((order, *about))
+
+    def hear(self) -> Any:
+        with self._there():
+            if not self.talk.poll(LIMIT_S):
+                raise RuntimeError(f"process {self.process.pid} says nothing for {LIMIT_S:g} s")
+            return self.talk.recv()
+
+    @contextmanager
+    def _there(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"process {self.process.pid} is gone ({error})") from None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.talk.close()
+
+
+# ------------------------------------------------------------------------------------------------ the job
+
+
+@dataclass
+class Done:
+    """Changes made so far, over all lives."""
+
+    changes: int = 0
+    seconds: float = 0.0
+    lives: int = 0
+    steps: int = 0
+    writers: int = 0  # changes of the writer
+    orders: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> Done:
+        return Done(**json.loads(path.read_text())) if path.exists() else Done()
+
+    def write(self, path: Path) -> None:
+        path.with_suffix(".new").write_text(json.dumps(asdict(self)))
+        path.with_suffix(".new").replace(path)
+
+
+class Job:
+    def __init__(self, folder: Path) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline", "training.checkpoint"])
+        start_forkserver()  # its first user decides for a data loader of this process, too
+        self.folder = folder
+        self.house = Process(self.context, house, folder)
+        self.lighthouse = self.house.hear()
+        self.homes = {name: self.start(name) for name in "abc"}
+        self.writer = ""
+        self.commits: dict[int, str] = {}
+        self.problems: list[str] = []
+
+    def start(self, name: str) -> Process:
+        return Process(self.context, home, name, self.lighthouse, self.folder)
+
+    def where(self) -> dict[str, dict[str, Any]]:
+        for one in self.homes.values():
+            one.tell("where")
+        found = {name: one.hear() for name, one in self.homes.items()}
+        for name, group in found.items():
+            if group["problem"]:
+                raise RuntimeError(f"group {name} has ended: {group['problem']}")
+        return found
+
+    def together(self, past: int) -> dict[str, dict[str, Any]]:
+        """Once all have committed in one quorum after that one. Raises RuntimeError."""
+        until_s = time.monotonic() + LIMIT_S
+        while True:
+            groups = self.where()
+            quorums = {group["quorum"] for group in groups.values()}
+            if len(quorums) == 1 and min(quorums) > past and all(group["size"] == 3 for group in groups.values()):
+                return groups
+            if time.monotonic() > until_s:
+                words = {name: {**group, "commits": len(group["commits"])} for name, group in groups.items()}
+                raise RuntimeError(f"not together again within {LIMIT_S:g} s: {words}")
+            time.sleep(0.02)
+
+    def compare(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Checks that all holders of a step that all went on from hold the same state."""
+        last = min(group["step"] for group in groups.values())
+        for step in set.intersection(*(set(group["commits"]) for group in groups.values())):
+            ids = {group["commits"][step] for group in groups.values()}
+            if len(ids) > 1 and step < last:
+                self.problems.append(f"step {step} is not the same in all groups")
+
+    def tell_past(self) -> None:
+        """Leaves what each group did last in the folder, as past-NAME.jsonl."""
+        for one in self.homes.values():
+            one.ask("past")
+
+    def order(self, kind: str, dice: random.Random) -> None:
+        if kind == "kill":
+            self.homes["c"].kill()
+            self.homes["c"] = self.start("c")
+        else:
+            name = {"evict": "ab", "leave": "b", "cut": "abc"}[kind]
+            name = dice.choice(name)
+            while self.homes[name].ask(kind) == 0:  # a cut that hit nothing: another quorum came of itself just now
+                time.sleep(0.02)
+
+    def look(self) -> dict[str, int]:
+        """To be called after a cut: no group that stands has healed anybody, so all threads of heals belong to groups that are over."""
+        for one in (self.house, self.homes["a"], self.homes["b"]):
+            one.tell("look")
+        found = {f"lighthouse: {what}": count for what, count in self.house.hear().items()}
+        for name in "ab":
+            heard = self.homes[name].hear()
+            found |= {f"group {name}: {what}": count for what, count in heard["home"].items()}
+            found |= {f"server of {name}: {what}": count for what, count in heard["server"].items()}
+        found["shared memory: files"] = _entries(Path("/dev/shm"))
+        others = [path for path in self.folder.rglob("*") if path.is_file() and path.name not in LOGS]
+        found["other files: KiB"] = sum(path.stat().st_size for path in others if path.exists()) // 1024
+        found["other files: number"] = len(others)
+        return found
+
+    def close(self) -> None:
+        for one in (*self.homes.values(), self.house):
+            one.kill()
+
+
+def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str], None] = print) -> list[str]:
+    """Goes on until there are so many changes in all. What was wrong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = Done.read(folder / "soak.json")
+    done.lives += 1
+    dice, began_s, before_s = random.Random(seed + done.lives), time.monotonic(), done.seconds
+    job = Job(folder)
+    try:
+        groups = job.together(0)
+        quorum = first = next(iter(groups.values()))["quorum"]
+        looked = done.changes
+        looks, told = 0, False
+        while looked < changes:
+            due = done.orders.get("kill", 0) < kills * (done.changes + 1) / changes
+            looks_now = done.changes >= min(looked + SAMPLE, changes)
+            kind = "cut" if looks_now else "kill" if due else dice.choices(list(KINDS), list(KINDS.values()))[0]
+            try:
+                job.order(kind, dice)
+                groups = job.together(quorum)
+            except RuntimeError as error:
+                return [*job.problems, f"after {done.changes} changes, the last of them {kind}: {error}"]
+            job.compare(groups)
+            if not told and (job.problems or (looks_now and not all(line.holds for line in judge_logs(folder)))):
+                told = True
+                job.tell_past()
+            now = next(iter(groups.values()))["quorum"]
+            writer = "".join(name for name, group in groups.items() if group["writes"])
+            done.writers, job.writer = done.writers + (writer != job.writer), writer
+            done.changes, quorum = done.changes + now - quorum, now
+            done.orders[kind] = done.orders.get(kind, 0) + 1
+            done.steps = max(group["step"] for group in groups.values())
+            done.seconds = before_s + time.monotonic() - began_s
+            done.write(folder / "soak.json")
+            if looks_now:
+                looked, looks = done.changes, looks + 1
+                row = {
+                    "life": done.lives,
+                    "changes": done.changes,
+                    "here": now - first,
+                    "steps": done.steps,
+                    **job.look(),
+                }
+                with (folder / "soak.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                if looks % 10 == 0:
+                    say(f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s: {done.orders}")
+        return job.problems
+    finally:
+        job.close()
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+
+@dataclass(frozen=True)
+class Line:
+    """One resource: what was found, and what it may be."""
+
+    what: str
+    found: str
+    bound: str
+    holds: bool
+
+
+def judge(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Compares the looks of one life: the last third beside the first, after the first tenth."""
+    settled = rows[len(rows) // 10 :]
+    third = max(1, len(settled) // 3)
+    first, last = settled[:third], settled[-third:]
+
+    def middle(part: Sequence[Mapping[str, Any]], what: str) -> float:
+        found = [row[what] for row in part]
+        # The keys of the generation that stands lie with one of its groups, now this one, now another.
+        return max(found) if what.endswith("store keys") else statistics.median(found)
+
+    between = middle(last, "here") - middle(first, "here") or 1
+    lines = []
+    for what in rows[0]:
+        if what in ("life", "changes", "here", "steps"):
+            continue
+        early, late = middle(first, what), middle(last, what)
+        if what.endswith("KiB"):
+            grown = (late - early) * 1.024 / between
+            bound, holds = f"< {KB_PER_CHANGE:g} KB a change", grown < KB_PER_CHANGE
+            lines.append(Line(what, f"{early:.0f} to {late:.0f}: {grown:+.3f} KB a change", bound, holds))
+        else:
+            lines.append(Line(what, f"{early:g} to {late:g}", f"at most {FLAT} more", late - early <= FLAT))
+    return lines
+
+
+def judge_logs(folder: Path) -> list[Line]:
+    """Each step once, in order; rows no longer at the end than at the beginning, but for a longer number."""
+    lines = []
+    for name in LOGS[:2]:
+        rows = (folder / name).read_bytes().splitlines(keepends=True)
+        steps = [json.loads(row)["step"] for row in rows]
+        once = steps == list(range(steps[0], steps[-1] + 1)) if steps else False
+        lines.append(Line(f"{name}: steps", f"{len(steps)} rows", "each step once, in order", once))
+        tenth = max(1, len(rows) // 10)
+        early, late = (sum(map(len, part)) / len(part) for part in (rows[:tenth], rows[-tenth:]))
+        lines.append(Line(f"{name}: bytes a row", f"{early:.0f} to {late:.0f}", "at most 20 more", late - early <= 20))
+    return lines
+
+
+def verdict(folder: Path) -> list[Line]:
+    """Report on the life with the most changes."""
+    path = folder / "soak.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    longest, looks = next(iter(Counter(row["life"] for row in rows).most_common(1)), (0, 0))
+    lines = judge([row for row in rows if row["life"] == longest]) if looks >= LEAST else []
+    return [*lines, *judge_logs(folder)]
+
+
+def report(done: Done, lines: Sequence[Line], problems: Sequence[str], target: int) -> str:
+    orders = ", ".join(f"{count} {kind}" for kind, count in sorted(done.orders.items()))
+    rows = "\n".join(f"| {it.what} | {it.found} | {it.bound} | {'yes' if it.holds else 'NO'} |" for it in lines)
+    return f"""# A soak: what thousands of membership changes leave behind
+
+Written by `make soak` on {date.today()}. [bench/soak.py](../bench/soak.py) says what is done; every quorum that is formed anew
+is a change. Compared are the last third of the looks and the first, after the first tenth, in the longest life of the processes. For all of
+them {" and ".join(f"`{name}={value}`" for name, value in SETTINGS.items())}.
+
+{done.changes} of {target} changes in {done.seconds:.0f} s and {done.lives} lives of the processes; {done.steps} steps; the writer changed
+{done.writers} times; orders: {orders}.
+
+What went wrong: {"; ".join(problems) if problems else "nothing"}.
+
+| what | found | bound | holds |
+|---|---|---|---|
+{rows}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--changes", type=int, default=10000)
+    parser.add_argument("--kills", type=int, default=250, help="of c, spread over all changes; each makes two or more")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/soak"))
+    parser.add_argument("--write", type=Path, help="the page for the documentation")
+    given = parser.parse_args()
+    os.environ.update(SETTINGS)
+    problems = soak(given.folder, given.changes, given.kills, given.seed, lambda words: print(words, flush=True))
+    lines = verdict(given.folder)
+    page = report(Done.read(given.folder / "soak.json"), lines, problems, given.changes)
+    print(page)
+    if given.write:
+        given.write.write_text(page, encoding="utf-8")
+    return 0 if not problems and all(line.holds for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

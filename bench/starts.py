@@ -1,0 +1,132 @@
+"""Fifty starts of a program with a Manager and forked loader workers: no worker dies, whichever of the two is made first.
+
+    python bench/starts.py [--starts 50] [--steps 20]
+
+A live gRPC channel and worker processes made by fork can kill each other: the child holds gRPC's locks, but not the threads that would
+release them. ft sets GRPC_ENABLE_FORK_SUPPORT=0 before gRPC is imported, so that gRPC leaves forks alone. Each start is two groups at once,
+each a process with two workers that trains some steps, forks new ones every few steps while the channel is at work, and ends by itself.
+Manager and loader take turns to be first, gloo and baby gloo take turns, too. Passes (exit 0) when every process ended with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
+
+LIMIT_S = 180.0  # for a start on a busy machine
+FIRST, KINDS = ("manager", "loader"), ("ProcessGroupGloo", "ProcessGroupBabyGloo")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=50, help="of processes, two at a time")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--as", dest="role", nargs=2, metavar=("FIRST", "KIND"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.role:
+        train(*options.role, options.steps)
+        return 0
+    from ft import LighthouseServer
+
+    ended: Counter[str] = Counter()
+    began_s = time.monotonic()
+    for number in range((options.starts + 1) // 2):
+        first, kind = FIRST[number % 2], KINDS[number // 2 % 2]
+        lighthouse = LighthouseServer("127.0.0.1:0", 2)
+        try:
+            for text in start_two(first, kind, options.steps, lighthouse.address()):
+                ended[f"{first} first, {kind}: {'ended' if text is None else 'FAILED'}"] += 1
+                if text is not None:
+                    print(text, file=sys.stderr)
+        finally:
+            lighthouse.shutdown()
+        print(f"{2 * (number + 1)} starts in {time.monotonic() - began_s:.0f} s", flush=True)
+    for line, count in sorted(ended.items()):
+        print(f"{count:4d}  {line}")
+    failed = sum(count for line, count in ended.items() if line.endswith("FAILED"))
+    print(f"{'FAILED' if failed else 'passed'}: {sum(ended.values())} starts, {failed} failed")
+    return 1 if failed else 0
+
+
+def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str | None]:
+    """Two groups, until they end. What the one that failed said; None for one that ended well."""
+    command = [sys.executable, __file__, "--steps", str(steps), "--as", first, kind]
+    settings = {"TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2", "OMP_NUM_THREADS": "1"}
+    settings["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **settings, "REPLICA_GROUP_ID": str(group)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for group in range(2)
+    ]
+    found = list[str | None]()
+    for process in processes:
+        try:
+            text, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text = process.communicate()[0] + f"\nhas not ended after {LIMIT_S:g} s"
+        found.append(None if process.returncode == 0 else text)
+    return found
+
+
+def train(first: str, kind: str, steps: int) -> None:
+    """One group: the example's model and images, a new epoch, so new workers, every few steps."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    import ft
+    from examples.train_ddp import Images, Net
+
+    torch.manual_seed(0)
+    model = Net()
+    adam = torch.optim.AdamW(model.parameters())
+
+    def make_manager() -> Any:
+        return ft.Manager(
+            pg=getattr(ft, kind)(),
+            load_state_dict=lambda state: (model.load_state_dict(state["model"]), adam.load_state_dict(state["optim"])),
+            state_dict=lambda: {"model": model.state_dict(), "optim": adam.state_dict()},
+            min_replica_size=2,
+            every_step=True,  # so that the channel is at work when workers are forked
+            replica_id=f"starts_{os.environ['REPLICA_GROUP_ID']}",
+        )
+
+    def make_loader() -> Any:
+        return DataLoader(Images(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+
+    if first == "manager":
+        manager, loader = make_manager(), make_loader()
+        batches = iter(loader)
+    else:
+        loader = make_loader()
+        batches = iter(loader)  # the workers are there
+        manager = make_manager()
+    ddp, optimizer = ft.DistributedDataParallel(manager, model), ft.Optimizer(manager, adam)
+    for step in range(steps):
+        if step % 3 == 2:
+            batches = iter(loader)
+        inputs, labels = next(batches)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(ddp(inputs), labels).backward()
+        optimizer.step()
+    assert manager.current_step() == steps, f"{manager.current_step()} of {steps} steps were committed"
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

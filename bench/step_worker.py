@@ -1,0 +1,244 @@
+"""One side of bench/step.py and gpu.py: a Llama's training step (forward, loss, backward, clipping, AdamW), here or in a peer.
+
+A setting is words: bf16 (autocast in a peer) or bf16 weights or fp32; compile; checkpoint (half of the products and all of attention are
+kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone: chunked (the
+logits of CHUNK tokens exist at once; chunked=8192: of so many), float8. Our weights are drawn on the
+device: nothing here depends on their bits.
+
+It runs under the interpreter of its side, so a peer's side imports torch and that peer alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+CHUNK = 2048  # tokens whose logits exist at once, by the word chunked
+Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
+
+
+def our_llama(sizes: dict[str, int]) -> Any:
+    """On the meta device."""
+    from models.llama import Config, build
+
+    config = Config(
+        dim=sizes["dim"],
+        n_layers=sizes["layers"],
+        n_heads=sizes["heads"],
+        n_kv_heads=sizes["kv_heads"],
+        hidden_dim=sizes["hidden"],
+    )
+    with torch.device("meta"):
+        return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
+
+
+def pharos(
+    sizes: dict[str, int],
+    setting: str,
+    device: torch.device,
+    cleanup: ExitStack,
+    show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
+) -> Step:
+    """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
+    from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+    from parallelisms.clip import gradient_norm, scale_gradients
+    from parallelisms.distributed import CommConfig, process_group
+    from parallelisms.float8 import Float8Config
+    from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+    from parallelisms.parallelize import CompileConfig, Layout, parallelize
+    from parallelisms.precision import Precision
+    from training.loss import cross_entropy_sum
+    from training.optimizer import OptimizerConfig, build_optimizer
+
+    cleanup.enter_context(process_group(CommConfig()))
+    words = setting.split()
+    float8 = Float8Config(enable="float8" in words)
+    float8.check()
+    layout = Layout(
+        ParallelismConfig(),
+        ActivationCheckpointConfig("selective" if "checkpoint" in words else "none", "op"),
+        CompileConfig(enable=bool(backend := _backend(setting)), backend=backend or "inductor"),
+        float8,
+        Precision(
+            torch.bfloat16 if "weights" in words else torch.float32,
+            torch.bfloat16 if "bf16" in words else torch.float32,
+        ),
+        loss_chunk_tokens=_chunk_tokens(words),
+    )
+    with patch("models.llama.normal_", draw_on_device):
+        parallel = parallelize(
+            our_llama(sizes),
+            build_mesh(degrees(layout.parallelism, 1), device.type),
+            cross_entropy_sum,
+            layout,
+            local_batch_size=sizes["batch"],
+            seq_len=sizes["seq"],
+            device=device,
+            seed=0,
+        )
+    optimizer = build_optimizer(OptimizerConfig(lr=3e-4), parallel.parts)
+    parameters = list(parallel.parts[0].parameters())
+    show(parameters)
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        parallel.forward_backward(inputs, labels)
+        tokens = labels.numel()
+        norm = gradient_norm(parameters).item() / tokens
+        scale_gradients(parameters, min(1.0, 1.0 / (norm + 1e-6)) / tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _backend(setting: str) -> str:
+    """Of torch.compile, by the word compile or compile=BACKEND; "": none."""
+    [word] = [word for word in setting.split() if word.startswith("compile")] or [""]
+    return word.partition("=")[2] or ("inductor" if word else "")
+
+
+def _chunk_tokens(words: list[str]) -> int:
+    [asked] = [word for word in words if word.startswith("chunked")] or ["chunked=0"]
+    return int(asked.partition("=")[2] or CHUNK)
+
+
+def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
+    """Stands for models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
+    torch.nn.init.normal_(parameter, std=std)
+
+
+def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
+    """torchtitan 0.2's llama3; blocks and loss are compiled, as its own trainer does."""
+    llama3 = "torchtitan.models.llama3.model"
+    arguments = import_module(f"{llama3}.args").TransformerModelArgs(
+        dim=sizes["dim"],
+        n_layers=sizes["layers"],
+        n_heads=sizes["heads"],
+        n_kv_heads=sizes["kv_heads"],
+        vocab_size=sizes["vocab"],
+        max_seq_len=sizes["seq"],
+        multiple_of=sizes["hidden"],  # rounds two thirds of 4 * dim up to the width asked for
+        ffn_dim_multiplier=None,
+    )
+    with torch.device(device), torch.no_grad():
+        model = import_module(f"{llama3}.model").Transformer(arguments)
+        model.init_weights()
+    assert model.layers["0"].feed_forward.w1.out_features == sizes["hidden"], (
+        "these sizes cannot be had from torchtitan"
+    )
+    if "checkpoint" in setting:
+        from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
+
+        apply_activation_checkpoint(model, ActivationCheckpointConfig("selective", "op"))
+    if backend := _backend(setting):
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(block, fullgraph=True, backend=backend))
+    return _peer_step(model, model, setting, device, compile_loss=True)
+
+
+def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
+    """LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
+    peer = import_module("transformers")
+    config = peer.LlamaConfig(
+        hidden_size=sizes["dim"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        vocab_size=sizes["vocab"],
+        intermediate_size=sizes["hidden"],
+        max_position_embeddings=sizes["seq"],
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device(device):
+        model = peer.LlamaForCausalLM(config)
+    if "checkpoint" in setting:
+        model.gradient_checkpointing_enable()
+        model.train()
+    backend = _backend(setting)
+    forward = torch.compile(model, backend=backend) if backend else model
+    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
+
+
+def _peer_step(
+    model: torch.nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    setting: str,
+    device: torch.device,
+    *,
+    compile_loss: bool = False,
+) -> Step:
+    model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    backend = _backend(setting) if compile_loss else ""
+    loss_of = torch.compile(plain_loss, backend=backend) if backend else plain_loss
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
+            loss = loss_of(logits_of(inputs), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
+    """Answers {"steps": n} with the seconds and CPU seconds that n steps took, and memory and compiled graphs so far."""
+    if cpus := arguments["cpus"]:
+        os.sched_setaffinity(0, cpus)
+    torch.manual_seed(0)
+    sizes, device = arguments["sizes"], torch.device(arguments["device"])
+    side = {"pharos": pharos, "torchtitan": torchtitan, "transformers": transformers}[arguments["side"]]
+    step = side(sizes, arguments["setting"], device, cleanup)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # weights were made in fp32
+
+    def run(steps: int) -> dict[str, float]:
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1), device=device)
+            step(tokens[:, :-1], tokens[:, 1:])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(device) / 2**20}
+        return {**figures, "graphs": _graphs()}
+
+    print(json.dumps(run(1)), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line)["steps"])), flush=True)
+
+
+def _graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def _peak_bytes(device: torch.device) -> float:
+    """The process' peak resident size on a CPU; what the caching allocator had to hand out at most on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    with ExitStack() as cleanup:
+        main(json.loads(sys.argv[1]), cleanup)

@@ -1,1 +1,0 @@
-"""Measurements beside the peers: each file is one command that prints a table."""

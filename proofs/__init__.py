@@ -1,1 +1,0 @@
-"""What we claim of Pharos, each a command that shows it."""
