@@ -30,7 +30,7 @@ compat:
 	@./scripts/run_compat.sh
 
 size:
-	@python3 scripts/size.py
+	@python3 tools/size.py
 
 one_step:
 	@.venv/bin/python tools/one_step.py

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
             print(help_text(next((word for word in argv if not word.startswith("-")), None)))
             return 0
         if "--explain" in argv:
-            from scripts.explain import main as explain  # not on the way of those who train
+            from tools.explain.command import main as explain  # not on the way of those who train
 
             return explain(argv)
         config = load(argv)

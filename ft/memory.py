@@ -1,7 +1,8 @@
 """What fault tolerance takes of a rank's memory, on top of the same training without it: a formula, for --explain and for docs.
 
-Flow: scripts/explain.py asks, with the parameters as tensors without memory; gradients.py and scratch.py then take it. What autograd makes
-is not in it: kept gradients are those, and live until the step holds where they would otherwise live until the optimizer has run.
+Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py and scratch.py then take it. Tensors that
+autograd makes are not in it: kept gradients are those, and live until the step holds where they would otherwise live until the optimizer
+has run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama as Hugging Face publishes it: the names and the order of rows in its files, and config.json, to ours and back.
 
-Flow: scripts/hf.py -> scripts/interchange/ (files) -> this. No file is touched here; a fork that changes models/llama.py changes
+Flow: scripts/hf.py -> contrib/interchange/ (files) -> this. No file is touched here; a fork that changes models/llama.py changes
 what is refused here.
 
 Rotary positions turn pairs of features. Ours are neighbours, (2i, 2i + 1), as in Meta's own files; theirs are (i, i + D/2). So the

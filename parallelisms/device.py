@@ -31,8 +31,8 @@ class Differences:
     adds_products_in_fp32: bool  # a product of bf16 matrices is added to an fp32 one within the product's own kernel
     has_allocator: bool  # of torch's own, with counters, and a history that can be dumped
     queues_work: bool  # an operation returns before it is computed: who measures waits for the device, and the host's thread is free
-    probe: tuple[int, torch.dtype]  # rows and dtype of the square matrices by which scripts/cluster measures its speed
-    largest_message: int  # bytes of the longest message by which scripts/cluster measures links
+    probe: tuple[int, torch.dtype]  # rows and dtype of the square matrices by which tools/cluster measures its speed
+    largest_message: int  # bytes of the longest message by which tools/cluster measures links
     words: str  # where ranks are, in a sentence
 
 

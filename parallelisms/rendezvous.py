@@ -1,6 +1,6 @@
 """Where the ranks of a group find each other: `comm.init_method`, read and turned into the store they meet in.
 
-distributed.py (training) and scripts/cluster/ (the check of a new cluster) open their store here. Floor 2.
+distributed.py (training) and tools/cluster/ (the check of a new cluster) open their store here. Floor 2.
 """
 
 from __future__ import annotations

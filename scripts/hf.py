@@ -37,11 +37,11 @@ def main(argv: list[str]) -> int:
 
     try:
         if options.command == "import":
-            from scripts.interchange.hf_import import import_folder
+            from contrib.interchange.hf_import import import_folder
 
             import_folder(options.source, options.out, config_file=options.config, dtype=options.dtype, log=Log())
         else:
-            from scripts.interchange.hf_export import export_run
+            from contrib.interchange.hf_export import export_run
 
             export_run(
                 options.source,

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         plan = Plan.read(os.environ)
         set_defaults(os.environ, nproc=plan.nproc or 1)
         if "--explain" in argv:
-            from scripts.explain import main as explain
+            from tools.explain.command import main as explain
 
             return explain(argv)
         config = load(argv)

@@ -40,12 +40,12 @@ from ft.scratch import local_of
 from ft.solo import SoloManager
 from ft.start import open_manager
 from models import llama
-from parallelisms import explain_memory
 from parallelisms.mesh import TP, build_mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import Precision
 from tests.dryrun import accelerator
 from tests.dryrun.cases import CONFIGS, Case, settings
+from tools.explain import memory as explain_memory
 from training.checkpoint import ModelState, OptimizerState
 from training.data.loader import Batch
 from training.loss import cross_entropy_sum

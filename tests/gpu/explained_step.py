@@ -15,10 +15,10 @@ import torch
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
-from parallelisms.explain_rank import Job, ranks
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Layout, parallelize
 from parallelisms.precision import Precision
+from tools.explain.rank import Job, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.explain_memory import Held, Step, join, measure
-from parallelisms.explain_rank import Job, Rank, axes_of, by_axis, ranks
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Layout, parallelize
 from tests.multiproc.pool import Pool
+from tools.explain.memory import Held, Step, join, measure
+from tools.explain.rank import Job, Rank, axes_of, by_axis, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 

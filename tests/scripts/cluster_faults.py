@@ -1,4 +1,4 @@
-"""scripts/check_cluster.py with faults planted beneath it: `cluster_faults.py FAULT@RANK,... [FLAG ...]`, for test_check_cluster.py.
+"""tools/check_cluster.py with faults planted beneath it: `cluster_faults.py FAULT@RANK,... [FLAG ...]`, for test_check_cluster.py.
 
 The faults are in torch's functions, as a broken card, cable or library would have them; the tool itself knows nothing of them.
 Ranks are forked from this process, so what is replaced here is replaced in them.
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts import check_cluster  # noqa: E402
+from tools import check_cluster  # noqa: E402
 
 
 def result_of_all_reduce(rank: int) -> None:
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     check_cluster.quiet_torch()
     import torch.distributed as dist
 
-    from scripts.cluster.control import Control
+    from tools.cluster.control import Control
 
     for planted in sys.argv[1].split(","):
         fault, _, where = planted.partition("@")

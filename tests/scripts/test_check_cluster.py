@@ -1,4 +1,4 @@
-"""scripts/check_cluster.py as a user starts it: good ranks pass, every planted fault is named, nothing hangs or is left.
+"""tools/check_cluster.py as a user starts it: good ranks pass, every planted fault is named, nothing hangs or is left.
 
 All runs of this file that need no network of their own start on two threads when the first is asked for. That 8 ranks end within
 a minute is in docs/check_cluster.md; here nothing is asserted of a clock.

@@ -18,10 +18,12 @@ PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorte
 COPIED = (
     "train.py",
     "configs",
+    "contrib",
     "ft",
     "models",
     "parallelisms",
     "scripts",
+    "tools",
     "training",
     "requirements.lock",
     "pyproject.toml",
@@ -61,11 +63,11 @@ ELSEWHERE = {
     "sbatch ": ("tests/scripts/test_slurm.py", "train.sbatch"),
     "kubectl create": ("tests/scripts/test_kubernetes.py", "pharos-token"),
     "kubectl apply": ("tests/scripts/test_kubernetes.py", "jobset.yaml"),
-    "torchx run --scheduler local_cwd scripts/torchx_component.py:lighthouse": (
+    "torchx run --scheduler local_cwd contrib/torchx_component.py:lighthouse": (
         "tests/scripts/test_torchx.py",
         "lighthouse",
     ),
-    "torchx run --scheduler local_cwd scripts/torchx_component.py:groups": ("tests/scripts/test_torchx.py", "groups"),
+    "torchx run --scheduler local_cwd contrib/torchx_component.py:groups": ("tests/scripts/test_torchx.py", "groups"),
     "NPROC=4 python scripts/check_cluster.py": ("tests/scripts/test_check_cluster.py", '"NPROC"'),
     "NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python": (
         "tests/scripts/test_check_cluster.py",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from contrib.interchange.weights import INDEX, Planned, index_json, shards, write_file
 from models import llama, llama_hf
-from scripts.interchange.weights import INDEX, Planned, index_json, shards, write_file
 
 pytestmark = [
     pytest.mark.timeout(900),  # the large one, on a slow disk

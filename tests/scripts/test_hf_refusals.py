@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.load import load
+from contrib.interchange import hf_export
+from contrib.interchange.landing import landing
+from contrib.interchange.weights import Weights
 from scripts import make_seed_checkpoint
-from scripts.interchange import hf_export
-from scripts.interchange.landing import landing
-from scripts.interchange.weights import Weights
 from tests.scripts.hf_world import (
     ROOT,
     refusal,
@@ -323,7 +323,7 @@ def interrupt(owner: type, at: int, number: signal.Signals) -> Callable[..., Ten
 KILL = """
 import signal, sys
 from scripts import hf
-from scripts.interchange import weights
+from contrib.interchange import weights
 from tests.scripts.test_hf_refusals import READERS, interrupt
 
 READERS[sys.argv[1]].read = interrupt(READERS[sys.argv[1]], 9, signal.SIGKILL)

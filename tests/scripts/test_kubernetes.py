@@ -1,4 +1,4 @@
-"""scripts/kubernetes/jobset.yaml: its pods' very commands and environments, in processes of this machine. That is all that is proved: what
+"""contrib/kubernetes/jobset.yaml: its pods' very commands and environments, in processes of this machine. That is all that is proved: what
 the API server makes of the manifest (the schema of a JobSet, who restarts what, names, volumes) is not tried here."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pods:
             "[training]", "[training]\nsteps = 100000"
         )
         (folder / "tiny.toml").write_text(config)
-        text = (ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text()
+        text = (ROOT / "contrib" / "kubernetes" / "jobset.yaml").read_text()
         grpc, http = free_ports(2)
         for there, here in {
             "29510": str(grpc),

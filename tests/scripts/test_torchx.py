@@ -1,4 +1,4 @@
-"""scripts/torchx_component.py, started by TorchX itself, by its scheduler of local processes: no other of its schedulers is tried here."""
+"""contrib/torchx_component.py, started by TorchX itself, by its scheduler of local processes: no other of its schedulers is tried here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.scripts.slurm_cluster import free_ports
 from tests.scripts.test_run_replicas import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPONENT = ROOT / "scripts" / "torchx_component.py"
+COMPONENT = ROOT / "contrib" / "torchx_component.py"
 # What of it is not in requirements-dev.lock; its Docker scheduler is imported, used or not.
 PINS = (
     "torchx==0.7.0",

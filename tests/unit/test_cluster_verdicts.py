@@ -1,13 +1,13 @@
-"""scripts/cluster/verdicts.py and links.py: made-up figures in, the culprits' names out."""
+"""tools/cluster/verdicts.py and links.py: made-up figures in, the culprits' names out."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 
-from scripts.cluster import verdicts
-from scripts.cluster.links import ALL_PAIRS, pairs, rounds
-from scripts.cluster.verdicts import Names
+from tools.cluster import verdicts
+from tools.cluster.links import ALL_PAIRS, pairs, rounds
+from tools.cluster.verdicts import Names
 
 FOUR = Names(["a", "b", "c", "d"])
 

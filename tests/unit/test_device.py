@@ -89,9 +89,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "models/ops.py": (2, "knows of torch alone: a CPU or not"),
     "training/checkpoint_dcp.py": (2, "whether a copy comes from elsewhere than host memory, whatever device that is"),
-    "parallelisms/explain_memory.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
-    "parallelisms/explain.py": (4, "advice about GPUs, in words"),
-    "scripts/explain.py": (2, "the values of --device"),
+    "tools/explain/memory.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
+    "tools/explain/report.py": (4, "advice about GPUs, in words"),
+    "tools/explain/command.py": (2, "the values of --device"),
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/body.py": (1, "whether memory can be read as Python's, whatever device it is"),
     "ft/process_groups/work.py": (1, "a torch.futures.Future takes streams of CUDA"),
@@ -102,7 +102,7 @@ ELSEWHERE = {
 
 def test_no_other_line_asks_for_a_kind_of_device() -> None:
     seen = {}
-    for package in ("models", "parallelisms", "training", "ft", "configs", "scripts", "."):
+    for package in ("models", "parallelisms", "training", "ft", "configs", "scripts", "tools", "contrib", "."):
         for path in sorted((ROOT / package).glob("*.py" if package == "." else "**/*.py")):
             asks = sum(map(_asks, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
             if asks and path.name != "device.py":

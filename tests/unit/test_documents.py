@@ -20,7 +20,7 @@ SECTIONS = section_types(Config)
 @pytest.fixture(scope="module")
 def sources() -> str:
     """All that is said anywhere: strings that were cut at a line's end are joined, and what is put in is a hole."""
-    packages = ("ft", "training", "scripts", "configs", "parallelisms")
+    packages = ("ft", "training", "scripts", "tools", "contrib", "configs", "parallelisms")
     files = [ROOT / "train.py", *(path for package in packages for path in sorted((ROOT / package).rglob("*.py")))]
     text = "\n".join(path.read_text() for path in files)
     return re.sub(r"\{[^{}]*\}|%[ds]|%\.\w+", "\0", re.sub(r'"\s*\n\s*f?"', "", text))

@@ -12,13 +12,13 @@ from torch import nn
 from configs.check import check_settings
 from configs.load import load
 from models import llama
-from parallelisms.explain import WIDTH, explain
-from parallelisms.explain_memory import Ruler, Stretch, join
-from parallelisms.explain_rank import Job, ranks
 from parallelisms.mesh import ParallelismConfig, degrees
 from parallelisms.parallelize import Layout
 from parallelisms.precision import Precision
-from scripts.explain import job_of, main, ranks_asked
+from tools.explain.command import job_of, main, ranks_asked
+from tools.explain.memory import Ruler, Stretch, join
+from tools.explain.rank import Job, ranks
+from tools.explain.report import WIDTH, explain
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("ft", "models", "parallelisms", "training", "configs", "scripts", "bench", "examples")
+PACKAGES = ("ft", "models", "parallelisms", "training", "configs", "scripts", "bench", "tools", "contrib", "examples")
 
 # For the longest matching prefix of a module: what else of ours it may import, and which third-party packages.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {

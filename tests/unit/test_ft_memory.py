@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ft.memory import memory
-from parallelisms.explain_memory import Ruler
-from scripts.explain import main
 from tests.unit.gradient_groups import Member, finish, open_all
+from tools.explain.command import main
+from tools.explain.memory import Ruler
 
 SLACK = 1.02  # figures of sizes, and a few bytes of the models' own
 

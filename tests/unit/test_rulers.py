@@ -1,11 +1,11 @@
-"""Rulers of this repository: calls of a step (tools/one_step.py) and lines of the core (scripts/size.py)."""
+"""Rulers of this repository: calls of a step (tools/one_step.py) and lines of the core (tools/size.py)."""
 
 from __future__ import annotations
 
 import sys
 
 from configs.schema import Config
-from scripts import size
+from tools import size
 from tools.one_step import Call, Tracer, tree
 from training.schedule import decay_length, learning_rate_factor
 
@@ -35,6 +35,4 @@ def test_the_core_is_what_a_run_can_import():
     core = size.modules(size.ROOTS)
     assert {"train.py", "ft/manager.py", "models/llama.py"} <= core
     assert {"ft/rpc/group_server.py", "ft/process_groups/baby_worker.py"} <= core, "started by name"
-    assert not [
-        name for name in core if name.startswith(("tests/", "ft/dashboard/", "ft/rpc/generated/", "scripts/explain"))
-    ]
+    assert not [name for name in core if name.startswith(("tests/", "ft/dashboard/", "ft/rpc/generated/", "tools/"))]

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from scripts.cluster.settings import Place, Settings
 from scripts.lib.lifeline import follow
+from tools.cluster.settings import Place, Settings
 
 POLL_S = 0.05
 SETTLE_S = 10.0  # what the others may take after the last word was due

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.pairs import table
-from scripts.cluster.picture import draw, figure
-from scripts.cluster.settings import Settings, usual_share
-from scripts.cluster.speeds import bus_factor
-from scripts.cluster.verdicts import Finding
+from tools.cluster.picture import draw, figure
+from tools.cluster.settings import Settings, usual_share
+from tools.cluster.speeds import bus_factor
+from tools.cluster.verdicts import Finding
 
 Said = Mapping[int, Mapping[str, Any]]  # each rank's last words, by rank
 MOST_SHOWN = 16  # ranks whose links are printed; the files have all

@@ -23,11 +23,11 @@ from configs.load import load
 from configs.saved import to_toml
 from configs.schema import Config
 from configs.values import to_text
+from contrib.interchange.carried import TOKENIZER, carried, carry
+from contrib.interchange.landing import landing, put, refuse
+from contrib.interchange.weights import CODES, Weights, read_json
 from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
-from scripts.interchange.carried import TOKENIZER, carried, carry
-from scripts.interchange.landing import landing, put, refuse
-from scripts.interchange.weights import CODES, Weights, read_json
 from scripts.make_seed_checkpoint import Progress, check_room, for_any_machine
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_files import CheckpointFailed, Manifest, step_folder

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from configs.load import load
 from configs.saved import FILE_NAME
+from contrib.interchange import byte_tokenizer
+from contrib.interchange.carried import GENERATION, TOKENIZER, of_tokenizer
+from contrib.interchange.hf_import import FREQUENCIES
+from contrib.interchange.landing import copy, landing, put, refuse
+from contrib.interchange.weights import CODES, INDEX, Planned, index_json, raise_all, read_json, shards, write_file
 from models import llama, llama_hf
 from models.llama_hf import Entry
 from scripts.generate import checkpoint_of
-from scripts.interchange import byte_tokenizer
-from scripts.interchange.carried import GENERATION, TOKENIZER, of_tokenizer
-from scripts.interchange.hf_import import FREQUENCIES
-from scripts.interchange.landing import copy, landing, put, refuse
-from scripts.interchange.weights import CODES, INDEX, Planned, index_json, raise_all, read_json, shards, write_file
 from scripts.make_seed_checkpoint import Progress, check_room
 from training.checkpoint_dcp import TensorByTensor
 from training.checkpoint_files import read_manifest, verify

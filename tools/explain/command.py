@@ -1,4 +1,4 @@
-"""What a run would take and do, told before anything is started: train.py CONFIG --explain -> here -> parallelisms/explain.py.
+"""What a run would take and do, told before anything is started: train.py CONFIG --explain -> here -> tools/explain/report.py.
 
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
 
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from configs.schema import Config
-    from parallelisms.explain_memory import DeviceType
-    from parallelisms.explain_rank import Job, Rank
     from parallelisms.mesh import ParallelismConfig
+    from tools.explain.memory import DeviceType
+    from tools.explain.rank import Job, Rank
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the text; 0, or 2 for bad input."""
     from configs.check import check_settings
     from configs.load import load
-    from parallelisms.explain import explain
+    from tools.explain.report import explain
 
     try:
         argv, ranks, device = _options(argv)
@@ -138,9 +138,9 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
 
     from configs.schema import model_module
     from parallelisms.device import Device
-    from parallelisms.explain_rank import Job
     from parallelisms.mesh import degrees
     from parallelisms.precision import choose_precision
+    from tools.explain.rank import Job
     from training.loss import cross_entropy_sum
     from training.optimizer import build_optimizer
     from training.tokenizer import build_tokenizer

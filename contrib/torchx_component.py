@@ -1,7 +1,7 @@
 """Replica groups and their lighthouse as TorchX components, for whatever scheduler TorchX knows.
 
-    torchx run --scheduler local_cwd scripts/torchx_component.py:lighthouse --min_replicas 1 --token_file token
-    torchx run --scheduler local_cwd scripts/torchx_component.py:groups --config configs/llama.toml --lighthouse http://HOST:29510 \
+    torchx run --scheduler local_cwd contrib/torchx_component.py:lighthouse --min_replicas 1 --token_file token
+    torchx run --scheduler local_cwd contrib/torchx_component.py:groups --config configs/llama.toml --lighthouse http://HOST:29510 \
         --token_file token --groups 2
 
 Two, as one of them ends and the other does not: an app is over when all its roles are. The token is a file that both see; its content is

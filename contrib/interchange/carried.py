@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.interchange.landing import copy
+from contrib.interchange.landing import copy
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"

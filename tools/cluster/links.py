@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from parallelisms.device import DIFFERENCES
-from scripts.cluster.speeds import settle
-from scripts.cluster.values import Team
+from tools.cluster.speeds import settle
+from tools.cluster.values import Team
 
 Pair = tuple[int, int]
 ALL_PAIRS = 64  # ranks up to which every pair is measured

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.cluster.ring import COMBINE, ring_all_reduce
+from tools.cluster.ring import COMBINE, ring_all_reduce
 
 COUNT = 1021  # elements of a block: a prime, which no number of ranks or chunks divides
 REDUCE = tuple(COMBINE)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = ("train.py", "ft/manager.py", "ft/rpc/lighthouse_main.py")
-NOT_CORE = ("ft/compat/", "ft/dashboard/", "ft/rpc/generated/", "tools/", "scripts/explain", "tests/")
+NOT_CORE = ("ft/compat/", "ft/dashboard/", "ft/rpc/generated/", "tools/", "tests/")
 
 
 def main() -> None:

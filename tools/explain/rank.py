@@ -1,6 +1,6 @@
 """What each rank of a job holds, takes and sends, without the job: some of its ranks are acted out, the rest follows.
 
-train.py CONFIG --explain -> explain.py, which writes it down -> here -> explain_memory.py, where a rank is acted out.
+train.py CONFIG --explain -> report.py, which writes it down -> here -> memory.py, where a rank is acted out.
 
 Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all.
 Without a pipeline it is acted out as it is. With one, a stage is acted out alone for two microbatches, and its schedule's table
@@ -22,7 +22,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from models.contract import Model
-from parallelisms.explain_memory import (
+from parallelisms.float8 import Float8Config
+from parallelisms.fsdp import communication_groups
+from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
+from parallelisms.parallelize import CompileConfig, Layout, LossFunction, parallelize
+from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
+from parallelisms.pipeline_schedule import Action, Table, table
+from tools.explain.memory import (
     Collective,
     DeviceType,
     Held,
@@ -35,12 +41,6 @@ from parallelisms.explain_memory import (
     stand_in,
     without_memory,
 )
-from parallelisms.float8 import Float8Config
-from parallelisms.fsdp import communication_groups
-from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
-from parallelisms.parallelize import CompileConfig, Layout, LossFunction, parallelize
-from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
-from parallelisms.pipeline_schedule import Action, Table, table
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from parallelisms.device import has_cuda
 from parallelisms.rendezvous import InitMethod, open_store
-from scripts.cluster.conclude import conclusions
-from scripts.cluster.control import Control, GivenUp, Silent, last_words
-from scripts.cluster.report import tell
-from scripts.cluster.settings import Place, Settings, usual_share
-from scripts.cluster.verdicts import Finding, Names
-from scripts.cluster.work import Work
 from scripts.launch import cores_here
+from tools.cluster.conclude import conclusions
+from tools.cluster.control import Control, GivenUp, Silent, last_words
+from tools.cluster.report import tell
+from tools.cluster.settings import Place, Settings, usual_share
+from tools.cluster.verdicts import Finding, Names
+from tools.cluster.work import Work
 
 POLL_S = 0.05
 HOST_NAME = "PHAROS_HOST"  # what this node is called in findings, where its own name says little (containers)

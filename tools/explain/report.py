@@ -1,6 +1,6 @@
 """train.py CONFIG --explain: what a run would be, as text, before anything is started.
 
-scripts/explain.py (flags and settings) -> here -> explain_rank.py (what each rank holds, takes and sends).
+tools/explain/command.py (flags and settings) -> here -> rank.py (what each rank holds, takes and sends).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from math import prod
 from textwrap import wrap
 
 from parallelisms.device import DIFFERENCES
-from parallelisms.explain_rank import Group, Job, Kind, Rank, plain, ranks
 from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
+from tools.explain.rank import Group, Job, Kind, Rank, plain, ranks
 
 WIDTH = 110
 _MOST_ROWS = 16  # of a table; of a longer one the middle is left out

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.cluster import verdicts
-from scripts.cluster.settings import Settings
-from scripts.cluster.verdicts import Finding, Names
+from tools.cluster import verdicts
+from tools.cluster.settings import Settings
+from tools.cluster.verdicts import Finding, Names
 
 
 def conclusions(settings: Settings, names: Names, said: dict[int, dict[str, Any]], waited_s: float) -> list[Finding]:

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.futures import Future
 
 from parallelisms.device import DIFFERENCES
-from scripts.cluster.speeds import settle
-from scripts.cluster.values import Team
+from tools.cluster.speeds import settle
+from tools.cluster.values import Team
 
 PINGS = 10
 MATMUL_S = 1.0  # all ranks multiply at the same time for this long, as in training

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelisms.device import DIFFERENCES, pick_device
 from parallelisms.distributed import join
-from scripts.cluster import machine, verdicts
-from scripts.cluster.control import Control
-from scripts.cluster.links import measure, pairs, rounds
-from scripts.cluster.settings import Place, Settings
-from scripts.cluster.speeds import operations, seconds
-from scripts.cluster.values import CHECKS, Check, Team, Wrong
-from scripts.cluster.verdicts import Finding, Names
+from tools.cluster import machine, verdicts
+from tools.cluster.control import Control
+from tools.cluster.links import measure, pairs, rounds
+from tools.cluster.settings import Place, Settings
+from tools.cluster.speeds import operations, seconds
+from tools.cluster.values import CHECKS, Check, Team, Wrong
+from tools.cluster.verdicts import Finding, Names
 
 AGAIN = 3  # how often what looks slow is measured again before it is said: the best figure counts
 MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two

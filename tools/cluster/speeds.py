@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from parallelisms.device import DIFFERENCES
-from scripts.cluster.ring import ring_all_reduce
-from scripts.cluster.values import Team
+from tools.cluster.ring import ring_all_reduce
+from tools.cluster.values import Team
 
 ROUNDS = 5
 

@@ -1,0 +1,1 @@
+"""Ways in and out of other systems: Hugging Face, Kubernetes, TorchX."""
