@@ -59,7 +59,7 @@ parity:
 	@.venv/bin/python bench/parity.py --ranks 8 --write docs/parity_8_ranks.md
 
 sim:
-	@.venv/bin/python -m ft.sim --seeds 10000
+	@.venv/bin/python -m tests.simulator --seeds 10000
 
 quorum:
 	@.venv/bin/python bench/quorum.py $(if $(PEER),--peer $(PEER))

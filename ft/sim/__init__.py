@@ -1,1 +1,1 @@
-"""A virtual world for the real protocol code: one seed is one run, on every machine and Python. `python -m ft.sim --help`."""
+"""The simulator has moved: python -m tests.simulator."""

@@ -1,6 +1,6 @@
 """A whole job of pure machines in one thread: a lighthouse, groups of ranks, and a network that loses and delays nothing.
 
-It is what drivers have to do, at its shortest. Faults in the network are ft/sim's; here it is the machines that are to fit together.
+It does what drivers have to do, at its shortest: the machines have to fit together. Faults in the network are tests/simulator's.
 """
 
 from __future__ import annotations

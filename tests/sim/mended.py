@@ -9,8 +9,8 @@ from ft.protocol import messages as m
 from ft.protocol.group import Group
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.messages import Member
-from ft.sim.cluster import Machines
 from tests.sim.planted import Bug
+from tests.simulator.cluster import Machines
 
 
 class NobodyStalls(Lighthouse):

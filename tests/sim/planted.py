@@ -15,8 +15,8 @@ from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.rules import View
 from ft.protocol.step import Step
-from ft.sim import runs
-from ft.sim.cluster import Machines
+from tests.simulator import runs
+from tests.simulator.cluster import Machines
 
 
 class NoMajority(Lighthouse):
@@ -163,7 +163,7 @@ class Bug:
     found: str  # what the simulator says then
     groups: int | None = None  # None: as the seed has it
     steps: int = 200
-    fault_class: str = ""  # of ft.sim.faults.CLASSES
+    fault_class: str = ""  # of tests.simulator.faults.CLASSES
 
 
 def search(

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from ft.protocol.step import Phase
-from ft.sim import waits
-from ft.sim.inside import Inside
-from ft.sim.invariants import Truth, Violation
-from ft.sim.world import Process, World
+from tests.simulator import waits
+from tests.simulator.inside import Inside
+from tests.simulator.invariants import Truth, Violation
+from tests.simulator.world import Process, World
 
 BALLOT = (1, 0, 0, "commit")
 
 
 class Ranks:
-    """Of one group: what ft.sim.waits and ft.sim.inside look at. `at(rank, wait)` puts a trainer into a wait."""
+    """Of one group: what tests.simulator.waits and tests.simulator.inside look at. `at(rank, wait)` puts a trainer into a wait."""
 
     def __init__(self, size: int) -> None:
         self.world = World(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ft.sim import runs
 from tests.sim import mended, planted
+from tests.simulator import runs
 
 BUGS = {**planted.BUGS, **mended.BUGS}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ft.sim import runs
-from ft.sim.cluster import Cluster, setting
+from tests.simulator import runs
+from tests.simulator.cluster import Cluster, setting
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(int(os.environ.get("PHAROS_SEEDS", "1000")))
@@ -45,7 +45,7 @@ def test_seeds_that_failed_once(seed: int, groups: int, steps: int, fault_class:
 
 def told(seed: int, hash_seed: str, python: str = sys.executable) -> str:
     """The trace of a run in a process of its own."""
-    command = [python, "-m", "ft.sim", "--seed", str(seed), "--groups", "4", "--steps", "40", "--trace"]
+    command = [python, "-m", "tests.simulator", "--seed", str(seed), "--groups", "4", "--steps", "40", "--trace"]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -72,7 +72,7 @@ def test_idle_ticks_that_are_skipped_change_nothing(seed: int, fault_class: str)
 
 def test_torch_is_never_imported():
     code = (
-        "import sys; from ft.sim import runs; assert not runs.run(0, 2, 5).failure;"
+        "import sys; from tests.simulator import runs; assert not runs.run(0, 2, 5).failure;"
         "print(sorted(m for m in sys.modules if m.partition('.')[0] in ('torch', 'numpy', 'grpc', 'asyncio')))"
     )
     done = subprocess.run(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ft.sim.collectives import Collectives
-from ft.sim.network import Call, Cut, End, Network, Quality, Service
-from ft.sim.world import Process, World
+from tests.simulator.collectives import Collectives
+from tests.simulator.network import Call, Cut, End, Network, Quality, Service
+from tests.simulator.world import Process, World
 
 
 def until(world: World, seconds: float):

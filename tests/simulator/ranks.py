@@ -18,11 +18,11 @@ from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
 from ft.protocol.tail import Tail
-from ft.sim.probes import Prober
-from ft.sim.trainer import Trainer
+from tests.simulator.probes import Prober
+from tests.simulator.trainer import Trainer
 
 if TYPE_CHECKING:
-    from ft.sim.servers import GroupNode
+    from tests.simulator.servers import GroupNode
 
 RETRY_S = 0.5
 VOTE_TRIES = 20

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ft.protocol import messages as m
 
 if TYPE_CHECKING:
-    from ft.sim.ranks import RankNode
+    from tests.simulator.ranks import RankNode
 
 TRY_S = 1.0  # between two tries
 TRIES = 3  # that fail in a row before somebody counts as unreachable

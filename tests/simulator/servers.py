@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.protocol.step import StepConfig
-from ft.sim.inside import Inside
-from ft.sim.network import Call, End, Service
-from ft.sim.ranks import RankNode
-from ft.sim.trainer import OPTIMIZER_S
+from tests.simulator.inside import Inside
+from tests.simulator.network import Call, End, Service
+from tests.simulator.ranks import RankNode
+from tests.simulator.trainer import OPTIMIZER_S
 
 if TYPE_CHECKING:
-    from ft.sim.cluster import Cluster
+    from tests.simulator.cluster import Cluster
 
 LIGHTHOUSE = "lighthouse"
 KEEPALIVE_S = 15.0  # of a connection to the lighthouse

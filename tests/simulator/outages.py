@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ft.sim.faults import Fault
-from ft.sim.network import Cut
-from ft.sim.servers import LIGHTHOUSE
-from ft.sim.world import Process
+from tests.simulator.faults import Fault
+from tests.simulator.network import Cut
+from tests.simulator.servers import LIGHTHOUSE
+from tests.simulator.world import Process
 
 if TYPE_CHECKING:
-    from ft.sim.cluster import Name
-    from ft.sim.harm import Harm
-    from ft.sim.servers import GroupNode
+    from tests.simulator.cluster import Name
+    from tests.simulator.harm import Harm
+    from tests.simulator.servers import GroupNode
 
 FLAP_S = 2.0  # a link works, and does not
 PAUSES_S = (1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 60.0)  # timeouts: a pause ends just before one of them

@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import PurePath
 
 from ft.protocol import messages as m
-from ft.sim import faults
-from ft.sim.cluster import Cluster, Machines, Setting, setting
-from ft.sim.harm import HANGS
-from ft.sim.outages import PHASES
-from ft.sim.world import World
+from tests.simulator import faults
+from tests.simulator.cluster import Cluster, Machines, Setting, setting
+from tests.simulator.harm import HANGS
+from tests.simulator.outages import PHASES
+from tests.simulator.world import World
 
 ENOUGH = 1000  # in so many seeds everything that can happen has to happen
 # Told by an operator, by torchft's clients, or base classes; BeatAnswered and metadata are the driver's affair.
@@ -216,7 +216,7 @@ def tell(one: Run) -> str:
     listed = "\n".join(f"  {fault}" for fault in short.faults) or "  none"
     return (
         f"\nseed {one.setting.seed} failed: {one.failure}\n"
-        f"python -m ft.sim --seed {one.setting.seed} --groups {one.setting.groups} --steps {one.setting.steps} "
+        f"python -m tests.simulator --seed {one.setting.seed} --groups {one.setting.groups} --steps {one.setting.steps} "
         f"--fault '{one.setting.fault_class}' --trace\n"
         f"with these faults alone it is {again.failure}\n{listed}\n" + "\n".join(lines)
     )

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ft.sim.ranks import RankNode
-    from ft.sim.world import World
+    from tests.simulator.ranks import RankNode
+    from tests.simulator.world import World
 
 Key = tuple[Any, ...]
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
-from ft.sim.invariants import require
+from tests.simulator.invariants import require
 
 if TYPE_CHECKING:
-    from ft.sim.ranks import RankNode
-    from ft.sim.servers import GroupNode
+    from tests.simulator.ranks import RankNode
+    from tests.simulator.servers import GroupNode
 
 
 def check(group: GroupNode) -> None:

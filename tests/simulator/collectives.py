@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft.sim.network import Network
-from ft.sim.world import Process, World
+from tests.simulator.network import Network
+from tests.simulator.world import Process, World
 
 Key = tuple[Any, ...]
 AGAIN_S = 0.2  # between two tries of a connection

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
-from ft.sim.faults import BROKEN, DETECTION_S
-from ft.sim.invariants import require
+from tests.simulator.faults import BROKEN, DETECTION_S
+from tests.simulator.invariants import require
 
 if TYPE_CHECKING:
-    from ft.sim.cluster import Cluster
-    from ft.sim.servers import GroupNode
+    from tests.simulator.cluster import Cluster
+    from tests.simulator.servers import GroupNode
 
 SLACK_S = 5.0
 HEALS_FREE = 3  # that may fail in a row, and cost what they cost

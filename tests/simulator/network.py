@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ft.sim.world import Process, World
+from tests.simulator.world import Process, World
 
 NOTICED_S = (0.05, 3.0)  # a call's connection is gone: a reset, or no acknowledgement
 AGAIN_S = 1.0  # until a request is sent a second time

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ft.sim import faults
-from ft.sim.faults import Fault
-from ft.sim.outages import Outages
-from ft.sim.servers import LIGHTHOUSE
-from ft.sim.world import Process
+from tests.simulator import faults
+from tests.simulator.faults import Fault
+from tests.simulator.outages import Outages
+from tests.simulator.servers import LIGHTHOUSE
+from tests.simulator.world import Process
 
 if TYPE_CHECKING:
-    from ft.sim.cluster import Cluster
-    from ft.sim.servers import GroupNode
+    from tests.simulator.cluster import Cluster
+    from tests.simulator.servers import GroupNode
 
 HANGS = ("call", "forward", "reduction", "vote")
 

@@ -12,16 +12,16 @@ from ft.protocol.group import Group
 from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.step import Step
-from ft.sim import faults, waits
-from ft.sim.collectives import Collectives
-from ft.sim.faults import Fault
-from ft.sim.harm import Harm
-from ft.sim.invariants import Committed, Truth, require
-from ft.sim.liveness import Liveness
-from ft.sim.network import Network
-from ft.sim.ranks import DIGEST_INTERVAL, Snapshot
-from ft.sim.servers import GroupNode, LighthouseNode
-from ft.sim.world import Process, World
+from tests.simulator import faults, waits
+from tests.simulator.collectives import Collectives
+from tests.simulator.faults import Fault
+from tests.simulator.harm import Harm
+from tests.simulator.invariants import Committed, Truth, require
+from tests.simulator.liveness import Liveness
+from tests.simulator.network import Network
+from tests.simulator.ranks import DIGEST_INTERVAL, Snapshot
+from tests.simulator.servers import GroupNode, LighthouseNode
+from tests.simulator.world import Process, World
 
 PATIENCE_S = 150.0  # without a fault, every live group has to commit within this time
 MANY = 50  # groups of which a run has no class of faults: there are enough smaller ones

@@ -18,7 +18,7 @@ from ft.protocol import messages as m
 from ft.protocol.step import Phase
 
 if TYPE_CHECKING:
-    from ft.sim.ranks import RankNode
+    from tests.simulator.ranks import RankNode
 
 OPTIMIZER_S = 0.01
 

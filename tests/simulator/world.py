@@ -1,6 +1,6 @@
 """Time and chance: a clock that jumps from event to event, processes that die or stop, and random numbers made from one seed.
 
-Everything else in ft/sim stands on this file. Nothing here knows what is simulated.
+Everything else in tests/simulator stands on this file. Nothing here knows what is simulated.
 """
 
 from __future__ import annotations

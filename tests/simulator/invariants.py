@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ft.protocol import messages as m
 
 if TYPE_CHECKING:
-    from ft.sim.cluster import Cluster
-    from ft.sim.ranks import Given, RankNode, Snapshot, Sums
-    from ft.sim.servers import GroupNode
+    from tests.simulator.cluster import Cluster
+    from tests.simulator.ranks import Given, RankNode, Snapshot, Sums
+    from tests.simulator.servers import GroupNode
 
 
 class Violation(AssertionError):

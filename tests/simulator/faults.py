@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ft.sim.network import Cut, Quality
-from ft.sim.world import Dice
+from tests.simulator.network import Cut, Quality
+from tests.simulator.world import Dice
 
 # How often each kind is drawn, in hundredths. Every one must be seen in 1,000 seeds.
 KINDS = {
