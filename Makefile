@@ -1,8 +1,9 @@
 # Each target is one script; `make` alone lists them.
-.PHONY: help one_step check test compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
+.PHONY: help one_step check test test_all compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
 
 help:
-	@echo "make check   style, format, types           make test    all tests"
+	@echo "make check   style, format, types           make test    tests, the first tier"
+	@echo "make test_all  all tests (35 minutes)"
 	@echo "make compat  every Python found here        make size    lines per package"
 	@echo "make one_step  calls of one training step, with replica groups and without"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
@@ -25,6 +26,9 @@ check:
 
 test:
 	@./scripts/run_tests.sh
+
+test_all:
+	@./scripts/run_tests.sh --all
 
 compat:
 	@./scripts/run_compat.sh

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests. Finds a Python, installs what is missing (once), and becomes pytest; arguments are pytest's.
-#   ./scripts/run_tests.sh                      everything
+#   ./scripts/run_tests.sh                      the first tier: what a contributor needs, ten minutes on two cores
+#   ./scripts/run_tests.sh --all                everything
 #   ./scripts/run_tests.sh tests/unit -k loss   a part
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh

@@ -1,4 +1,4 @@
-"""For all tests: the seconds of each suite, and what happens to torch's tests where there is no torch (make compat)."""
+"""For all tests: the two tiers, the seconds of each suite, and what happens to torch's tests where there is no torch (make compat)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,52 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 _seconds: Counter[str] = Counter()
+
+# The first tier is what a contributor runs before each commit (10 minutes on two cores): all tests but these, by the beginning of their
+# names. `--all` adds them; so does naming them, or their folder.
+ONLY_WITH_ALL = {
+    "e2e/": "whole jobs under every fault; the first tier has the drill of groups of one rank",
+    "ft/test_rounds_killed.py": "deaths in rounds, in real processes",
+    "ft/test_torchft_": "programs written for torchft; the first tier has ft/test_manager.py",
+    "ft/test_train_ddp.py": "examples/train_ddp.py with one group killed",
+    "multiproc/test_explain.py": "--explain beside what real ranks take and send",
+    "multiproc/test_mutations.py": "planted mistakes in each layout",
+    "multiproc/test_reshard.py": "checkpoints from layout to layout",
+    "rpc/test_torchft_": "beside torchft's own clients, servers and tests, from its wheel",
+    "scripts/test_add_a_model.py": "the guide, followed",
+    "scripts/test_bits.py": "bit for bit the same with kills",
+    "scripts/test_check_cluster.py": "planted faults of a cluster",
+    "scripts/test_documents_run.py": "every command of the documentation",
+    "scripts/test_hf": "weights of Hugging Face, in and out",
+    "scripts/test_kubernetes.py": "a pod's commands",
+    "scripts/test_resume.py": "killed and resumed, bit for bit",
+    "scripts/test_run_replicas.py": "a lighthouse and groups on one machine",
+    "scripts/test_slurm.py": "a real Slurm",
+    "scripts/test_torchx.py": "TorchX's own scheduler",
+}
+IN_BOTH = ("e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="both tiers of tests/; without it and without a path the first")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.all or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    later = [item for item in items if is_only_with_all(item.nodeid.removeprefix("tests/"))]
+    config.hook.pytest_deselected(items=later)
+    items[:] = [item for item in items if item not in set(later)]
+
+
+def is_only_with_all(name: str) -> bool:
+    return name.startswith(tuple(ONLY_WITH_ALL)) and not name.startswith(IN_BOTH)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return "tests: both tiers" if config.option.all else "" if named else "tests: first tier; --all adds the second"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

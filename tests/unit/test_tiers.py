@@ -1,0 +1,50 @@
+"""tests/conftest.py: the first tier is the bare command's, and leaves out what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.conftest import IN_BOTH, ONLY_WITH_ALL, is_only_with_all
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def test_every_entry_names_tests():
+    for beginning in ONLY_WITH_ALL:
+        assert any(file.startswith(beginning) for file in FILES), beginning
+    for name in IN_BOTH:
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_the_first_tier_has_most_of_each_suite():
+    suites = Counter(file.split("/")[0] for file in FILES)
+    later = Counter(file.split("/")[0] for file in FILES if is_only_with_all(f"{file}::"))
+    assert {suite for suite, count in suites.items() if 2 * later[suite] > count} == {"e2e"}
+
+
+def test_the_bare_command_selects_the_first_tier_and_all_selects_both():
+    """Of a suite that has both, without importing torch for the others."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "testpaths=tests/e2e tests/sim",
+    ]
+    found = {}
+    for option in ([], ["--all"], ["tests/sim/test_world.py"]):
+        done = subprocess.run([*command, *option], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        found[" ".join(option)] = re.findall(r"^tests/(\S+)", done.stdout, re.MULTILINE)
+    assert found[""] == [name for name in found["--all"] if not is_only_with_all(name)]
+    assert IN_BOTH[0] in found[""] and len(found[""]) < len(found["--all"])
+    assert found["tests/sim/test_world.py"] and set(found["tests/sim/test_world.py"]) < set(found["--all"])
