@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import resource
 import socket
@@ -18,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -328,14 +330,13 @@ def test_what_waits_is_bounded_in_bytes(lighthouse: LighthouseServer, monkeypatc
     monkeypatch.setattr(lighthouse_service, "MAX_WAITING", 1 << 20)
     wire = Wire(lighthouse.address())
     large = {"reconfigure_handles": ["x" * 60_000] * 10}
-    first = wire.begin(QUORUM, torchft_call("a", **large))
-    while True:
-        code, reason = wire.code(QUORUM, torchft_call("b", **large), 0.1)
-        if code == "RESOURCE_EXHAUSTED":
-            break
-        assert code == "CANCELLED" or first.done()
-    assert re.fullmatch(r"calls of 6\d{5} bytes in all are waiting already", reason)
-    first.cancel()
+    calls = [wire.begin(QUORUM, torchft_call(name, **large)) for name in "ab"]  # whichever comes second is too much
+    ended: queue.Queue[Any] = queue.Queue()
+    for call in calls:
+        call.add_done_callback(ended.put)
+    error = ended.get(timeout=WAIT_S).exception()
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert re.fullmatch(r"calls of 6\d{5} bytes in all are waiting already", error.details())
     wire.close()
 
 

@@ -6,6 +6,7 @@ there are so many again. Longer only
 - by heal_grace_s where a heal is open, for the others wait so long for one that has too many steps held; twice where it fails, and the
   group is needed: then the next heal follows at once;
 - by the join timeout where a group that is well has not called: one that starts, or a member;
+- by the join timeout where there are too few without one that sits out, for its heals have failed: nobody else may come;
 - by takeover_s where none of those is a member of the newest quorum with a state, for the others may come back;
 - by the slowest group's steps;
 - by the detection time of each connection that a bad network breaks meanwhile.
@@ -127,6 +128,9 @@ class Liveness:
             self._extra["a heal"] = times.heal_grace_s * (2 if self._heals else 1)  # one that fails, and the next
         if any(group.process_id not in newest for group in able):
             self._extra["who starts"] = setting.lighthouse.join_timeout_s
+        rests = [g for g in able if (heals := self._heals.get(g.process_id)) and heals.failed >= HEALS_FREE]
+        if len(able) - len(rests) < setting.lighthouse.min_replicas:
+            self._extra["sits out"] = setting.lighthouse.join_timeout_s
         heirs = [g for g in able if g.process_id in newest and all(rank.weights is not None for rank in g.ranks)]
         if not heirs and times.takeover_s is not None:
             self._extra["succession"] = times.takeover_s

@@ -49,6 +49,7 @@ class LighthouseNode:
         self._heard_s: dict[
             str, float
         ] = {}  # when those that have called, or were members, were last heard on their stream
+        self._told_s: dict[str, float] = {}  # when a lost id was first told that it is
         self._members: tuple[str, ...] = ()
         self._left: set[str] = set()  # on purpose
         self._do: dict[type[m.Effect], Callable[[Any], None]] = {
@@ -166,12 +167,13 @@ class LighthouseNode:
             self.feed(m.StreamClosed(replica_id))
 
     def _counts(self, replica_id: str) -> bool:
-        """Whether whoever is on this stream is there. A group that was told that it is lost has two beats to return; whom all others waited
-        for is as good as dead, though its server beats."""
+        """Whether whoever is on this stream is there. A group that was told that it is lost has two beats to return, from when it was first
+        told, whether it beats on or not; whom all others waited for is as good as dead, though its server beats."""
         heard_s = self._heard_s.get(replica_id, -math.inf)
         why = self.machine.roster.lost.get(replica_id)
         if why is None:
             return heard_s > self.world.now_s - 3.0
+        heard_s = min(heard_s, self._told_s.get(replica_id, math.inf))
         beat_s = self.machine.config.times.beat_s
         return heard_s > self.world.now_s - 2 * beat_s and not why.startswith(("others waited", "others went on"))
 
@@ -207,6 +209,8 @@ class LighthouseNode:
     def _refuse(self, effect: m.Refuse) -> None:
         if effect.code == "ALREADY_EXISTS":
             self._heard_s.pop(effect.replica_id, None)  # another group has its name: until it calls again it is nobody
+        if effect.code == "LOST":
+            self._told_s.setdefault(effect.replica_id, self.world.now_s)
         refusal = m.LighthouseRefused(effect.replica_id, effect.code, effect.reason)
         if not self._reply(effect.replica_id, refusal) and effect.replica_id in self._streams:
             self._streams[effect.replica_id].send(refusal)
