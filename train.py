@@ -51,9 +51,9 @@ from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.drill import Corruption
 from training.events import Events
-from training.garbage import GarbageCollection, spare_the_last_look
+from training.garbage import GarbageCollection
 from training.last_save import LastSave
-from training.log import Log, let_go_of_output
+from training.log import Log, end_process
 from training.loss import IGNORED, cross_entropy_sum
 from training.metrics import Meter
 from training.nonfinite import NonFinite, explain_nonfinite
@@ -668,7 +668,4 @@ class SemiSyncRun(Run):
 
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    spare_the_last_look()
-    let_go_of_output()
-    sys.exit(exit_code)
+    end_process(main(sys.argv[1:]))

@@ -32,9 +32,3 @@ class GarbageCollection:
         if self._freq:
             gc.unfreeze()
             gc.enable()
-
-
-def spare_the_last_look() -> None:
-    """Before the process ends. Python would look through all of its objects once more, to free what goes with the process anyway: with
-    torch loaded 0.4 s of a processor, and many times that on a machine where others train, while a launcher waits for the end."""
-    gc.freeze()

@@ -118,12 +118,37 @@ def test_a_full_disk_under_the_log_ends_nothing_and_is_told_when_there_is_room()
 
 
 def test_a_log_that_takes_nothing_is_no_failure_at_the_end() -> None:
-    code = "from training.log import Log, let_go_of_output; Log().info('x'); let_go_of_output()"
+    code = "from training.log import Log, end_process; Log().info('x'); end_process(0)"
     with Path("/dev/full").open("w") as full:  # every write of it finds no room
         done = subprocess.run(
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, env={**os.environ}, check=False
         )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+LATE = """
+import atexit, threading, time
+import torch.distributed as dist
+from training.log import end_process
+
+class Last:  # Python lets go of it in the middle of its own end, which the daemon thread then meets
+    def __del__(self, sleep=time.sleep):
+        master.set("key", "")
+        sleep(30)
+
+master = dist.TCPStore("127.0.0.1", 0, None, True)
+asking = dist.TCPStore("127.0.0.1", master.port, None, False)
+threading.Thread(target=asking.get, args=("key",), daemon=True).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread"))).start()
+atexit.register(print, "a handler")
+last = Last()
+end_process(3)
+"""
+
+
+def test_a_process_ends_with_its_code_whatever_threads_of_torch_do_then() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "a thread\na handler\n"), done.stderr
 
 
 def test_letters_that_the_output_does_not_know_end_no_run() -> None:
