@@ -182,6 +182,10 @@ class Lighthouse:
             known_id = known.quorum_id if known else 0
             if replica_id in self.roster.previous and 0 < known_id < self._generation.quorum.quorum_id:
                 self._emit(m.Answer((replica_id,), self._generation.quorum))
+            if known_id and replica_id not in self.roster.previous:
+                self.roster.left_out.setdefault(
+                    replica_id, now_s
+                )  # by the lighthouse that was here before, which alone knew since when
             self._generation.bring_up_to_date(replica_id, known_id)
 
     def _hear_of(self, known: Quorum, settled: int, now_s: float) -> None:
@@ -382,6 +386,7 @@ class Lighthouse:
         generation, replica_id, previous = self._generation, event.member.replica_id, self.roster.previous
         if not (generation and event.failed and event.known == generation.quorum.quorum_id and replica_id in previous):
             return
+        generation.keep_wait(replica_id)
         if not generation.failed:
             generation.fail(f"{replica_id}: the generation failed", replica_id)
 

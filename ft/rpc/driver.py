@@ -80,10 +80,12 @@ class Driver:
         if late_s > self._tick_s:  # this process was stopped: what arrived meanwhile goes first
             asyncio.get_running_loop().call_later(0.01, self._tick, 0.0)
         elif not self._broken.done():
-            if self._with_ticks:
-                self._with_ticks()
-            with suppress(Exception):  # run raises it
+            try:
+                if self._with_ticks:
+                    self._with_ticks()
                 self.feed(m.Tick())
+            except Exception as error:  # noqa: BLE001 (run raises it)
+                self._break(error)
 
     def _carry_out(self) -> None:
         self._busy = True

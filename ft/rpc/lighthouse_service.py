@@ -116,9 +116,7 @@ class LighthouseService:
             m.MustRestore: self._must_restore,
             m.Notify: self._notify,
         }
-        self.driver = Driver(
-            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._look_at_deadlines
-        )
+        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._on_tick)
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
@@ -170,7 +168,9 @@ class LighthouseService:
             self._waiting_bytes -= size
             self._forget(replica_id, waiting)
 
-    def _look_at_deadlines(self) -> None:
+    def _on_tick(self) -> None:
+        if self.keeper:
+            self.keeper.look()
         now_s = asyncio.get_running_loop().time()
         for calls in self._waiting.values():
             for waiting in calls:

@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import os
+import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -38,6 +39,7 @@ FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
 PATIENCE_S = 1.0  # with a disk that is slow, where the file reserves the id
 LAZY_S = 1.0
+LOOK_S = 5.0  # from one look at whose the file is to the next, where nothing is written
 RETRY_S = 1.0
 PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # what a disk says that may work again
 log = logging.getLogger("pharos.lighthouse")
@@ -190,6 +192,8 @@ class Keeper:
         self._newest: m.Saved | None = None
         self._lazy: asyncio.TimerHandle | None = None
         self._writing: Future[bool] | None = None  # lazily
+        self._looking: Future[None] | None = None
+        self._looked_s = time.monotonic()
 
     def keep(self, saved: m.Saved) -> asyncio.Future[None] | None:
         """A future where what comes next must wait for the disk. Raises TakenOver."""
@@ -201,6 +205,15 @@ class Keeper:
                 self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
             return None
         return asyncio.ensure_future(self._until_written(saved))
+
+    def look(self) -> None:
+        """To be called with every tick: a lighthouse that has nothing to write, for too few of its groups call, must still end when another
+        one has taken over, or those groups stay with it for ever. Raises TakenOver, at most LOOK_S later."""
+        if self._over:
+            raise self._over
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_S and (self._looking is None or self._looking.done()):
+            self._looked_s, self._looking = now_s, self._thread.submit(self._is_ours)
 
     async def close(self) -> None:
         if self._retrying:
@@ -274,6 +287,14 @@ class Keeper:
             log.warning("%s is written again", self.path)
         self.trouble = ""
         return True
+
+    def _is_ours(self) -> None:
+        if self._before is None:  # else it is not, yet
+            try:
+                with suppress(OSError):  # the next write tells it
+                    _look(self.path, self._owner)
+            except TakenOver as error:
+                self._over = error
 
     def _take_over_late(self, before: str) -> None:
         """Raises OSError while that cannot be; TakenOver where another lighthouse has gone on from the file since this one read it."""

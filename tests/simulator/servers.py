@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.simulator.cluster import Cluster
 
 LIGHTHOUSE = "lighthouse"
+LOOK_S = 5.0  # as in ft/rpc/state_file.py
 KEEPALIVE_S = 15.0  # of a connection to the lighthouse
 
 
@@ -41,6 +42,7 @@ class LighthouseNode:
             fresh=not file and not cluster.truth.forgetful,
         )
         self.disk_s = 0.0  # until when its disk takes nothing
+        self._looks_s = self.world.now_s + LOOK_S  # next, at whose the state file is
         self._unwritten: tuple[m.Effect, ...] = ()  # effects that wait for it
         self._said: dict[str, str] = {}  # why they wait, to those who do
         self.dies_writing = False  # a fault: the next write is the last thing it does
@@ -68,6 +70,8 @@ class LighthouseNode:
     def feed(self, event: m.Event) -> None:
         out = self.machine.handle(event, self.process.now_s(self.world))
         self.cluster.saw(self.process.name, event, out)
+        for effect in out.effects:
+            self._decided(effect)
         effects = deque(out.effects)
         while effects and self.process.alive:  # it may die between two of them
             effect = effects.popleft()
@@ -100,6 +104,9 @@ class LighthouseNode:
         self.world.after(self.config.tick_s, self.process, self._tick)
         if self._unwritten and self.disk_s <= self.world.now_s:
             self._written()
+        if self.world.now_s >= self._looks_s:
+            self._looks_s = self.world.now_s + LOOK_S
+            self._is_ours()
         if self._waiting:
             self._say_why()
 
@@ -177,12 +184,31 @@ class LighthouseNode:
         beat_s = self.machine.config.times.beat_s
         return heard_s > self.world.now_s - 2 * beat_s and not why.startswith(("others waited", "others went on"))
 
+    def _decided(self, effect: m.Effect) -> None:
+        """Checks a decision when it is made: a disk that takes nothing keeps it, and a refusal behind it, from those whom they are for."""
+        if isinstance(effect, m.Refuse) and effect.code == "LOST":
+            self._told_s.setdefault(effect.replica_id, self.world.now_s)
+        if (
+            isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids != self._members
+        ):  # no old answer again
+            heard = {i for i in self._streams if self._counts(i)}
+            asked = {*effect.quorum.ids, *self._waiting}
+            heard -= self.machine.roster.sitting.keys()
+            before = tuple(i for i in self._members if i not in self._left)
+            self.cluster.truth.majority(effect.quorum.ids, before, asked, heard)
+            self._members = effect.quorum.ids
+
     # -- effects ----------------------------------------------------------------------------------------------------
 
-    def _persist(self, effect: m.Persist) -> None:
+    def _is_ours(self) -> bool:
+        """Where another one has taken the state file over, this one ends."""
         if self.cluster.state_owner != self.number:
             self.world.seen["lighthouse found its state file taken over"] += 1
             self.world.kill(self.process)
+        return self.process.alive
+
+    def _persist(self, effect: m.Persist) -> None:
+        if not self._is_ours():
             return
         self.cluster.state_file = effect.saved
         if self.dies_writing:
@@ -194,13 +220,6 @@ class LighthouseNode:
         self.cluster.truth.issued(
             effect.quorum, effect.replica_ids, {*self._waiting, *self._streams, *(effect.replica_ids if late else ())}
         )
-        if effect.replica_ids == effect.quorum.ids != self._members:  # a new one, not an old answer again
-            heard = {i for i in self._streams if self._counts(i)}
-            asked = {*effect.quorum.ids, *self._waiting}
-            heard -= self.machine.roster.sitting.keys()
-            before = tuple(i for i in self._members if i not in self._left)
-            self.cluster.truth.majority(effect.quorum.ids, before, asked, heard)
-            self._members = effect.quorum.ids
         answer = m.LighthouseAnswered(effect.quorum, self.config.times)
         for replica_id in effect.replica_ids:
             if not self._reply(replica_id, answer) and replica_id in self._streams:
@@ -209,8 +228,6 @@ class LighthouseNode:
     def _refuse(self, effect: m.Refuse) -> None:
         if effect.code == "ALREADY_EXISTS":
             self._heard_s.pop(effect.replica_id, None)  # another group has its name: until it calls again it is nobody
-        if effect.code == "LOST":
-            self._told_s.setdefault(effect.replica_id, self.world.now_s)
         refusal = m.LighthouseRefused(effect.replica_id, effect.code, effect.reason)
         if not self._reply(effect.replica_id, refusal) and effect.replica_id in self._streams:
             self._streams[effect.replica_id].send(refusal)
