@@ -668,4 +668,9 @@ class SemiSyncRun(Run):
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    try:
+        exit_code = main(sys.argv[1:])
+    except Exception:  # noqa: BLE001 (told as Python would)
+        sys.excepthook(*sys.exc_info())
+        exit_code = 1
+    end_process(exit_code)

@@ -151,6 +151,20 @@ def test_a_process_ends_with_its_code_whatever_threads_of_torch_do_then() -> Non
     assert (done.returncode, done.stdout) == (3, "a thread\na handler\n"), done.stderr
 
 
+BROKEN = """
+import runpy, sys
+import configs.load
+configs.load.load = lambda argv: 1 / 0
+sys.argv = ["train.py", "any.toml"]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_fault_of_ours_is_told_as_python_tells_it() -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ZeroDivisionError: division by zero"), done.stderr
+
+
 def test_letters_that_the_output_does_not_know_end_no_run() -> None:
     written = io.BytesIO()
     log = Log(stream=io.TextIOWrapper(written, encoding="latin-1"))
