@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -32,3 +34,15 @@ def start_forkserver() -> None:
         resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
     with unsignalled():
         forkserver.ensure_running()
+
+
+def die_with(parent: int) -> None:
+    """To be called first in a child: Linux kills it as soon as the thread that started it is gone. Exits if that has happened before.
+    parent: its process number."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1  # prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)

@@ -15,12 +15,13 @@ import gc
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from ft.children import die_with
 
 FORK, BURY, READY = b"fork", b"bury", b"ready"
 REST_S = 1.0  # after a child was asked for, until the next spare is made: the step that waits for that child is over
@@ -195,17 +196,6 @@ def _wait_for(event: tuple[int, bytes]) -> None:
 
     device, handle = event
     torch.cuda.current_stream(device).wait_event(torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle))
-
-
-def die_with(parent: int) -> None:
-    """Linux kills this process as soon as the thread that started it is gone. Exits if that has happened before."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1  # prctl(2)
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _bury() -> None:

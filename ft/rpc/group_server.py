@@ -10,7 +10,6 @@ ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the g
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -19,13 +18,13 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
 
+from ft.children import die_with
 from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
 from ft.rpc import codec
@@ -542,7 +541,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s group server: %(message)s")
     try:
         settings = Settings.from_json(sys.stdin.readline())
-        _die_with(settings.parent)
+        if settings.parent:  # said only by a main thread: group_process.py
+            die_with(settings.parent)
         reason = asyncio.run(_until_eof(settings))
     except ValueError as error:
         print(f"group server: {error}", file=sys.stderr)
@@ -561,15 +561,6 @@ async def _until_eof(settings: Settings) -> str:
 
     loop.add_reader(0, readable)
     return await run(settings, gone, lambda line: print(line, flush=True))
-
-
-def _die_with(parent: int) -> None:
-    """Linux kills this process when the thread that started it is gone; group_process.py says `parent` only from the main thread."""
-    if parent and sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            sys.exit(0)  # it went before we asked
 
 
 if __name__ == "__main__":

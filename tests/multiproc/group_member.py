@@ -11,9 +11,11 @@ import sys
 import threading
 from typing import Any
 
+from ft.children import die_with
+
 
 def main() -> None:
-    _die_with_parent()
+    die_with(int(sys.argv[1]))
     import torch
 
     torch.set_num_threads(1)
@@ -102,12 +104,6 @@ def _say(answer: dict[str, Any]) -> None:
     """One line, whole: commands end in several threads at once."""
     with _saying:
         print(json.dumps(answer), flush=True)
-
-
-def _die_with_parent() -> None:
-    from ft.process_groups.baby_worker import die_with
-
-    die_with(int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ft.children import die_with
+
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 5.0  # how long other ranks may go on after one has failed: gloo tells them of a closed connection at once
 
@@ -173,7 +175,7 @@ def _problem(answer: _Answer | str) -> str:
 
 def _serve(connection: Connection) -> None:
     """Runs tasks until the parent closes the pipe."""
-    _die_with_parent()
+    die_with(os.getppid())  # a worker that waits in a collective must not outlive a killed pytest
     import torch
 
     torch.set_num_threads(1)
@@ -244,16 +246,6 @@ def _load(path: Path, module_name: str) -> ModuleType:
             del sys.modules[module_name]
             raise
     return sys.modules[module_name]
-
-
-def _die_with_parent() -> None:
-    """A worker that waits in a collective must not outlive a killed pytest (Linux; elsewhere its group's timeout)."""
-    if sys.platform == "linux":
-        import ctypes
-        import signal
-
-        pr_set_pdeathsig = 1  # prctl(2)
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":
