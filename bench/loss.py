@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from bench.pairs import Worker, in_turns, ratio, table
+from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
-from parallelisms.parallelize import CompileConfig
 from training.loss import cross_entropy_sum
 
 VARIANTS = (

@@ -19,8 +19,8 @@ import torch
 
 from bench.parity_worker import Case, OptimizerName, Task, architecture
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.layout import Layout
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
-from parallelisms.parallelize import Layout
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from parallelisms.tensor import check_plan
 

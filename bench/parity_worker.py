@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from bench.resume import checkpoint_values
 from models.contract import ModelConfig
 from parallelisms.clip import gradient_norm, scale_gradients
+from parallelisms.layout import Layout
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import Degrees, Seat, build_mesh, degrees
-from parallelisms.parallelize import Layout, Parallelized, parallelize
+from parallelisms.parallelize import Parallelized, parallelize
 from training import checkpoint_dcp
 from training.checkpoint_states import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelisms.device import DIFFERENCES
-
-if TYPE_CHECKING:
-    from parallelisms.parallelize import CompileConfig, LossFunction
+from parallelisms.layout import CompileConfig, LossFunction
 
 
 class LossByParts(Protocol):

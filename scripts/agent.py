@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -25,12 +25,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.launch import RESTARTS_WITHIN_S
+from scripts.plan import RESTARTS_WITHIN_S, Plan
 from training.log import Log
 from training.signals import Signals
-
-if TYPE_CHECKING:
-    from scripts.launch import Plan
 
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 POLL_S = 0.1

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -26,45 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by path, from any folder: our packages first, and not scripts/ itself, whose files could hide a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
+from scripts.plan import Plan  # noqa: E402
+
 if TYPE_CHECKING:
     from configs.schema import Config
-
-RESTARTS_WITHIN_S = (
-    24 * 3600.0
-)  # in any so long MAX_RESTARTS are allowed: who is preempted once a day goes on for years
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How many ranks where: the environment of `run_train.sh`, checked."""
-
-    nproc: int | None  # ranks on this node; None: one per visible GPU, else 1
-    nnodes: int
-    node_rank: int | None  # None: in order of arrival
-    endpoint: str
-    log_ranks: frozenset[int] | None  # global ranks whose output is shown; None: all
-    max_restarts: int
-    grace_s: float
-
-    @staticmethod
-    def read(env: Mapping[str, str]) -> Plan:
-        """Raises ValueError: a variable is not what it must be, or one is missing."""
-        if "NPROC" in env and "NGPU" in env and env["NPROC"] != env["NGPU"]:
-            raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
-        nproc = "NPROC" if "NPROC" in env else "NGPU"
-        nnodes = _whole(env, "NNODES", least=1, default=1)
-        plan = Plan(
-            nproc=_whole(env, nproc, least=1) if nproc in env else None,
-            nnodes=nnodes,
-            node_rank=_whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,
-            endpoint=env.get("RDZV_ENDPOINT", ""),
-            log_ranks=_ranks(env.get("LOG_RANK", "0")),
-            max_restarts=_whole(env, "MAX_RESTARTS", least=0, default=0),
-            grace_s=_whole(env, "STOP_GRACE", least=0, default=120),
-        )
-        if nnodes > 1 and not re.fullmatch(r".+:\d+", plan.endpoint):
-            raise ValueError(f"RDZV_ENDPOINT={plan.endpoint}: with NNODES={nnodes} it must be host:port of node 0")
-        return plan
 
 
 def main(argv: list[str]) -> int:
@@ -161,22 +125,6 @@ def _nvidia_smi(*arguments: str) -> str:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
-
-
-def _whole(env: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int = 0) -> int:
-    text = env.get(name, str(default))
-    legal = f"must be a whole number from {least}" + (f" to {below - 1}" if below is not None else "")
-    if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):
-        raise ValueError(f"{name}={text}: {legal}")
-    return int(text)
-
-
-def _ranks(text: str) -> frozenset[int] | None:
-    if text == "all":
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f'LOG_RANK={text}: must be ranks such as "0" or "0,3", or "all"')
-    return frozenset(int(rank) for rank in text.split(","))
 
 
 # What every rank inherits

@@ -101,7 +101,7 @@ class Group:
             return f"group {self.name} starts again (process {self.start()})" if due else ""
         if (code := self.ended()) is None:
             return ""
-        from scripts.launch import RESTARTS_WITHIN_S
+        from scripts.plan import RESTARTS_WITHIN_S
 
         how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         self.short_lives = self.short_lives + 1 if now_s - self.started_s < SHORT_LIFE_S else 0
@@ -294,7 +294,7 @@ def devices_of_groups(groups: int) -> list[list[str]]:
     """The CUDA devices of each group, as CUDA_VISIBLE_DEVICES names them; none each: this machine trains on CPUs. Raises ValueError."""
     import torch
 
-    from scripts.launch import Plan
+    from scripts.plan import Plan
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return deal_devices(
@@ -338,7 +338,8 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
     """Checks all that can be checked before anything is started; a group has this many nodes, and ranks on each (None: as many as one
     group alone would have). Raises ValueError."""
     from configs.load import load
-    from scripts.launch import Plan, check, ranks_here
+    from scripts.launch import check, ranks_here
+    from scripts.plan import Plan
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
     plan, config = Plan.read(os.environ), load(argv)

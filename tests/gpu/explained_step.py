@@ -15,8 +15,9 @@ import torch
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
+from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import Layout, parallelize
+from parallelisms.parallelize import parallelize
 from parallelisms.precision import Precision
 from tools.explain.rank import Job, ranks
 from training.loss import cross_entropy_sum

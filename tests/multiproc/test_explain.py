@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import Layout, parallelize
+from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
 from tools.explain.memory import Held, Step, join, measure
 from tools.explain.rank import Job, Rank, axes_of, by_axis, ranks

@@ -17,8 +17,9 @@ from ft import SoloManager
 from models import llama
 from models.init import draw
 from parallelisms.clip import scale_gradients
+from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, Seat, build_mesh, degrees
-from parallelisms.parallelize import Layout, parallelize
+from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState

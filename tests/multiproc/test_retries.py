@@ -22,8 +22,9 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.scratch import local_of
 from models import llama
+from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import Layout, Parallelized, parallelize
+from parallelisms.parallelize import Parallelized, parallelize
 from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_gradients import address, digest

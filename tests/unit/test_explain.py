@@ -12,8 +12,8 @@ from torch import nn
 from configs.check import check_settings
 from configs.load import load
 from models import llama
+from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, degrees
-from parallelisms.parallelize import Layout
 from parallelisms.precision import Precision
 from tools.explain.command import job_of, main, ranks_asked
 from tools.explain.memory import Ruler, Stretch, join

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import ops
+from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
-from parallelisms.parallelize import CompileConfig
 from training.loss import IGNORED, cross_entropy_sum
 
 B, T, C, V = 3, 11, 8, 61

@@ -18,7 +18,7 @@ from bench import drill_job
 from ft.config import FaultTolerance
 from scripts import replicas
 from scripts.agent import Agent
-from scripts.launch import RESTARTS_WITHIN_S
+from scripts.plan import RESTARTS_WITHIN_S
 from scripts.replicas import (
     SHORT_LIFE_S,
     SHORT_LIVES,

@@ -24,8 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from models.contract import Model
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import communication_groups
+from parallelisms.layout import CompileConfig, Layout, LossFunction
 from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
-from parallelisms.parallelize import CompileConfig, Layout, LossFunction, parallelize
+from parallelisms.parallelize import parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, Table, table
 from tools.explain.memory import (
