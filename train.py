@@ -39,14 +39,13 @@ from ft.start import open_manager
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.device import type_here
 from parallelisms.distributed import BACKSTOP_S, World, host_group, launched_rank, launched_world_size, process_group
-from parallelisms.fsdp import let_go
+from parallelisms.fsdp import reshard_all
 from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic, seed_slot
 from training.checkpoint import FIGURES, RETRY_S, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Stateful
-from training.claim import Claim
 from training.data.dataset import DataState, open_data
 from training.data.loader import Batch, BatchSource
 from training.drill import Corruption
@@ -56,11 +55,11 @@ from training.last_save import LastSave
 from training.log import Log, end_process
 from training.loss import IGNORED, cross_entropy_sum
 from training.metrics import Meter
+from training.metrics_writer import LeaderMetricsWriter
 from training.nonfinite import NonFinite, explain_nonfinite
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiling import Profiler
 from training.progress import Progress, duration, summary
-from training.relay import Relay
 from training.runlock import RunLock
 from training.sampling import sample_text
 from training.schedule import learning_rate_factor
@@ -70,9 +69,10 @@ from training.sinks import ResumedStep, Sinks, open_sinks
 from training.tokenizer import build_tokenizer
 from training.validation import ValidationLoss, validate
 from training.watchdog import Watchdog, dump_flight_recorder, flight_recorder_env
+from training.writer_lease import WriterLease
 
 if TYPE_CHECKING:
-    from ft.rounds import Rounds
+    from ft.semi_sync_manager import SemiSyncManager
 
 FIRST_ESTIMATE = 3  # steps after which a start says how long it will take: on slow hardware one wants to know at once
 TRACES = "comm_traces"  # what the flight recorder remembers of a hang, inside the folder of the run, or of its group
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(groups_env(config))
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
-    log.adopt("pharos")
+    log.attach_to("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
             kind = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
@@ -270,12 +270,12 @@ class Run:
             "loader": self.loader,
         }
         shared = config.fault_tolerance.enable
-        relay = Relay(folder, lambda: self.manager.writes, self.open_sinks, self.scribe, shared=shared)
+        relay = LeaderMetricsWriter(folder, lambda: self.manager.writes, self.open_sinks, self.scribe, shared=shared)
         if shared:
             states[FIGURES] = relay
         for name in (*self.HEALED, "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
-        claim = Claim(folder, lambda: self.manager.writes) if shared else None
+        claim = WriterLease(folder, lambda: self.manager.writes) if shared else None
         self.checkpointer = self.cleanup.enter_context(
             closing(Checkpointer(config.checkpoint, folder, states, log=self.log, claim=claim))
         )
@@ -330,7 +330,7 @@ class Run:
             return self.checkpointer.save_seed()
         if (reached := max(self.manager.step, self.exported)) >= steps:
             return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
-        self.watchdog, profiler, garbage = self.look_after()
+        self.watchdog, profiler, garbage = self.start_monitoring()
         corruption, wishes = self.corruption(), 0
         while self.manager.step < steps and not self.manager.left:
             try:
@@ -353,7 +353,7 @@ class Run:
             garbage.step(step)
             corruption.step(step)
         if self.manager.step < steps:
-            return self.sum_up("stopped at", next_command="the same command goes on")
+            return self.print_summary("stopped at", next_command="the same command goes on")
         return self.finish(asked=wishes & STOP > 0)
 
     def train_step(self) -> bool:
@@ -476,7 +476,7 @@ class Run:
             self.look = look = validate(
                 self.held_out.load(slots), self.model.evaluate, token_bytes, self.device, counts=self.seat.counts
             )
-            let_go(self.model.parts)
+            reshard_all(self.model.parts)
             seconds = self.progress.total() - began
         loss, bits = look.nats_per_token, look.bits_per_byte
         self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
@@ -517,7 +517,7 @@ class Run:
                 self.forget_earlier_failure()
                 self.checkpointer.save(self.manager.step, settled=False)
         self.log.info("%s", going)
-        self.sum_up("stopped at", next_command="the same command goes on")
+        self.print_summary("stopped at", next_command="the same command goes on")
 
     def finish(self, *, asked: bool = False) -> None:
         """The last checkpoint, a sample of text, and what the run came to. asked: to leave, with the last step."""
@@ -534,7 +534,7 @@ class Run:
         last.make(self.manager.step)
         self.sample()
         folder = self.config.run_folder
-        self.sum_up(
+        self.print_summary(
             "finished", next_command=f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
         )
 
@@ -557,7 +557,7 @@ class Run:
             if text:
                 self.log.info("a sample of text:\n%s", text)
 
-    def sum_up(self, verb: str, *, next_command: str) -> None:
+    def print_summary(self, verb: str, *, next_command: str) -> None:
         text = summary(
             self.progress,
             steps=self.manager.step,
@@ -577,7 +577,7 @@ class Run:
         """Optimizer steps from one commit to the next."""
         return self.config.fault_tolerance.inner_steps
 
-    def look_after(self) -> tuple[Watchdog, Profiler, GarbageCollection]:
+    def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection]:
         """Those who watch the loop."""
         config, world, cleanup = self.config, self.world, self.cleanup
         watchdog = Watchdog(
@@ -604,17 +604,17 @@ class Run:
 
 
 class SemiSyncRun(Run):
-    """A run whose group steps by itself, and agrees with the others every steps_told steps (ft/rounds.py)."""
+    """A run whose group steps by itself, and agrees with the others every steps_told steps (ft/semi_sync_manager.py)."""
 
     HEALED = ()  # the rest is each group's own
-    manager: Rounds
+    manager: SemiSyncManager
 
     def resume(self) -> None:
         self.grad_norm = self.lr = 0.0  # of the last step; a group that heals makes none
         super().resume()
 
     def weights(self) -> dict[str, Stateful]:
-        return dict(self.manager.checkpointed(ModelState(self.model.parts)))
+        return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
 
     def train_step(self) -> bool:
         """One round: the optimizer steps of a window of data, then the outer step, with the other groups. As Run has it."""
@@ -641,7 +641,7 @@ class SemiSyncRun(Run):
                 if tokens:
                     self.grad_norm = grad_norm / tokens
                     self.lr = self.update(step, tokens, self.grad_norm)
-                self.manager.stepped()
+                self.manager.on_inner_step()
             self.watchdog.step_done()
         self.optimizer.zero_grad()
         with self.progress.phase("reduce"):
@@ -659,11 +659,11 @@ class SemiSyncRun(Run):
         super().go(going)
 
     def validate(self) -> None:
-        with self.manager.agreed():
+        with self.manager.use_global_weights():
             super().validate()
 
     def sample(self) -> None:
-        with self.manager.agreed():
+        with self.manager.use_global_weights():
             super().sample()
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job wrote under PHAROS_DRILL=1 (ft/diary.py), read while it runs.
+"""What the ranks of a job wrote under PHAROS_DRILL=1 (ft/recording.py), read while it runs.
 
 Flow: drill_job.py waits by it, drill_rules.py judges by it.
 """

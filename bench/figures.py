@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
 
-from training.relay import Relay, Row  # noqa: E402
+from training.metrics_writer import LeaderMetricsWriter, Row  # noqa: E402
 from training.scribe import Scribe  # noqa: E402
 from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks  # noqa: E402
 
@@ -55,7 +55,7 @@ def main() -> int:
         size_mb = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
         said: list[str] = []
         scribe = Scribe(said.append)
-        relay = Relay(
+        relay = LeaderMetricsWriter(
             folder,
             lambda: ("epoch", 2) if writes else None,
             lambda resumed: open_sinks(folder, tensorboard_folder="tb", resumed_step=resumed),

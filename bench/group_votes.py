@@ -5,7 +5,7 @@
 
 The ranks are stubs, connections without a trainer, in this process; the server and a lighthouse are real. A step is what reaches the
 server: one vote, or one of each rank, with its answer. Steps follow each other at once, and what the server takes at rest is not counted.
-Then there are reports alone, as ft/teller.py sends them: rank 0 once a beat, the others every SELDOM_S; or all once a beat.
+Then there are reports alone, as ft/telemetry.py sends them: rank 0 once a beat, the others every SELDOM_S; or all once a beat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ft.rpc.lighthouse_link import channel
 from ft.rpc.lighthouse_server import LighthouseServer
 
 STEP_BOUND_MS, REPORTS_BOUND = 1.0, 0.01  # of a core
-SELDOM_S = 30.0  # ft/teller.py
+SELDOM_S = 30.0  # ft/telemetry.py
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

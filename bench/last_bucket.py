@@ -45,7 +45,7 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
 
     from ft.gradients import Gradients
     from ft.manager import Manager, Options
-    from ft.membership import Wish
+    from ft.membership import ReplicaGroupConfig
     from ft.process_groups.inline import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
@@ -64,7 +64,7 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
 
     torch.set_num_threads(1)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
-    wish = Wish(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+    wish = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
     manager = Manager(
         ProcessGroupGloo(), wish, Options(init_sync=False), gradients=Told(bucket_bytes=BUCKET_BYTES), seen=seen
     )

@@ -25,7 +25,7 @@ from models.contract import ModelConfig
 from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.layout import Layout
 from parallelisms.means import sum_over_ranks
-from parallelisms.mesh import Degrees, Seat, build_mesh, degrees
+from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
 from training import checkpoint_dcp
 from training.checkpoint_states import ModelState, plain_name
@@ -100,7 +100,7 @@ class Step:
 class Seen:
     """What one rank saw of a case."""
 
-    seat: Seat
+    seat: MeshCoordinate
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
     steps: tuple[Step, ...]
     moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step

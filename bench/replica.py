@@ -93,14 +93,14 @@ class Log:
 
 def ours(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool) -> None:
     from ft.manager import Manager, Options
-    from ft.membership import Wish
+    from ft.membership import ReplicaGroupConfig
     from ft.process_groups.baby import ProcessGroupBabyGloo
     from ft.process_groups.inline import ProcessGroupGloo
     from ft.protocol.messages import Times
     from ft.rpc.access import Access
 
     lighthouse = os.environ["TORCHFT_LIGHTHOUSE"]
-    wish = Wish(str(group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    wish = ReplicaGroupConfig(str(group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
     manager = Manager((ProcessGroupBabyGloo if baby else ProcessGroupGloo)(), wish, Options())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     manager.register("model", model.state_dict, model.load_state_dict)

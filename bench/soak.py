@@ -103,18 +103,18 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     import torch
 
     from ft.manager import Manager, Options
-    from ft.membership import Wish
+    from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
     from ft.process_groups.inline import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
     from training.checkpoint import Checkpointer, ModelState
     from training.checkpoint_config import CheckpointConfig
-    from training.claim import Claim
     from training.log import Log
-    from training.relay import Relay, Row
+    from training.metrics_writer import LeaderMetricsWriter, Row
     from training.scribe import Scribe
     from training.sinks import open_sinks
+    from training.writer_lease import WriterLease
 
     class _Silent(Log):
         def info(self, message: str, *args: object) -> None:
@@ -169,11 +169,11 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def _take_part(self) -> None:
             scribe = Scribe(lambda words: None)
             with closing(scribe):
-                relay = Relay(
+                relay = LeaderMetricsWriter(
                     folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
                 )
                 with closing(relay):
-                    wish = Wish(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+                    wish = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
                     options = Options(init_sync=False, dies_with_group=False)
                     group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
                     manager = Manager(group, wish, options, restore=lambda: checkpointer.load())
@@ -182,7 +182,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                     manager.register("figures", relay.state_dict, relay.load_state_dict)
                     manager.attach([model])
                     checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
-                    claim = Claim(folder, lambda: manager.writes)
+                    claim = WriterLease(folder, lambda: manager.writes)
                     checkpointer = Checkpointer(checkpoints, folder, states, log=_Silent(), claim=claim)
                     with closing(checkpointer), closing(manager):
                         self.manager, self.size = manager, 0
@@ -190,7 +190,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                         self._train(manager, relay, checkpointer)
                         self.lives += 1
 
-        def _train(self, manager: Manager, relay: Relay, checkpointer: Checkpointer) -> None:
+        def _train(self, manager: Manager, relay: LeaderMetricsWriter, checkpointer: Checkpointer) -> None:
             while not manager.left:
                 deal = manager.begin_step()
                 for slot in deal.slots:

@@ -10,7 +10,7 @@ from typing import Any
 
 _HOMES = {
     "Commit": "ft.seam",
-    "Deal": "ft.seam",
+    "DataAssignment": "ft.seam",
     "DiLoCo": "ft.local_sgd",
     "DistributedDataParallel": "ft.ddp",
     "DistributedSampler": "ft.sampler",
@@ -27,14 +27,18 @@ _HOMES = {
     "ProcessGroupNCCL": "ft.process_groups.inline",
     "Seam": "ft.seam",
     "SoloManager": "ft.solo",
-    "Sums": "ft.seam",
+    "StepTotals": "ft.seam",
     "WorldSizeMode": "ft.torchft_manager",
 }
+
+# Names before they were changed, which programs written then import.
+_FORMER = {"Deal": "DataAssignment", "Sums": "StepTotals"}
 
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    name = _FORMER.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'ft' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
 """Where each gradient lies while it is summed: which bucket, which piece of memory, and in what order the buckets go.
 
-Flow: gradients.py asks for the layout once, of all parameters it was given; scratch.py makes memory of it; what goes over the wire is one
-Bucket after the other. Groups that differ in any of this would add apples to pears, so `shape` names it for the first quorum.
+Flow: gradients.py asks for the layout once, of all parameters it was given; grad_buffers.py makes memory of it; what goes over the wire is
+one Bucket after the other. Groups that differ in any of this would add apples to pears, so `shape` names it for the first quorum.
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
 one dtype on one device. The last one is fp32 and ends in the tail, which is known only when all else has gone: with the tail ride
@@ -75,12 +75,12 @@ def lay_out(
     ours. `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
     layout = Layout()
     device = tensors[0].device if tensors else device
-    riders = _riders(tensors, device, FEW_BYTES if quantized else RIDER_BYTES)
+    last_bucket_params = _riders(tensors, device, FEW_BYTES if quantized else RIDER_BYTES)
     filling: dict[Kind, list[int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
         kind = (tensor.dtype, tensor.device)
-        if index in riders:
+        if index in last_bucket_params:
             continue
         if in_place and tensor.nbytes >= ALONE_BYTES:
             layout.close([index], tensors, kind, in_place=True)
@@ -94,7 +94,7 @@ def lay_out(
         if members:
             layout.close(members, tensors, kind)
     tail: Kind = (torch.float32, device)
-    layout.close(riders, tensors, tail)
+    layout.close(last_bucket_params, tensors, tail)
     layout.sizes[tail] += TAIL_ELEMENTS
     layout.shape = _shape(tensors, layout, quantized=quantized)
     return layout
@@ -102,14 +102,14 @@ def lay_out(
 
 def _riders(tensors: Sequence[Tensor], device: torch.device, most_bytes: int) -> list[int]:
     """Of the small ones those that are complete last."""
-    riders: list[int] = []
+    last_bucket_params: list[int] = []
     left_bytes = RIDERS_BYTES
     for index, tensor in enumerate(tensors):
         small = tensor.nbytes <= min(most_bytes, left_bytes)
         if small and tensor.dtype == torch.float32 and tensor.device == device:
-            riders.insert(0, index)
+            last_bucket_params.insert(0, index)
             left_bytes -= tensor.nbytes
-    return riders
+    return last_bucket_params
 
 
 def _shape(tensors: Sequence[Tensor], layout: Layout, *, quantized: bool) -> tuple[tuple[str, str], ...]:

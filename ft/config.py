@@ -146,7 +146,7 @@ class FaultTolerance:
                     f"fault_tolerance.{key} = {str(wanted).lower()}: needs fault_tolerance.keep_global_batch = true, without which a step "
                     "has a slot for each group that is there"
                 )
-        for lower, x, upper, y in self.times.bad_rungs():
+        for lower, x, upper, y in self.times.check_timeout_order():
             raise ValueError(
                 f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: who waits for the longer one acts "
                 "on what the shorter one tells"
@@ -266,7 +266,7 @@ class Environment:
     quorum_retries: int | None = None
     manager_port: int | None = None
 
-    drill: bool = False  # PHAROS_DRILL=1: see diary.py
+    drill: bool = False  # PHAROS_DRILL=1: see recording.py
 
     @property
     def name(self) -> str:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ft.device import on_host
+from ft.grad_buffers import local_of
 from ft.protocol.compare import FIGURES
-from ft.scratch import local_of
 
 BLOCK = 1 << 13  # words: 64 KiB, of which a device has many at once
 

@@ -13,7 +13,7 @@
         group.abandon(str(error), then=gradients.give_up())
         ...                                             # form again, open, launch, wait
 
-Flow: manager.py calls this; buckets.py says what lies where; scratch.py has the memory; process_groups sum. A gradient is copied into
+Flow: manager.py calls this; buckets.py says what lies where; grad_buffers.py has the memory; process_groups sum. A gradient is copied into
 scratch as soon as it is complete, while it is still in the cache; a bucket goes when it and all before it are. The sum becomes `.grad` by
 pointing there: nothing is copied back, and whoever divides reads it once. A retry copies the same gradients into other scratch, so it
 sends the same bits.
@@ -47,10 +47,10 @@ from torch import Tensor, nn
 
 from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Bucket, Layout, lay_out
 from ft.device import on_host, streams_of
+from ft.grad_buffers import BufferPool, Buffers, GradBuffers, like, local_of
 from ft.process_groups.work import GroupWork
-from ft.quantized import Feedback, Lane
-from ft.scratch import Buffers, Scratch, Sets, like, local_of
-from ft.user_sums import UserSum
+from ft.quantized import CollectiveQueue, Feedback
+from ft.user_sums import ManagedAllreduce
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Attempt:
     group: dist.ProcessGroup
     participants: int
     contributes: bool
-    scratch: Scratch
+    scratch: GradBuffers
     layout: Layout
     ready: set[int] = field(default_factory=set)  # parameters whose hooks have been called
     missing: list[int] = field(default_factory=list)  # by bucket: how many have not
@@ -71,8 +71,8 @@ class _Attempt:
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # since it was launched
     complete: bool = False
-    users: list[UserSum] = field(default_factory=list)  # only of an attempt that is held
-    lane: Lane | None = None  # all goes by it, from the first quantised sum on
+    users: list[ManagedAllreduce] = field(default_factory=list)  # only of an attempt that is held
+    lane: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
 
     def end(self) -> None:
         """Nothing more is sent."""
@@ -116,8 +116,8 @@ class Gradients:
         self._is_lost = False  # an attempt has used them up
         self._in_last_pass = self._after_last_pass = False
         self._problem = ""  # that a hook saw
-        self._users: list[UserSum] = []  # in the order they were handed over
-        self._delivered: Scratch | None = None  # may be in .grad
+        self._users: list[ManagedAllreduce] = []  # in the order they were handed over
+        self._delivered: GradBuffers | None = None  # may be in .grad
         self._held: dict[int, _Attempt] = {}
 
     # ------------------------------------------------------------------------------------------------ before the first step
@@ -154,8 +154,8 @@ class Gradients:
         )
 
     @cached_property
-    def _sets(self) -> Sets:
-        return Sets(self._layout, self._parameters * self._places, shared=self._shared)
+    def _sets(self) -> BufferPool:
+        return BufferPool(self._layout, self._parameters * self._places, shared=self._shared)
 
     def prepare(self) -> None:
         """Makes and touches what `open` takes, so that nobody who is in a generation already waits for it. Free from the second time on."""
@@ -342,7 +342,7 @@ class Gradients:
             attempt, after = self._attempt, self._after_last_pass
             if attempt is None or attempt.tail is not None or self._in_last_pass:
                 raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
-            user = UserSum(
+            user = ManagedAllreduce(
                 tensor,
                 self._buffers,
                 mean=mean,
@@ -494,15 +494,15 @@ class Gradients:
         attempt.works.append((attempt.lane or attempt.group).allreduce([whole]))
         attempt.sent += 1
 
-    def _send_user(self, attempt: _Attempt, user: UserSum, *, after_buckets: bool) -> None:
+    def _send_user(self, attempt: _Attempt, user: ManagedAllreduce, *, after_buckets: bool) -> None:
         if user.after_buckets == after_buckets and not user.sent:
             by = self._lane(attempt) if user.quantized else attempt.lane or attempt.group
             work = user.send(by, attempt.participants, contributes=attempt.contributes)
             attempt.works.append(work)
 
-    def _lane(self, attempt: _Attempt) -> Lane:
+    def _lane(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.lane is None:
-            attempt.lane = Lane(attempt.group, shared=self._shared)
+            attempt.lane = CollectiveQueue(attempt.group, shared=self._shared)
         return attempt.lane
 
     # ------------------------------------------------------------------------------------------------ small things
@@ -521,7 +521,7 @@ class Gradients:
         attempt.end()
         return attempt
 
-    def _hand_out(self, attempt: _Attempt, users: Sequence[UserSum]) -> None:
+    def _hand_out(self, attempt: _Attempt, users: Sequence[ManagedAllreduce]) -> None:
         if self._apart:
             self._add_up(attempt)
         for index, parameter in zip(self._of(0), self._parameters, strict=True):
@@ -558,7 +558,7 @@ class Gradients:
         self._is_kept = self._is_lost = self._after_last_pass = False
         self._problem = ""
 
-    def _is_in_use(self, scratch: Scratch) -> bool:
+    def _is_in_use(self, scratch: GradBuffers) -> bool:
         return any(scratch.has(parameter.grad) for parameter in self._parameters) or any(
             scratch.has(gradient) for gradient in self._kept.values()
         )

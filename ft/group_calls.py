@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient, NameTaken, Refused, Stale
 from ft.seam import BadInput, GroupEnded
@@ -61,7 +61,7 @@ class GroupCalls:
     def __init__(
         self,
         client: GroupClient,
-        wish: Wish,
+        wish: ReplicaGroupConfig,
         gone: threading.Event,
         word: ServersWord,
         agreement: Agreement | None = None,

@@ -21,17 +21,17 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ft.accounts import Accounts, Events, NoAccounts, no_events
 from ft.agreement import Agreement
 from ft.digest import digest
+from ft.effect_queue import EffectQueue
 from ft.gradients import Gradients
 from ft.group_calls import GroupCalls, ServersWord
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import State
 from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import HealConfig, Transport
-from ft.inbox import Inbox
-from ft.membership import Wish, join
+from ft.membership import ReplicaGroupConfig, join
+from ft.phase_timer import Events, NoPhaseTimer, PhaseTimer, ignore_event
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.probe import Prober
@@ -42,8 +42,18 @@ from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
 from ft.rpc.clients import GroupClient
 from ft.rpc.driver import Seen
-from ft.seam import BadInput, Commit, Deal, Going, GroupEnded, Stopped, Sums, from_checkpoint, to_checkpoint
-from ft.teller import Status, Teller
+from ft.seam import (
+    BadInput,
+    Commit,
+    DataAssignment,
+    Going,
+    GroupEnded,
+    StepTotals,
+    Stopped,
+    from_checkpoint,
+    to_checkpoint,
+)
+from ft.telemetry import ManagerTelemetry, Status
 
 HEALS = (Phase.AWAITING, Phase.CLOSING)  # where nothing but the end of a heal is waited for
 SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account's
@@ -69,7 +79,9 @@ class Options:
     """What a manager does, beside what all ranks of its group agree on (membership.Wish)."""
 
     slot_size: int = 1  # sequences of one group's batch
-    inner_steps: int = 1  # optimizer steps of a group between two commits (rounds.py): as such steps are told
+    inner_steps: int = (
+        1  # optimizer steps of a group between two commits (semi_sync_manager.py): as such steps are told
+    )
     keep_gradients: bool = True
     slots_per_step: int = 0  # each step's data is so many slots, whoever is there; 0: one for each group
     deterministic_reduce: bool = False  # sums are the same bits, whoever computed which slot; needs slots_per_step
@@ -92,7 +104,7 @@ class Manager:
     """`group`: the process group to other groups' ranks; configured and closed here. `store`: this group's own, where it has several ranks.
     `restore`: loads the newest valid checkpoint, and with it this manager's state (load_state_dict), or does nothing if there is none.
     `agreement`: of the ranks of this group, if there are several; without it each of them votes on each step at the group's server.
-    `accounts`, `happened`: are told where the time goes, and what happened (accounts.py).
+    `accounts`, `happened`: are told where the time goes, and what happened (phase_timer.py).
     `seen`: gets every event of the machine with what came of it.
 
     Raises RuntimeError where the group's server does not start.
@@ -101,7 +113,7 @@ class Manager:
     def __init__(
         self,
         group: ProcessGroup,
-        wish: Wish,
+        wish: ReplicaGroupConfig,
         options: Options,
         *,
         store: Store | None = None,
@@ -110,16 +122,16 @@ class Manager:
         gradients: Gradients | None = None,
         shape: Sequence[tuple[str, str]] = (),
         restore: Callable[[], object] | None = None,
-        accounts: Accounts | None = None,
-        happened: Events = no_events,
+        accounts: PhaseTimer | None = None,
+        happened: Events = ignore_event,
         seen: Seen | None = None,
     ) -> None:
         self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
         self._seen = seen
-        self._teller = Teller(
+        self._teller = ManagerTelemetry(
             wish.group_rank,
             lambda: self._step * options.inner_steps,
-            accounts or NoAccounts(),
+            accounts or NoPhaseTimer(),
             happened,
             lambda *what: self._client.happened(*what),
             options.inner_steps,
@@ -149,7 +161,7 @@ class Manager:
         self._word = ServersWord(wish.group_rank)
         self._calls = GroupCalls(self._client, wish, self._gone, self._word, agreement)
         self._machine: Step
-        self._inbox: Inbox
+        self._inbox: EffectQueue
         self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
         self._part: m.Part | None = None
         self._launched = 0  # reductions in the newest quorum
@@ -160,7 +172,7 @@ class Manager:
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
         self._weights: list[Tensor] = []
         self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
-        self._deal: Deal | None = None
+        self._deal: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
         self.settled = 0  # up to this step there is one history
         self._saved: bool | None = None  # the last step of the run is; None: it is not over
@@ -212,7 +224,7 @@ class Manager:
             init_sync=options.init_sync,
         )
         self._machine = Step(config, Ledger(options.slot_size, options.slots_per_step))
-        self._inbox = Inbox(self._machine, self._stop_waiting, self._seen)
+        self._inbox = EffectQueue(self._machine, self._stop_waiting, self._seen)
         self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine takes it by itself
 
     # ------------------------------------------------------------------------------------------------ the seam
@@ -266,7 +278,7 @@ class Manager:
         """Of each slot of the step, which one of them it is."""
         return {slot: place for place, slot in enumerate(self._machine.ledger.pending)}
 
-    def begin_step(self, *, until: int | None = None) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
         if self._deal is None:
             if until is not None:
@@ -278,14 +290,14 @@ class Manager:
             if isinstance(turn, m.Compute):
                 places = self._places
                 self.gradients.begin([places[slot] for slot in turn.slots])
-                self._deal = Deal(turn.step, turn.slots)
+                self._deal = DataAssignment(turn.step, turn.slots)
             else:
-                self._deal = Deal(turn.step - 1, ())
+                self._deal = DataAssignment(turn.step - 1, ())
             if until is not None and self._deal.step >= until:
                 self.left = True  # nothing is left to train, nor for the others, who go on from the same state
         return self._deal
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """Returns when all sums are there, in whatever generation: a death on the way costs time, and no step."""
         turn = self._turn
         if isinstance(turn, m.Compute):
@@ -298,12 +310,12 @@ class Manager:
         if turn is None:
             tail = self._machine.tail
             assert tail is not None, "all sums are there"
-            return Sums(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
+            return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(turn, m.Compute):  # the deal was made anew
-            return Sums((0.0,) * len(turn.slots), 0.0, False)
-        return Sums((turn.divisor,), turn.mean_loss * turn.divisor, True)
+            return StepTotals((0.0,) * len(turn.slots), 0.0, False)
+        return StepTotals((turn.divisor,), turn.mean_loss * turn.divisor, True)
 
-    def commit(self, sums: Sums) -> Commit | None:
+    def commit(self, sums: StepTotals) -> Commit | None:
         turn, deal, self._deal = self._pump(), self._deal, None
         if not isinstance(turn, m.CommitStep):
             return None
@@ -496,7 +508,7 @@ class Manager:
         """With whom this rank cannot work now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._strangers]))
 
-    def _stop_waiting(self, effect: m.StopWaiting) -> None:
+    def _stop_waiting(self, effect: m.InterruptCollectives) -> None:
         """From any thread: whoever waits on that generation is woken, however late this comes. What is complete stays so."""
         self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
         self._group.interrupt(effect.reason, effect.quorum_id)
@@ -562,7 +574,7 @@ class Manager:
     def _cast_vote(self, effect: m.CastVote) -> None:
         """Waits for the group's word; not where other ranks may need this one first (Step.waits_aside), nor before what is to be done."""
         vote = effect.vote
-        aside, busy = self._machine.waits_aside(vote), self._inbox.next() is not None
+        aside, busy = self._machine.votes_in_background(vote), self._inbox.next() is not None
         outcome = None
         with self._teller.votes() if vote.kind == "commit" else nullcontext():
             if self._machine.is_for_all(vote):

@@ -25,7 +25,7 @@ START_S = 60.0  # that ranks give rank 0 to start the server
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReplicaGroupConfig:
     """What a group is to be; the same in all its ranks, but for group_rank."""
 
     name: str  # REPLICA_GROUP_ID
@@ -62,7 +62,7 @@ class Membership:
             self.server.close()
 
 
-def join(wish: Wish, store: Store | None) -> Membership:
+def join(wish: ReplicaGroupConfig, store: Store | None) -> Membership:
     """`store`: the group's own; needed by groups of several ranks. Raises RuntimeError where the server does not start, or rank 0 says
     nothing of it; ValueError for a lighthouse that cannot do what is wished, or does not take the token; ConnectionError where there is
     none."""
@@ -85,7 +85,7 @@ def join(wish: Wish, store: Store | None) -> Membership:
         ) from None
 
 
-def _start(wish: Wish) -> Membership:
+def _start(wish: ReplicaGroupConfig) -> Membership:
     torchfts = is_torchfts(wish.lighthouse, wish.access, wish.contact_s)
     if torchfts and not wish.every_step:
         raise ValueError(

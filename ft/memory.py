@@ -1,9 +1,8 @@
 """What fault tolerance takes of a rank's memory, on top of the same training without it: a formula, for --explain and for docs.
 
-Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py and scratch.py then take it. Tensors that
-autograd makes are not in it: kept gradients are those, and live until the step holds where they would otherwise live until the optimizer
-has run.
-"""
+Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py and grad_buffers.py then take it. Tensors
+that autograd makes are not in it: kept gradients are those, and live until the step holds where they would otherwise live until the
+optimizer has run."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ft.buckets import BUCKET_BYTES, lay_out
-from ft.scratch import READY
+from ft.grad_buffers import READY
 
 
 def memory(

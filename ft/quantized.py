@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ft.device import current_device, device_thread, streams_of
+from ft.grad_buffers import zeros
 from ft.process_groups.errors import Abandoned
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
-from ft.scratch import zeros
 
 BLOCK = 256  # values with one scale: four bytes of it beside 256
 LEVELS = 127  # on either side of 0
@@ -57,7 +57,7 @@ class Feedback:
             self.held_back = self.pending.pop()
 
 
-class Lane:
+class CollectiveQueue:
     """Sums of one attempt over a group that stands, one after the other in a thread of its own: a quantised sum has a second exchange when
     the first has ended, and all ranks must ask for all of them in one order. Whoever uses a lane sends everything by it.
 

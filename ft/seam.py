@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Deal:
+class DataAssignment:
     """What this group trains on in the coming step."""
 
     step: int  # committed steps so far
@@ -24,7 +24,7 @@ class Deal:
 
 
 @dataclass(frozen=True)
-class Sums:
+class StepTotals:
     """What the step's data adds up to, over all groups that contributed."""
 
     tokens_per_slot: tuple[float, ...]  # valid tokens; 0: that slot contributed nothing
@@ -113,17 +113,17 @@ class Seam(Protocol):
         that it leaves are the manager's until `commit`; those of the next slot's backwards may be added to them, or begin anew."""
         ...
 
-    def begin_step(self, *, until: int | None = None) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Settles who takes part, then what this group trains on. The same answer until `commit`. No slots: nothing is to be computed,
         what others have summed is to be applied. After a try that did not hold: those that are still to be computed; the gradients of the
         others are kept. until: this group leaves with the commit of that step, whenever it comes to it."""
         ...
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """Sums this group's figures (already summed over its ranks) and its gradients with the other groups'."""
         ...
 
-    def commit(self, sums: Sums) -> Commit | None:
+    def commit(self, sums: StepTotals) -> Commit | None:
         """Whether the step holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises Stopped
         where it never will, as `reduce` and `begin_step` do; and GroupEnded, and Going."""
         ...

@@ -6,10 +6,9 @@
     Streaming DiLoCo      of a model in fragments one at a time, in turns; the sum travels during the next steps (delay), and who gets it
                           keeps a share (alpha) of the way that it has gone meanwhile             Douillard et al., arXiv 2501.18512
 
-Flow: rounds.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum what `pseudo_gradients` gives and hand
-the mean to `step`. The *outer* weights are what groups agree on: they change in `step` alone, by the same bits in every group. What lies
-in the model are *local* weights, and each group's own until a `step` of their fragment brings them back.
-"""
+Flow: semi_sync_manager.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum what `pseudo_gradients`
+gives and hand the mean to `step`. The *outer* weights are what groups agree on: they change in `step` alone, by the same bits in every
+group. What lies in the model are *local* weights, and each group's own until a `step` of their fragment brings them back."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft.scratch import like, local_of
+from ft.grad_buffers import like, local_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ft.protocol.ledger import Ledger
-from ft.seam import Commit, Deal, Stopped, Sums, from_checkpoint, to_checkpoint
+from ft.seam import Commit, DataAssignment, StepTotals, Stopped, from_checkpoint, to_checkpoint
 
 ALONE = "solo"
 
@@ -42,14 +42,14 @@ class SoloManager:
     def last_pass(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_step(self, *, until: int | None = None) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._until = until
-        return Deal(self._step, tuple(self._ledger.deal([ALONE])))
+        return DataAssignment(self._step, tuple(self._ledger.deal([ALONE])))
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
-        return Sums(tuple(tokens_per_slot), loss_sum, finite)
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
+        return StepTotals(tuple(tokens_per_slot), loss_sum, finite)
 
-    def commit(self, sums: Sums) -> Commit | None:
+    def commit(self, sums: StepTotals) -> Commit | None:
         divisor, deal = sum(sums.tokens_per_slot), self._ledger.pending
         slots = tuple(deal)
         if not sums.finite:

@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft.accounts import Accounts, Events, no_events
 from ft.config import Environment, FaultTolerance
+from ft.phase_timer import Events, PhaseTimer, ignore_event
 from ft.seam import Seam
 from ft.solo import SoloManager
 
 if TYPE_CHECKING:
     from ft.agreement import Agreement
     from ft.process_groups.base import ProcessGroup
-    from ft.rounds import OuterOptimizer
+    from ft.semi_sync_manager import OuterOptimizer
 
 
 def open_manager(
@@ -30,28 +30,28 @@ def open_manager(
     long_phase_s: float = 0.0,
     shape: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
-    accounts: Accounts | None = None,
-    happened: Events = no_events,
+    accounts: PhaseTimer | None = None,
+    happened: Events = ignore_event,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the device that has the gradients.
     `shape`: what all groups must have alike, by name. `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most
     that a first step or a checkpoint may take. `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`,
-    `happened`: see accounts.py.
+    `happened`: see phase_timer.py.
     Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
     RuntimeError where the group's server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
     # Not on the way of those who train alone: grpc, and threads.
     from ft.addresses import advertised
-    from ft.diary import Diarist
     from ft.fragment_gradients import FragmentGradients
     from ft.manager import Manager, Options
-    from ft.membership import Wish
-    from ft.rounds import Rounds
+    from ft.membership import ReplicaGroupConfig
+    from ft.recording import RecordingManager
     from ft.rpc.access import Access
+    from ft.semi_sync_manager import SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
-    wish = Wish(
+    wish = ReplicaGroupConfig(
         name=environment.name,
         group_rank=environment.group_rank,
         world_size=environment.world_size,
@@ -61,7 +61,7 @@ def open_manager(
         times=settings.times,
         attempt=environment.restart_count,
         every_step=settings.quorum == "every_step",
-        contact_s=float(environment.connect_timeout_s or Wish.contact_s),
+        contact_s=float(environment.connect_timeout_s or ReplicaGroupConfig.contact_s),
     )
     options = Options(
         slot_size=slot_size * inner_steps,
@@ -78,7 +78,7 @@ def open_manager(
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
-    make: Callable[..., Manager] = partial(Diarist, folder) if environment.drill else Manager
+    make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
     group = process_group(settings, device_type)
     manager = make(
         group,
@@ -96,7 +96,7 @@ def open_manager(
     )
     if settings.semi_sync_method == "none":
         return manager
-    return Rounds(manager, settings.schedule, outer_optimizer(settings))
+    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings))
 
 
 def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:

@@ -39,11 +39,12 @@ from torch.futures import Future
 
 from ft.addresses import advertised
 from ft.config import Environment, group_name
+from ft.grad_buffers import Buffers, local_of
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
 from ft.manager import Attempt, Options
 from ft.manager import Manager as Driver
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.operations import AllReduce, reduction
 from ft.process_groups.work import GroupWork
@@ -52,9 +53,8 @@ from ft.protocol.step import Phase
 from ft.quantized import Feedback
 from ft.rpc.access import Access
 from ft.rpc.driver import Seen
-from ft.scratch import Buffers, local_of
-from ft.seam import Commit, Sums
-from ft.user_sums import UserSum
+from ft.seam import Commit, StepTotals
+from ft.user_sums import ManagedAllreduce
 
 T = TypeVar("T")
 log = logging.getLogger("pharos.torchft")
@@ -125,13 +125,13 @@ class Manager(Driver):
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
         times = m.Times() if heartbeat_interval is None else m.Times(beat_s=heartbeat_interval.total_seconds())
-        if times.bad_rungs():
+        if times.check_timeout_order():
             limit_s = times.heartbeat_timeout_s
             raise ValueError(
                 f"heartbeat_interval = {times.beat_s:g} s: must be below {limit_s:g} s, after which silence is a loss"
             )
         spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
-        wish = Wish(
+        wish = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
             world_size=environment.world_size if world_size is None else world_size,
@@ -448,7 +448,7 @@ class Manager(Driver):
     def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
         assert self._part is not None
-        user = UserSum(tensor, self._late, mean=mean, keep=False, after_buckets=True)
+        user = ManagedAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
         user.send(self._group, len(self._part.participants), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
@@ -544,7 +544,7 @@ class _Told(dist.Work):
         self.wait()
 
 
-_UNREAD = Sums((), 0.0, True)  # commit has its own figures
+_UNREAD = StepTotals((), 0.0, True)  # commit has its own figures
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -566,7 +566,7 @@ def _number_of(hostname: str) -> str:
         ) from None
 
 
-def _store(wish: Wish, address: str, port: int | None) -> Store | None:
+def _store(wish: ReplicaGroupConfig, address: str, port: int | None) -> Store | None:
     """Of this group. None where it has one rank, which needs none."""
     if wish.world_size == 1:
         return None

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ft.device import streams_of
+from ft.grad_buffers import Buffers, local_of
 from ft.process_groups.operations import AllReduce
 from ft.process_groups.work import GroupWork
-from ft.quantized import Feedback, Lane
-from ft.scratch import Buffers, local_of
+from ft.quantized import CollectiveQueue, Feedback
 
 
-class UserSum:
+class ManagedAllreduce:
     """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: when it was
     handed over, the backward was over. `quantized`, `feedback`: as in Lane.sum_quantized."""
 
@@ -61,7 +61,7 @@ class UserSum:
         """In this attempt."""
         return self._sum is not None
 
-    def send(self, by: dist.ProcessGroup | Lane, participants: int, *, contributes: bool) -> dist.Work:
+    def send(self, by: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
         """Reduces the values that it had when it was handed over, or zeros. The first time the user is told; a retry's result is written
         by `finish`."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
@@ -70,7 +70,7 @@ class UserSum:
         else:
             self._sum.zero_()
         if self.quantized:
-            assert isinstance(by, Lane)
+            assert isinstance(by, CollectiveQueue)
             theirs: dist.Work = by.sum_quantized(self._sum, self._feedback, gives=contributes)
         else:
             theirs = by.allreduce([self._sum])

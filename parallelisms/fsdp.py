@@ -64,7 +64,7 @@ def apply_fsdp(
             _sum_only(module, ranks=axes.size())
 
 
-def let_go(parts: Iterable[nn.Module]) -> None:
+def reshard_all(parts: Iterable[nn.Module]) -> None:
     """What a forward without a backward has gathered is given back. Weights are written to the shards, by a heal for one; a forward that
     finds whole weights in place would not look there."""
     for part in parts:

@@ -108,13 +108,13 @@ class Degrees:
         """How many ranks see different sequences."""
         return self.dp_replicate * self.dp_shard
 
-    def seat(self, global_rank: int) -> Seat:
+    def seat(self, global_rank: int) -> MeshCoordinate:
         place = []
         for size in reversed(self.sizes):
             global_rank, here = divmod(global_rank, size)
             place.append(here)
         pp_rank, dp_replicate_rank, dp_shard_rank, cp_rank, tp_rank = reversed(place)
-        return Seat(pp_rank, dp_replicate_rank * self.dp_shard + dp_shard_rank, cp_rank, tp_rank)
+        return MeshCoordinate(pp_rank, dp_replicate_rank * self.dp_shard + dp_shard_rank, cp_rank, tp_rank)
 
     def __str__(self) -> str:
         """The axes that have several ranks: "dp_shard 2 x tp 2"."""
@@ -124,7 +124,7 @@ class Degrees:
 
 
 @dataclass(frozen=True)
-class Seat:
+class MeshCoordinate:
     """One rank's place in the mesh."""
 
     pp_rank: int

@@ -91,10 +91,10 @@ def parallelize(
             dtype=layout.precision.compute,
             device=device,
         )
-    return Whole(parts, cut, counts=counts)
+    return NoPipeline(parts, cut, counts=counts)
 
 
-class Whole:
+class NoPipeline:
     """A model without a pipeline: every rank holds all layers."""
 
     def __init__(self, parts: list[Model], cut: Callable[[Tensor], Tensor], *, counts: bool) -> None:

@@ -7,10 +7,10 @@ import os
 
 import torch
 
-from parallelisms.mesh import Seat
+from parallelisms.mesh import MeshCoordinate
 
 
-def seed_slot(seed: int, step: int, slot: int, seat: Seat) -> None:
+def seed_slot(seed: int, step: int, slot: int, seat: MeshCoordinate) -> None:
     """Seeds torch's generators (CPU and CUDA) for one slot of one step, so that a resumed or repeated step draws the same numbers.
 
     Ranks that compute different things draw different numbers; tensor-parallel ranks draw the same, since what they hold in common

@@ -190,7 +190,7 @@ class Lighthouse:
             say("there is no browser to open it with")
 
 
-class Wishes:
+class PendingSignals:
     """From construction on: the signals that ask for the end, each with its moment."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
@@ -233,7 +233,7 @@ def main(argv: list[str]) -> int:
         for name in range(number)
     ]
     try:
-        return run(groups, lighthouse, Wishes(signal.SIGTERM, signal.SIGINT), grace_s)
+        return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
     finally:
         for group in groups:
             group.end()
@@ -249,7 +249,7 @@ def tell_each(groups: Sequence[Group]) -> None:
 def run(
     groups: Sequence[Group],
     lighthouse: Lighthouse,
-    wishes: Wishes,
+    wishes: PendingSignals,
     grace_s: float,
     ask: Callable[[Sequence[Group]], None] = tell_each,
 ) -> int:

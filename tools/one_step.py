@@ -33,7 +33,7 @@ EXCLUDED = (
     "training/progress",
     "training/sinks",
     "training/scribe",
-    "training/relay",
+    "training/metrics_writer",
 )
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 LIMIT_S = 300.0

@@ -31,8 +31,8 @@ from training.checkpoint_restore import (
     survey,
 )
 from training.checkpoint_states import FIGURES, ModelState, OptimizerState, Stateful
-from training.claim import Alone, Aside, Claim
 from training.progress import Clock
+from training.writer_lease import Alone, Aside, WriterLease
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Checkpointer:
         log: LogLike,
         config_digest: str = "",
         timeout: timedelta = timedelta(minutes=30),
-        claim: Claim | None = None,
+        claim: WriterLease | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files. `claim`: others have the

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from training import checkpoint_files as files
 from training.checkpoint_config import CheckpointConfig
-from training.claim import Claim
 from training.progress import Clock
+from training.writer_lease import WriterLease
 
 RETRY_S = 30.0  # from a save that failed to the next try
 
@@ -25,7 +25,7 @@ def in_thread(work: Callable[[], None]) -> None:
 class Dues:
     """Which saves were due and are not there. On rank 0; a look at the folder is a thread's, lest slow storage hold up a step."""
 
-    def __init__(self, config: CheckpointConfig, folder: Path, claim: Claim, clock: Clock) -> None:
+    def __init__(self, config: CheckpointConfig, folder: Path, claim: WriterLease, clock: Clock) -> None:
         self.since = 0  # the step that this start went on from: what was due before was another's
         self._config, self._folder, self._claim, self._clock = config, folder, claim, clock
         self._failed_at: float | None = None

@@ -13,7 +13,7 @@ from torch import nn
 
 from ft.materialise import materialise
 
-FIGURES = "figures"  # what relay.py remembers of this run's own files; only groups that share a run have it
+FIGURES = "figures"  # what metrics_writer.py remembers of this run's own files; only groups that share a run have it
 
 
 class Stateful(Protocol):

@@ -54,7 +54,7 @@ class Log:
         """Say, on whichever rank it happens, what is about to end the run."""
         self._write(self.paint("error: ", "red"), message, args)
 
-    def adopt(self, name: str) -> None:
+    def attach_to(self, name: str) -> None:
         """What Python's logger `name` and those below it are told is said here: ft knows no other."""
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

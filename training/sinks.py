@@ -1,9 +1,8 @@
 """Where figures go: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases. One face, so that metrics.py knows none of them.
 
-Floor 3, under relay.py, whose thread alone calls what is here. A run has one folder over all its starts: what a resumed start will write
-again is taken out first, so every reader sees each step once. Files are read and cut from their end: what that costs goes by what is new
-in them, not by what the run has come to.
-"""
+Floor 3, under metrics_writer.py, whose thread alone calls what is here. A run has one folder over all its starts: what a resumed start will
+write again is taken out first, so every reader sees each step once. Files are read and cut from their end: what that costs goes by what is
+new in them, not by what the run has come to."""
 
 from __future__ import annotations
 

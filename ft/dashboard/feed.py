@@ -47,7 +47,7 @@ class Watcher:
 
 
 class Feed:
-    """An Onlooker of the lighthouse's service. To be made and used on its loop."""
+    """An DashboardListener of the lighthouse's service. To be made and used on its loop."""
 
     def __init__(self, service: LighthouseService, *, orders: bool) -> None:
         """orders: whether they can be given."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ft.healing.body import Body, Written
 from ft.healing.format import Manifest, Refused, from_json, lay_out, to_json
+from ft.healing.payload import TensorPayload, Written
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Snapshot:
     whole: Mapping[str, torch.Tensor]
     written: Written
 
-    def body(self) -> Body:
-        return Body(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
+    def body(self) -> TensorPayload:
+        return TensorPayload(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
 
-    def body_for(self, theirs: Manifest) -> Body:
+    def body_for(self, theirs: Manifest) -> TensorPayload:
         """Where what `theirs` announces is to be received. Raises Refused, by name, where it is not what we hold: before a byte has
         been written."""
         ours = {entry.name: entry for entry in self.manifest.entries}
@@ -44,7 +44,7 @@ class Snapshot:
         if theirs.values.keys() != self.manifest.values.keys():
             differing = sorted(theirs.values.keys() ^ self.manifest.values.keys())
             raise Refused(f"not registered by both: {', '.join(differing)[:200]}")
-        return Body(theirs, [self.local[entry.name] for entry in theirs.entries], self.written)
+        return TensorPayload(theirs, [self.local[entry.name] for entry in theirs.entries], self.written)
 
     def values_of(self, theirs: Manifest) -> dict[str, Any]:
         """Their state, with our own tensors in it, which hold their bytes by now."""

@@ -22,11 +22,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ft.healing.body import Body, Bounce
 from ft.healing.capture import Snapshot
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
 from ft.healing.http_requests import MAX_HEAD_BYTES, bounded_ranges, parse_reply, ranges_of, request_head
 from ft.healing.offer import SEAL_BYTES
+from ft.healing.payload import StagingBuffer, TensorPayload
 from ft.healing.transport import HealConfig, HealFailed, Progress, Source
 from ft.rpc.access import Access, Endpoint
 
@@ -73,7 +73,7 @@ class Fetch:
         self._lock = threading.Condition()
         self._header = b""
         self._manifest: Manifest | None = None
-        self._body: Body | None = None
+        self._body: TensorPayload | None = None
         self._open: set[int] = set()  # chunks that nobody receives and nobody has
         self._flying: set[int] = set()
         self._touched = False
@@ -128,7 +128,7 @@ class Fetch:
 
     # -------------------------------------------------------------------------------------------- asked by the sources' threads
 
-    def agree(self, header: bytes) -> Body:
+    def agree(self, header: bytes) -> TensorPayload:
         """The first source's header decides. Raises SourceFailed where this one has another state, SourceUnlike where it has one that is
         not like ours."""
         with self._lock:
@@ -230,7 +230,7 @@ class _FromSource:
     def run(self) -> None:
         try:
             body = self._fetch.agree(self._fetch_header())
-            bounce = Bounce(body)
+            bounce = StagingBuffer(body)
             while True:
                 stripe, lacks = self._fetch.take(self, self._backwards)
                 if not stripe:
@@ -331,7 +331,9 @@ class _FromSource:
             return -1
         raise SourceFailed(f"{status} {why}")
 
-    def _receive_stripe(self, body: Body, bounce: Bounce, stripe: Sequence[int], lacks: list[tuple[int, int]]) -> None:
+    def _receive_stripe(
+        self, body: TensorPayload, bounce: StagingBuffer, stripe: Sequence[int], lacks: list[tuple[int, int]]
+    ) -> None:
         """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
         verified: set[int] = set()
         self._stripe, self._moved_s = stripe, time.monotonic()
@@ -360,7 +362,7 @@ class _FromSource:
         if self._damaged > MAX_DAMAGED:
             raise SourceFailed(f"{self._damaged} chunks were damaged on the way")
 
-    def _receive_chunk(self, body: Body, bounce: Bounce, chunk: int) -> bool:
+    def _receive_chunk(self, body: TensorPayload, bounce: StagingBuffer, chunk: int) -> bool:
         """Whether its digest is right. A wrong chunk may be written in place, as the state is void until all is right."""
         start, end = body.manifest.span(chunk)
         memory = body.direct(chunk, chunk)

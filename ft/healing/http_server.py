@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ft.healing.body import Bounce
 from ft.healing.format import DIGEST_BYTES, digest
 from ft.healing.http_requests import MAX_HEAD_BYTES, Asked, BadRequest, parse_head, parse_request
-from ft.healing.offer import SEAL_BYTES, Offer, Reader, Withdrawn
+from ft.healing.offer import SEAL_BYTES, CheckpointOffer, Reader, Withdrawn
+from ft.healing.payload import StagingBuffer
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32
@@ -38,13 +38,13 @@ class HealServer:
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
         self._lock = threading.Lock()
-        self._offer: Offer | None = None
+        self._offer: CheckpointOffer | None = None
         self._connections: dict[_Connection, None] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
         self._thread.start()
 
-    def show(self, offer: Offer | None) -> None:
+    def show(self, offer: CheckpointOffer | None) -> None:
         """From now on this offer is served, or none."""
         self._offer = offer
 
@@ -109,7 +109,7 @@ class _Connection:
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
         self.trusted = False
-        self._reads: tuple[Offer, Reader, threading.Lock] | None = None
+        self._reads: tuple[CheckpointOffer, Reader, threading.Lock] | None = None
         self.thread = threading.Thread(target=self._run, name="heal-reader", daemon=True)
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ class _Connection:
             self._server._forget(self)
             self._sock.close()
 
-    def _read_of(self, offer: Offer | None, reader: Reader | None) -> None:
+    def _read_of(self, offer: CheckpointOffer | None, reader: Reader | None) -> None:
         """This connection reads that offer for that reader, and no longer another."""
         if self._reads and self._reads[:2] != (offer, reader):
             old, its, lock = self._reads
@@ -191,25 +191,25 @@ class _Connection:
         with contextlib.suppress(OSError):
             self._send(_reply(status, len(text)), text)
 
-    def _send_header(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+    def _send_header(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         header = memoryview(offer.header)
         length = len(header) + DIGEST_BYTES + SEAL_BYTES
         self._send(_reply(200, length), header, digest(0, header))
         self._seal(offer)
 
-    def _send_body(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+    def _send_body(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         offer.wants(asked.reader, (chunk for first, last in asked.lacks for chunk in range(first, last + 1)))
         start, end = offer.manifest.span(asked.first)[0], offer.manifest.span(asked.last)[1]
         length = end - start + DIGEST_BYTES * (asked.last - asked.first + 1) + SEAL_BYTES
         self._send(_reply(206, length, f"Content-Range: chunks {asked.first}-{asked.last}/{offer.manifest.chunks}\r\n"))
         self._read_of(offer, reader)
-        bounce: Bounce | None = None
+        bounce: StagingBuffer | None = None
         for chunk in range(asked.first, asked.last + 1):
             bounce = self._send_chunk(offer, chunk, bounce)
             offer.sent(reader, [chunk])
         self._seal(offer)
 
-    def _send_chunk(self, offer: Offer, chunk: int, bounce: Bounce | None) -> Bounce | None:
+    def _send_chunk(self, offer: CheckpointOffer, chunk: int, bounce: StagingBuffer | None) -> StagingBuffer | None:
         """The lock is held while the tensors are looked at, never while waiting for the reader: in between, a fence may move the chunk
         aside. Returns the bounce, made when first needed."""
         assert self._reads is not None
@@ -221,7 +221,7 @@ class _Connection:
             with lock:
                 memory = moved if moved is not None else offer.memory(chunk)
                 if memory is None:
-                    bounce = bounce or Bounce(offer.body)
+                    bounce = bounce or StagingBuffer(offer.body)
                     memory = moved = offer.read(chunk, bounce)
                 mark = mark or offer.mark(chunk, memory)
                 sent += self._try_to_send([memory[sent:], memoryview(mark)[max(0, sent - len(memory)) :]])
@@ -229,7 +229,7 @@ class _Connection:
                     return bounce
             self._wait_for(select.POLLOUT, self._server._silence_s, "took nothing")
 
-    def _send_digests(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+    def _send_digests(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         """The lock is held for a chunk at a time, as when they are sent: a fence may come in between."""
         self._read_of(offer, reader)
         assert self._reads is not None
@@ -239,18 +239,18 @@ class _Connection:
                 if not (mark := offer.known(chunk)):
                     memory = offer.memory(chunk)
                     if memory is None:
-                        bounce = bounce or Bounce(offer.body)
+                        bounce = bounce or StagingBuffer(offer.body)
                         memory = offer.read(chunk, bounce)
                     mark = offer.mark(chunk, memory)
             marks += mark
         self._send(_reply(200, len(marks) + DIGEST_BYTES + SEAL_BYTES), marks, digest(0, memoryview(marks)))
         self._seal(offer)
 
-    def _send_done(self, offer: Offer, reader: Reader, asked: Asked) -> None:
+    def _send_done(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         offer.done(asked.reader)
         self._send(_reply(200, 0))
 
-    def _seal(self, offer: Offer) -> None:
+    def _seal(self, offer: CheckpointOffer) -> None:
         """All that was sent had left the tensors before this is looked at. Raises Withdrawn."""
         offer.check()
         self._send(offer.seal)

@@ -9,7 +9,7 @@ from typing import Any
 from ft.healing.capture import Snapshot
 from ft.healing.http_fetch import Fetch
 from ft.healing.http_server import HealServer
-from ft.healing.offer import Offer
+from ft.healing.offer import CheckpointOffer
 from ft.healing.transport import Fenced, HealConfig, HealFailed, Progress, Source
 from ft.rpc.access import Access
 
@@ -22,7 +22,7 @@ class HttpTransport:
         self._config = config or HealConfig()
         self._access, self._replica_id = access, replica_id
         self._server = HealServer(host, access, silence_s=self._config.heal_grace_s)
-        self._offer: Offer | None = None
+        self._offer: CheckpointOffer | None = None
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -33,7 +33,7 @@ class HttpTransport:
 
     def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
         self.withdraw("the source has a newer offer")
-        self._offer = Offer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         self._server.show(self._offer)
 
     @property

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 
 import torch
 
-from ft.healing.body import Bounce
 from ft.healing.capture import Snapshot
 from ft.healing.format import CHUNK_BYTES, digest
+from ft.healing.payload import StagingBuffer
 from ft.healing.transport import Fenced
 
 SEAL_BYTES = 16
@@ -38,7 +38,7 @@ class Reader:
         self.wants = set(range(chunks))  # not sent yet, or to be sent again
 
 
-class Offer:
+class CheckpointOffer:
     """`readers`: how many joiners are expected; one that has not come yet wants everything."""
 
     def __init__(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: int) -> None:
@@ -106,7 +106,7 @@ class Offer:
         """Whether the live tensors may have changed."""
         return self._aside is not None
 
-    def read(self, chunk: int, bounce: Bounce, at: int = 0) -> memoryview:
+    def read(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> memoryview:
         """The chunk in memory that stays as it is: of the bounce, or aside. The connection's lock is held. Raises Withdrawn."""
         self.check()
         if self._aside is not None and (memory := self.memory(chunk)) is not None:
@@ -183,7 +183,7 @@ class Offer:
 
     def _copies(self) -> dict[int, memoryview]:
         """A block of memory per chunk, so that nothing larger than the chunks themselves is ever allocated."""
-        bounce = Bounce(self.body)
+        bounce = StagingBuffer(self.body)
         copies = {}
         for chunk in sorted(self._unsent()):
             memory = self.body.direct(chunk, chunk)

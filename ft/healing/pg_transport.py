@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ft.healing.body import Body, Bounce
 from ft.healing.capture import Snapshot
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
-from ft.healing.offer import SEAL_BYTES, Offer, Reader
+from ft.healing.offer import SEAL_BYTES, CheckpointOffer, Reader
+from ft.healing.payload import StagingBuffer, TensorPayload
 from ft.healing.transport import Fenced, HealConfig, HealFailed, Progress, Source
 
 MESSAGE_CHUNKS = 16
@@ -55,7 +55,7 @@ class PgTransport:
     ) -> None:
         self._make, self._address, self._replica_id = make, address, replica_id
         self._config = config or HealConfig()
-        self._offer: Offer | None = None
+        self._offer: CheckpointOffer | None = None
         self._senders: list[_Sender] = []
         self._receiving: Group | None = None
         self._stopped = ""
@@ -67,7 +67,7 @@ class PgTransport:
 
     def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
         self.withdraw("the source has a newer offer")
-        self._offer = offer = Offer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         for reader in readers:
             store = _store(self._address, self._replica_id, reader, quorum_id, step)
             self._senders.append(_Sender(self._make(), store, offer, reader))
@@ -176,7 +176,7 @@ def _in_one(manifest: Manifest, first: int, last: int) -> bool:
 class _Sender:
     """A joiner's thread in the source."""
 
-    def __init__(self, group: Group, store: str, offer: Offer, name: str) -> None:
+    def __init__(self, group: Group, store: str, offer: CheckpointOffer, name: str) -> None:
         self._group, self._store, self._offer, self._name = group, store, offer, name
         self._tag = 0
         self._thread = threading.Thread(target=self._run, name="heal-sender", daemon=True)
@@ -201,7 +201,7 @@ class _Sender:
         offer = self._offer
         self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
         self._lock = offer.join(reader)
-        bounce = Bounce(offer.body, WINDOW * MESSAGE_CHUNKS)
+        bounce = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
         self._send_messages(reader, _messages(offer.manifest), bounce)
         for _ in range(ROUNDS):
             again = self._receive_again()
@@ -213,12 +213,12 @@ class _Sender:
         offer.done(self._name)
         self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
 
-    def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], bounce: Bounce) -> None:
+    def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], bounce: StagingBuffer) -> None:
         """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
         while sent := self._send_flight(islice(messages, FLIGHT), bounce):
             self._offer.sent(reader, sent)
 
-    def _send_flight(self, messages: Iterator[tuple[int, int]], bounce: Bounce) -> list[int]:
+    def _send_flight(self, messages: Iterator[tuple[int, int]], bounce: StagingBuffer) -> list[int]:
         """The chunks that were sent; none: there are no more."""
         flying, sent = deque[list[Any]](), list[int]()
         with self._lock:
@@ -234,7 +234,7 @@ class _Sender:
                 _wait(flying.popleft())
         return sent
 
-    def _message(self, first: int, last: int, bounce: Bounce, place: int) -> torch.Tensor:
+    def _message(self, first: int, last: int, bounce: StagingBuffer, place: int) -> torch.Tensor:
         """The tensor's own memory, where nothing was copied aside and it is in one piece."""
         self._offer.check()
         memory = None if self._offer.fenced else self._offer.body.direct(first, last)
@@ -297,10 +297,10 @@ class _Receiver:
             self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, self._tag).wait()
         return self._into.values_of(manifest)
 
-    def _receive_messages(self, body: Body, messages: list[tuple[int, int]]) -> list[int]:
+    def _receive_messages(self, body: TensorPayload, messages: list[tuple[int, int]]) -> list[int]:
         """The chunks that came damaged. Others are on their way while one is compared."""
         damaged: list[int] = []
-        bounce, done = Bounce(body, WINDOW * MESSAGE_CHUNKS), 0
+        bounce, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
         begun = deque(self._begin(body, bounce, messages, number) for number in range(min(WINDOW - 1, len(messages))))
         for number, (first, last) in enumerate(messages):
             data, marks, works, bounced = begun.popleft()
@@ -319,7 +319,7 @@ class _Receiver:
         return damaged
 
     def _begin(
-        self, body: Body, bounce: Bounce, messages: Sequence[tuple[int, int]], number: int
+        self, body: TensorPayload, bounce: StagingBuffer, messages: Sequence[tuple[int, int]], number: int
     ) -> tuple[torch.Tensor, torch.Tensor, list[Any], bool]:
         first, last = messages[number]
         length = body.manifest.span(last)[1] - body.manifest.span(first)[0]

@@ -22,10 +22,10 @@ from ft.process_groups import shared
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.commands import DROPPED, ENDED, FAILED, READY, Form, Map, MapDevice, Start, Unmap
 from ft.process_groups.errors import GroupError, RendezvousFailed
-from ft.process_groups.forming import Ended, Engine, Formation
-from ft.process_groups.meeting import address_of
-from ft.process_groups.nursery import Child, Nursery, nursery_of_this_process
+from ft.process_groups.fork_server import Child, ForkServer, nursery_of_this_process
+from ft.process_groups.group_init import Ended, Engine, GroupInit
 from ft.process_groups.operations import Operation
+from ft.process_groups.rendezvous import address_of
 
 
 class ProcessGroupBaby(ProcessGroup):
@@ -38,7 +38,7 @@ class ProcessGroupBaby(ProcessGroup):
     ) -> None:
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self._interface = interface
-        self._nursery: Nursery = nursery_of_this_process()
+        self._nursery: ForkServer = nursery_of_this_process()
         self._nursery.warm()  # imports torch while this process goes on
         self.device = (
             current_device() if self.NATIVE == "nccl" else None
@@ -55,7 +55,7 @@ class ProcessGroupBaby(ProcessGroup):
     def prepare(self) -> None:
         self._nursery.prepare()
 
-    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
+    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
         address = store if isinstance(store, str) else _address(formation, store, rank)
         child = self._nursery.child()
         formation.at_giving_up(child.kill)
@@ -103,10 +103,10 @@ class ChildEngine:
 
     def __init__(self, child: Child, device: int | None) -> None:
         self._child = child
-        self._memory = shared.Lender(self._map, self._map_device, self._unmap)
+        self._memory = shared.SharedPoolOwner(self._map, self._map_device, self._unmap)
         self._order = threading.Lock()  # of operations: as they are numbered, so they are sent
         self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[Ended, shared.Loan, Operation]] = {}
+        self._under_way: dict[int, tuple[Ended, shared.PoolLease, Operation]] = {}
         self._count = 0
         self._formed = threading.Event()
         self._problem: RendezvousFailed | None = None
@@ -123,7 +123,7 @@ class ChildEngine:
             raise self._problem
 
     def start(self, operation: Operation, ended: Ended) -> None:
-        loan = shared.Loan()
+        loan = shared.PoolLease()
         with self._order:
             placed = operation.each(lambda tensor, read, written: self._memory.lend(tensor, read, written, loan))
             with self._lock:
@@ -189,7 +189,7 @@ class ChildEngine:
         ended(None if error is None else GroupError(f"{operation.name}: {error}"), source)
 
 
-def _written(operation: Operation, loan: shared.Loan) -> tuple[int, bytes] | None:
+def _written(operation: Operation, loan: shared.PoolLease) -> tuple[int, bytes] | None:
     """For tensors on a GPU: an event that the child waits for before it reads them."""
     devices = {tensor.device for tensor in operation.tensors_flat() if tensor.is_cuda}
     if not devices:
@@ -201,7 +201,7 @@ def _written(operation: Operation, loan: shared.Loan) -> tuple[int, bytes] | Non
     return device.index, event.ipc_handle()
 
 
-def _address(formation: Formation, store: Store, rank: int) -> str:
+def _address(formation: GroupInit, store: Store, rank: int) -> str:
     """The child needs a connection of its own, and torch does not tell a store's prefix: the members agree on a new one."""
     host, port = address_of(store)
     if rank == 0:

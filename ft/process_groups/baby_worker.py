@@ -112,10 +112,10 @@ class Child:
 
     def __init__(self, channel: Any) -> None:
         from ft.process_groups.commands import Form, Map, MapDevice, Start, Unmap
-        from ft.process_groups.shared import Borrower
+        from ft.process_groups.shared import SharedPoolClient
 
         self._channel = channel
-        self._memory = Borrower()
+        self._memory = SharedPoolClient()
         self._engine: Any = None
         self._handlers: dict[type[Any], Callable[[Any, list[int]], None]] = {
             Form: self._form,
@@ -140,14 +140,14 @@ class Child:
 
     def _build(self, command: Any) -> None:
         from ft.process_groups.commands import FAILED, READY
-        from ft.process_groups.forming import Formation
         from ft.process_groups.gloo import form_gloo
-        from ft.process_groups.meeting import Meeting
+        from ft.process_groups.group_init import GroupInit
         from ft.process_groups.nccl import form_nccl
+        from ft.process_groups.rendezvous import Rendezvous
 
-        formation = Formation("child", lambda it: self._engine, shape=command.shape, holders=command.holders)
+        formation = GroupInit("child", lambda it: self._engine, shape=command.shape, holders=command.holders)
         try:
-            meeting = Meeting(formation, command.store, command.rank, command.size, command.limit_s)
+            meeting = Rendezvous(formation, command.store, command.rank, command.size, command.limit_s)
             if command.kind == "gloo":
                 self._engine = form_gloo(formation, meeting, command.interface)
             else:

@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import Store
 
 from ft.process_groups import operations as ops
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.forming import Engine, Formation
 from ft.process_groups.generation import Generation
+from ft.process_groups.group_init import Engine, GroupInit
 from ft.process_groups.operations import Operation, flatten, reduction
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.store import parse
@@ -125,7 +125,7 @@ class ProcessGroup(Collectives):
         self.rendezvous_s = rendezvous_s
         self.reaper = Reaper()
         self._state = threading.Lock()
-        self._forming: Formation | None = None
+        self._forming: GroupInit | None = None
         self._generation: Generation | None = None
         self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` was said of
         self._why_none: Exception = GroupError("the group was never configured")
@@ -162,7 +162,7 @@ class ProcessGroup(Collectives):
             parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        formation = Formation(
+        formation = GroupInit(
             f"{rank}", lambda it: self._build(it, store, rank, size), self.prepare, shape=shape, holders=holders
         )
         with self._state:
@@ -251,11 +251,11 @@ class ProcessGroup(Collectives):
     def abort(self) -> None:
         self.abandon("aborted")
 
-    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
+    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
         """Meets the others and connects; in a thread. Whatever it may block on is named to formation.at_giving_up before."""
         raise NotImplementedError
 
-    def _drop_formation(self, formation: Formation) -> None:
+    def _drop_formation(self, formation: GroupInit) -> None:
         with self._state:
             self._forming = None
         formation.give_up("it failed")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ft.process_groups.errors import Abandoned, GroupError
-from ft.process_groups.forming import Engine
+from ft.process_groups.group_init import Engine
 from ft.process_groups.operations import Operation
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.work import GroupWork

@@ -25,10 +25,10 @@ from torch._C import _distributed_c10d as c10d
 from ft.process_groups import sockets
 from ft.process_groups.base import NEVER
 from ft.process_groups.errors import MustExit, RendezvousFailed
-from ft.process_groups.forming import Ended, Engine, Formation
-from ft.process_groups.meeting import Meeting
+from ft.process_groups.group_init import Ended, Engine, GroupInit
 from ft.process_groups.native import Native, failure_of, group_of, source_of
 from ft.process_groups.operations import Operation
+from ft.process_groups.rendezvous import Rendezvous
 from ft.process_groups.sockets import Address
 
 _Task = tuple[list[dist.Work], Operation, Ended]
@@ -42,7 +42,7 @@ NO_TAG = (1 << 31) - 1  # of a message that nobody sends
 log = logging.getLogger("pharos.group")
 
 
-def form_gloo(formation: Formation, meeting: Meeting, interface: str | None, backstop: timedelta = NEVER) -> Engine:
+def form_gloo(formation: GroupInit, meeting: Rendezvous, interface: str | None, backstop: timedelta = NEVER) -> Engine:
     """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer.
 
     `backstop`: after which a thread of gloo that nobody can wake ends by itself. There is such a case: when a connection is reset while
@@ -76,7 +76,7 @@ def _set_timeout(backend: Any, timeout: timedelta) -> None:
     backend.set_timeout(timeout)
 
 
-def _hear_from_all(backend: Any, meeting: Meeting) -> None:
+def _hear_from_all(backend: Any, meeting: Rendezvous) -> None:
     """gloo takes whoever connects to its port and sends the next number, 8 bytes, for a member: a stray connection would have its place
     until a sum has waited for collective_s. So each says its rank to each other while forming may still fail. Raises RendezvousFailed.
 

@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import Store
 from ft.device import current_device
 from ft.process_groups import sockets
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.forming import Engine, Formation
 from ft.process_groups.gloo import form_gloo
-from ft.process_groups.meeting import Meeting
+from ft.process_groups.group_init import Engine, GroupInit
 from ft.process_groups.nccl import form_nccl
+from ft.process_groups.rendezvous import Rendezvous
 
 
 class ProcessGroupGloo(ProcessGroup):
@@ -31,8 +31,8 @@ class ProcessGroupGloo(ProcessGroup):
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self._interface = interface
 
-    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
-        meeting = Meeting(formation, store, rank, size, self.rendezvous_s)
+    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        meeting = Rendezvous(formation, store, rank, size, self.rendezvous_s)
         return form_gloo(formation, meeting, self._interface, timedelta(seconds=self.timeout_s + 1))
 
 
@@ -48,5 +48,5 @@ class ProcessGroupNCCL(ProcessGroup):
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self.device = current_device() if device is None else device
 
-    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
-        return form_nccl(formation, Meeting(formation, store, rank, size, self.rendezvous_s), self.device)
+    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        return form_nccl(formation, Rendezvous(formation, store, rank, size, self.rendezvous_s), self.device)

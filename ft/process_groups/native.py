@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.process_groups.errors import GroupError
-from ft.process_groups.forming import Ended
-from ft.process_groups.meeting import Meeting
+from ft.process_groups.group_init import Ended
 from ft.process_groups.operations import Operation, Receive
+from ft.process_groups.rendezvous import Rendezvous
 
 
 class Native:
@@ -51,7 +51,7 @@ def source_of(work: dist.Work, operation: Operation) -> int:
     return work._source_rank() if isinstance(operation, Receive) and operation.source is None else -1
 
 
-def group_of(backend: Any, name: str, device: str, meeting: Meeting) -> dist.ProcessGroup:
+def group_of(backend: Any, name: str, device: str, meeting: Rendezvous) -> dist.ProcessGroup:
     """torch's ProcessGroup around one backend: it knows all the names that collectives have."""
     group = dist.ProcessGroup(c10d.HashStore(), meeting.rank, meeting.size)
     kind = getattr(dist.ProcessGroup.BackendType, name.upper())

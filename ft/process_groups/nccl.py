@@ -21,10 +21,10 @@ from torch._C import _distributed_c10d as c10d
 from ft.device import device_thread
 from ft.process_groups.base import NEVER
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
-from ft.process_groups.forming import Ended, Engine, Formation
-from ft.process_groups.meeting import Meeting
+from ft.process_groups.group_init import Ended, Engine, GroupInit
 from ft.process_groups.native import Native, failure_of, group_of, source_of
 from ft.process_groups.operations import AllReduce, Operation
+from ft.process_groups.rendezvous import Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
 POLL_S = 0.0005  # between looks at the GPU's progress
@@ -65,7 +65,7 @@ def nonblocking_settings(rendezvous_s: float) -> dict[str, str]:
     return {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(rendezvous_s))}
 
 
-def form_nccl(formation: Formation, meeting: Meeting, number: int | None) -> Engine:
+def form_nccl(formation: GroupInit, meeting: Rendezvous, number: int | None) -> Engine:
     """The engine of an NCCL group on the CUDA device of that number, once all are there and a first sum has ended."""
     if number is None or not dist.is_nccl_available():
         raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
@@ -90,7 +90,7 @@ def form_nccl(formation: Formation, meeting: Meeting, number: int | None) -> Eng
     return engine
 
 
-def _sum_once(engine: Engine, formation: Formation, meeting: Meeting, device: torch.device) -> None:
+def _sum_once(engine: Engine, formation: GroupInit, meeting: Rendezvous, device: torch.device) -> None:
     """torch connects when a communicator is first used, and whoever uses it waits with its mutex, which `abort` wants, too. So that is this
     thread, which nobody waits for and which holds no lock of ours. On a stream of its own: what trains may be queued on the other for
     long. Raises RendezvousFailed."""

@@ -98,7 +98,7 @@ def without_expandable_segments(settings: str) -> str:
 
 
 @dataclass
-class Loan:
+class PoolLease:
     """What one operation has taken until it ends: buffers, what is to be copied back, and what must not go meanwhile."""
 
     buffers: list[UntypedStorage] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Loan:
     kept: list[Any] = field(default_factory=list)
 
 
-class Lender:
+class SharedPoolOwner:
     """The parent's side, for one child."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Lender:
         self._count = 0
         self._closed = False
 
-    def lend(self, tensor: Tensor, read: bool, written: bool, loan: Loan) -> Place:
+    def lend(self, tensor: Tensor, read: bool, written: bool, loan: PoolLease) -> Place:
         """Place where the child finds it. Copies it first if it must; `loan` remembers what that takes. Raises GroupError."""
         if tensor.is_cuda and not tensor.numel():
             return Place(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
@@ -136,7 +136,7 @@ class Lender:
             loan.back.append((tensor.detach(), copy))
         return Place(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0, copy.device)
 
-    def give_back(self, loan: Loan, *, complete: bool) -> None:
+    def give_back(self, loan: PoolLease, *, complete: bool) -> None:
         """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed, which torch may still
         be writing to."""
         if not complete:
@@ -201,7 +201,7 @@ class Lender:
         return known
 
 
-class Borrower:
+class SharedPoolClient:
     """The child's side."""
 
     def __init__(self) -> None:

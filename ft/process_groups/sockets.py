@@ -2,7 +2,7 @@
 
 A gloo group cannot be woken: its abort does nothing, and dropping it waits for what is pending. But when its sockets are shut, all that
 waits on them ends within milliseconds, here and at the peers. torch does not say which they are. A gloo device listens on one port of its
-own, and each connection has such a port at one end; members tell each other these ports before they connect (meeting.py). So a socket
+own, and each connection has such a port at one end; members tell each other these ports before they connect (rendezvous.py). So a socket
 belongs to a group if its near end is our port or its far end is a port of a peer: true also for connections that are made late, and
 never for a socket that another thread opens at the same moment.
 """

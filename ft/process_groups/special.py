@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ft.process_groups.base import Collectives, ProcessGroup
-from ft.process_groups.forming import Ended, Engine, Formation
+from ft.process_groups.group_init import Ended, Engine, GroupInit
 from ft.process_groups.operations import Operation, flatten
 from ft.process_groups.work import GroupWork
 
@@ -25,7 +25,7 @@ class ProcessGroupDummy(ProcessGroup):
         super().__init__()
         self.configure("localhost:1/dummy", rank, size)
 
-    def _build(self, formation: Formation, store: Store | str, rank: int, size: int) -> Engine:
+    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
         return _Alone()
 
 

@@ -2,6 +2,5 @@
 
 Read in this order: messages.py (the words), rules.py (who goes on together), lighthouse.py (who is in) with roster.py (who is there) and
 generation.py (what has happened to a quorum), plan.py (what each does), group.py (the ranks of a group decide as one), step.py (a rank's
-step, from begin to commit) with share.py (what its group gives to it) and heal.py (its group is behind), ledger.py (every sample exactly
-once).
-"""
+step, from begin to commit) with contribution.py (what its group gives to it) and heal.py (its group is behind), ledger.py (every sample
+exactly once)."""

@@ -1,4 +1,5 @@
-"""Whose weights are not the others': a rule on digests that travel in the tail (tail.py), each in its member's place, zeros elsewhere.
+"""Whose weights are not the others': a rule on digests that travel in the tail (step_control.py), each in its member's place, zeros
+elsewhere.
 
 A digest is FIGURES whole numbers below 2**24, which a sum in fp32 with nothing but zeros leaves as they are: after the reduction each
 rank knows what the same rank of every other group holds, without a message of its own. Below zero they are a copy's: its group took its
@@ -28,7 +29,7 @@ def at(digests: Sequence[float], rank: int) -> Digest:
     return tuple(digests[FIGURES * rank : FIGURES * (rank + 1)]) or NONE
 
 
-def odd_ones(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
+def find_divergent(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
     """Members whose digest is not the one that most witnesses have, and, where that is a single one, most of all. All members where there
     is no such digest: they differ, and nobody can tell who is right. Empty: there is no difference."""
     return _odd_ones(tuple(digests), tuple(members)) if any(digests) else ()  # as a rule nothing is compared

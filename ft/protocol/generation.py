@@ -202,7 +202,7 @@ class Generation:
             verb = "asks for a quorum" if asking else "has left"
             self.fail(f"{min(asking or away)} {verb}, and all others wait for it", *asking)
 
-    def forgive(self, gap_s: float, now_s: float) -> None:
+    def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Waits are counted without the gap."""
         self._change_s = min(self._change_s + gap_s, now_s)
         self._waiting = {i: min(since_s + gap_s, now_s) for i, since_s in self._waiting.items()}

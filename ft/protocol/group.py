@@ -184,8 +184,8 @@ class Group:
 
     def _on_answered(self, event: m.LighthouseAnswered, now_s: float) -> None:
         quorum = event.quorum
-        if event.times and (misfits := self.config.times.misfits(event.times)):
-            self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(misfits))
+        if event.times and (incompatible_timeouts := self.config.times.incompatible_timeouts(event.times)):
+            self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(incompatible_timeouts))
             return
         if said := event.terms or event.times:
             self._takeover_s = said.takeover_s

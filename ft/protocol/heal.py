@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ft.protocol.messages import HealEnded, Outcome, Part, State, Vote
-from ft.protocol.tail import Tail
+from ft.protocol.step_control import StepControl
 
 
 class Healing:
@@ -23,7 +23,7 @@ class Healing:
     def __init__(self, group_rank: int, backlog: int) -> None:
         self.open: Heal | None = None  # fetching, or waiting for the group's word
         self.failed = False  # the last one was closed without a state, and the group is still behind
-        self.held: list[tuple[Tail, bool]] = []  # and whether a quorum was due after it
+        self.held: list[tuple[StepControl, bool]] = []  # and whether a quorum was due after it
         self._group_rank, self._backlog = group_rank, backlog
 
     @property
@@ -71,7 +71,7 @@ class Healing:
         """A state has come by another way."""
         self.open, self.failed = None, False
 
-    def release(self) -> list[tuple[Tail, bool]]:
+    def release(self) -> list[tuple[StepControl, bool]]:
         """What was held, in order; nothing is any more."""
         held, self.held = self.held, []
         return held

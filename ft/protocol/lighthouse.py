@@ -21,7 +21,7 @@ from ft.protocol.blame import Pairs, in_words, parts
 from ft.protocol.generation import Generation
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
 from ft.protocol.roster import Roster, word_s
-from ft.protocol.rules import Decision, Problem, View, absurd, decide, unlike
+from ft.protocol.rules import Decision, Problem, View, decide, unlike, validate_request
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 LEAP = (
@@ -274,16 +274,16 @@ class Lighthouse:
         gap_s = now_s - self._last_tick_s - self.config.tick_s
         self._last_tick_s = now_s
         if gap_s > self.config.times.heartbeat_timeout_s / 2:
-            self.roster.forgive(gap_s, now_s)
+            self.roster.extend_deadlines(gap_s, now_s)
             if self._generation:
-                self._generation.forgive(gap_s, now_s)
+                self._generation.extend_deadlines(gap_s, now_s)
 
     def _expire(self, now_s: float) -> None:
         timeout_s = self.config.times.heartbeat_timeout_s
         silent = self.roster.silent(now_s, timeout_s)
         self._lose(silent, f"silent for {timeout_s:g} s")
         for replica_id in silent:
-            self.roster.fade(replica_id)  # those that are not lost: torchft's
+            self.roster.mark_unhealthy(replica_id)  # those that are not lost: torchft's
 
     # ---- a quorum
 
@@ -365,7 +365,7 @@ class Lighthouse:
         self._last_id = max(self._last_id, quorum.quorum_id)
         self._settled = max(self._settled, quorum.reference[0])
         self._take_shape(quorum.shape)
-        self.roster.revive(quorum, now_s)
+        self.roster.mark_healthy(quorum, now_s)
         return self._take(quorum, now_s)
 
     def _lose(self, ids: list[str], why: str) -> None:
@@ -427,7 +427,7 @@ class Lighthouse:
             return True
         self._settle_kind(event.kind)
         self._settle_shape(event, now_s)
-        problem = absurd(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
+        problem = validate_request(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
         odd = None if problem else unlike(event, self._shape)
         if odd and self.roster.claims and not self.roster.has_members:  # they may come back, or may be taken over
             self.roster.odd[member.replica_id] = odd[1]

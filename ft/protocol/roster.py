@@ -106,7 +106,7 @@ class Roster:
             candidates=self.candidates,
             present=self.present,
             missing=self._missing,
-            heirs=self._heirs,
+            up_to_date_candidates=self._heirs,
             shrinkers=self._shrinkers,
         )
 
@@ -359,7 +359,7 @@ class Roster:
         for replica_id in [i for i in self.candidates if i not in touched]:
             self.place(replica_id)  # who waits on under a new id may have been in it under the old one
 
-    def revive(self, quorum: Quorum, now_s: float) -> None:
+    def mark_healthy(self, quorum: Quorum, now_s: float) -> None:
         """From the state file or a report: its members are alive until they were silent for a whole heartbeat timeout from now."""
         for member in quorum.members:
             self.lost.pop(member.replica_id, None)
@@ -387,7 +387,7 @@ class Roster:
         self.left_out = {i: since_s for i, since_s in self.left_out.items() if i in peers and not peers[i].call}
         return [i for i, since_s in self.left_out.items() if now_s - since_s >= limit_s]
 
-    def fade(self, replica_id: str) -> None:
+    def mark_unhealthy(self, replica_id: str) -> None:
         """Unhealthy until it beats again."""
         peer = self.peers.get(replica_id)
         if peer:
@@ -427,7 +427,7 @@ class Roster:
             self.place(replica_id)
         return bool(let_in)
 
-    def forgive(self, gap_s: float, now_s: float) -> None:
+    def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Silence is counted without the gap."""
         for peer in self.peers.values():
             peer.seen_s = min(peer.seen_s + gap_s, now_s)

@@ -28,7 +28,9 @@ class View:
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
     present: Collection[str]  # of those, members of the previous quorum
     missing: Collection[str]  # members of the previous quorum that are neither candidates nor left nor sitting out
-    heirs: Collection[str]  # candidates with a state that were in the previous quorum, under this id or a former one
+    up_to_date_candidates: Collection[
+        str
+    ]  # candidates with a state that were in the previous quorum, under this id or a former one
     shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
     kind: Kind = "pharos"
     healthy: int = 0  # groups that could be candidates, these included, and those that are just returning
@@ -71,7 +73,7 @@ def decide(view: View) -> Decision:
         return Decision(
             reason=f"{here}; the first has waited {view.waited_s:.1f} of {view.join_timeout_s:g} s for the others"
         )
-    if ours and not view.heirs and view.claims and not view.claims_expired:
+    if ours and not view.up_to_date_candidates and view.claims and not view.claims_expired:
         return Decision(
             reason=f"{here}; none was in the previous quorum with a state, of which {view.claims} may come back"
         )
@@ -84,8 +86,8 @@ def decide(view: View) -> Decision:
 def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decision:
     if view.kind == "torchft":
         return Decision(members, (max(member.step for member in members), 0, ""), why)
-    heirs = [member for member in members if member.replica_id in view.heirs]
-    reference = reference_state(heirs or members)
+    up_to_date_candidates = [member for member in members if member.replica_id in view.up_to_date_candidates]
+    reference = reference_state(up_to_date_candidates or members)
     holders = [member for member in members if member.state == reference]
     if reference is None or (reference[0] < view.settled and all(h.restored is None for h in holders)):
         furthest = (
@@ -99,7 +101,7 @@ def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decisi
     return Decision(members, reference, why + restored)
 
 
-def absurd(event: Call) -> Problem:
+def validate_request(event: Call) -> Problem:
     """What no honest member claims. torchft's may leave world size and addresses out."""
     member = event.member
     texts = (member.replica_id, member.address, member.store_address, member.commit_id)

@@ -7,9 +7,9 @@
                            VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
-What this group gives to a step is in share.py. A healing group passes the same phases with zeros; its commits are held (heal.py) until
-its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group take the same way, for each fork hangs on an
-answer of the group (a Part, an Outcome) or on the tail: a notice alone never decides what comes next. It ends a wait; the forward and
+What this group gives to a step is in contribution.py. A healing group passes the same phases with zeros; its commits are held (heal.py)
+until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group take the same way, for each fork hangs on
+an answer of the group (a Part, an Outcome) or on the tail: a notice alone never decides what comes next. It ends a wait; the forward and
 backward are finished, and the vote is no.
 
 Where the rules leave a choice:
@@ -35,12 +35,12 @@ from functools import lru_cache
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES, NONE, at, odd_ones
+from ft.protocol.compare import FIGURES, NONE, at, find_divergent
+from ft.protocol.contribution import LocalContribution
 from ft.protocol.heal import Healing
 from ft.protocol.ledger import MAX_UNABLE, Ledger
 from ft.protocol.messages import VOID, Effect, Event, Member, Outcome, Part, Vote
-from ft.protocol.share import Share
-from ft.protocol.tail import Tail, next_commit_id
+from ft.protocol.step_control import StepControl, next_commit_id
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Phase(Enum):
 
 class Step:
     """In: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving notices Tick.
-    Out: AskQuorum Configure Compute LaunchTail StopWaiting CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums DropHeld
-    LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
+    Out: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
+    DropHeld LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
 
     What does not fit the phase (late, twice, of another generation) changes nothing."""
 
@@ -104,10 +104,10 @@ class Step:
         self._agains = 0
         self._failures = 0
         self._width = 0  # slots in the tail of this step
-        self._share = Share()  # of this group
+        self._share = LocalContribution()  # of this group
         self._healing = Healing(config.group_rank, config.heal_backlog)
         self._failure: m.ReduceFailed | None = None
-        self._tail: Tail | None = None
+        self._tail: StepControl | None = None
         self._offering = False
         self._emptied = False  # the last step of the generation was none, and its deal was returned
         self._apart = False  # this group heals, or has, and its ranks have not said yes to a step since
@@ -130,7 +130,7 @@ class Step:
         return {**state, "ledger": self.ledger.state_dict()}
 
     @property
-    def tail(self) -> Tail | None:
+    def tail(self) -> StepControl | None:
         """What this attempt's sums say, once they are there."""
         return self._tail
 
@@ -149,7 +149,7 @@ class Step:
         """The state is arriving, or has arrived and is not yet taken."""
         return self._healing.open is not None
 
-    def waits_aside(self, vote: Vote) -> bool:
+    def votes_in_background(self, vote: Vote) -> bool:
         """Whether the trainer must not wait for the group's word on this vote: while a heal is open it may have to vote on that, too."""
         return vote.kind == "healed" or self.healing
 
@@ -333,7 +333,7 @@ class Step:
     def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
         if not self._at(event) or self._missing():
             return
-        tail = Tail.of(event.tail, self._digests)
+        tail = StepControl.of(event.tail, self._digests)
         if tail.is_sound:
             self._tail, self._failure = tail, None
         else:
@@ -360,7 +360,7 @@ class Step:
         self.reason = (
             "all sums are there" if able else f"{round(self._tail.ok)} of {len(self.part.members)} groups were able"
         )
-        odd = odd_ones(self._tail.digests, self.part.members) if able else ()
+        odd = find_divergent(self._tail.digests, self.part.members) if able else ()
         if odd:
             self._emit(m.WeightsDiffer(self.step, () if odd == self.part.members else odd))
         change = self._tail.change > 0 or bool(odd)
@@ -414,7 +414,7 @@ class Step:
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch(again=True)
 
-    def _commit_or_hold(self, tail: Tail, *, change: bool, now_s: float) -> None:
+    def _commit_or_hold(self, tail: StepControl, *, change: bool, now_s: float) -> None:
         self.phase, self._due, self._failures = Phase.BOUNDARY, change or self.config.every_step, 0
         if tail.is_empty:
             self._emptied = True
@@ -433,7 +433,7 @@ class Step:
         else:
             self._commit(tail)
 
-    def _commit(self, tail: Tail, *, held: bool = False) -> None:
+    def _commit(self, tail: StepControl, *, held: bool = False) -> None:
         """The only place where anything becomes visible."""
         part = self.part
         assert part is not None
@@ -595,7 +595,7 @@ class Step:
         self._doomed = f"{type(notice).__name__}: {notice.reason}"
         self.reason = self._doomed
         if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
-            self._emit(m.StopWaiting(notice.quorum_id, self._doomed))
+            self._emit(m.InterruptCollectives(notice.quorum_id, self._doomed))
         elif self.phase is Phase.AWAITING:
             self._fail(self._doomed, now_s)
 

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ft.protocol import messages as m
 from ft.protocol.plan import TorchftReply
-from ft.protocol.rules import MAX_STEP, absurd
+from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 W = TypeVar("W")
@@ -145,7 +145,7 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
         raise ValueError(f"a shape of {len(message.shape)} digests: legal is up to {MAX_DIGESTS}")
     quorum = from_message(m.Quorum, message)
     for member in quorum.members:
-        if problem := absurd(m.Call(member, known=quorum.quorum_id)):
+        if problem := validate_request(m.Call(member, known=quorum.quorum_id)):
             raise ValueError(problem[1])
     if quorum.quorum_id < 1 or not quorum.members or list(quorum.ids) != sorted(set(quorum.ids)):
         raise ValueError(f"quorum {quorum.quorum_id} of {len(quorum.members)} members, not in order, each once")

@@ -69,7 +69,7 @@ class Driver:
 
     async def run(self) -> None:
         """Ticks until it is cancelled. Raises what went wrong in the machine or in an effect, wherever it was fed."""
-        metronome = Metronome(self._tick_s, self._tick)
+        metronome = PeriodicTimer(self._tick_s, self._tick)
         try:
             await asyncio.wait([self._broken])
             self._broken.result()
@@ -111,7 +111,7 @@ class Driver:
             self._broken.set_exception(error)
 
 
-class Metronome:
+class PeriodicTimer:
     """Calls `beat` on this loop every `every_s`, with the seconds by which it comes late, until it is closed or the loop is.
 
     A thread, and no timer of the loop: while one is set, the loop works out at each of its turns how long it may sleep, and has the kernel

@@ -47,7 +47,7 @@ async def serve(
             try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
     owner, trouble = _take_over(place.state) if place.state else ("", "")
     saved = _read_state(place)
-    keeper = state_file.Keeper(place.state, owner, saved, trouble=trouble) if place.state else None
+    keeper = state_file.StateFileWriter(place.state, owner, saved, trouble=trouble) if place.state else None
     service = LighthouseService(
         config,
         keeper=keeper,

@@ -22,7 +22,7 @@ import grpc
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.roster import word_s
-from ft.protocol.rules import MAX_STEP, absurd
+from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
@@ -46,7 +46,7 @@ _FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NUMBER = re.compile(r"[\d.]+")
 
 
-class Onlooker(Protocol):
+class DashboardListener(Protocol):
     """Who watches for people (ft/dashboard). Called on the loop, and for each of a thousand groups: it is to take notes, no more."""
 
     def saw(self, event: m.Event, out: m.Out) -> None:
@@ -81,7 +81,7 @@ class LighthouseService:
         self,
         config: LighthouseConfig,
         *,
-        keeper: state_file.Keeper | None = None,
+        keeper: state_file.StateFileWriter | None = None,
         saved: m.Saved | None = None,
         fresh: bool = True,
         lower_terms: bool = False,
@@ -98,7 +98,7 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
-        self.onlooker: Onlooker | None = None
+        self.onlooker: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._waiting: dict[str, list[_Waiting]] = {}
         self._waiting_bytes = 0
@@ -437,7 +437,7 @@ class _Forms:
 def _check(call: m.Call) -> None:
     """Raises ValueError for a call that makes no sense, or is larger than it may be."""
     member = call.member
-    problem = absurd(call)
+    problem = validate_request(call)
     if problem:
         raise ValueError(problem[1])
     handles = member.reconfigure_handles

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ft.protocol import messages as m
-from ft.protocol.rules import MAX_STEP, absurd
+from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec
 
 FORMAT = "pharos lighthouse 1"
@@ -78,7 +78,7 @@ def _checked(saved: m.Saved) -> m.Saved:
         members, (*numbers, commit_id) = saved.quorum.members, saved.quorum.reference
         if [*map(type, numbers), type(commit_id)] != [int, int, str]:
             raise ValueError(f"reference {saved.quorum.reference}")
-        problems = [absurd(m.Call(member, saved.kind, known=saved.quorum.quorum_id)) for member in members]
+        problems = [validate_request(m.Call(member, saved.kind, known=saved.quorum.quorum_id)) for member in members]
         if not members or any(problems) or list(saved.quorum.ids) != sorted(set(saved.quorum.ids)):
             raise ValueError(f"quorum {saved.quorum.quorum_id}: its members")
     return saved
@@ -173,7 +173,7 @@ def _partial(path: Path, owner: str) -> Path:
     return path.with_name(f"{path.name}.partial{owner}")
 
 
-class Keeper:
+class StateFileWriter:
     """Writes in a thread of its own, one after the other; the loop never waits for a disk.
 
     A disk that refuses is told, and tried again each second; quorums are answered as long as the file reserves their ids, then no more, and

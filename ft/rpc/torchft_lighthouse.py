@@ -16,7 +16,7 @@ import grpc
 
 from ft.protocol import messages as m
 from ft.protocol.plan import reference_state
-from ft.protocol.rules import absurd
+from ft.protocol.rules import validate_request
 from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.lighthouse_link import CALL_S, TorchftLink, Wire
@@ -94,6 +94,6 @@ def _member(member: m.Member) -> m.Member:
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
         ) from None
     found = codec.from_message(m.Member, codec.to_message(replace(member, data="", **values)))
-    if problem := absurd(m.Call(found)):
+    if problem := validate_request(m.Call(found)):
         raise ValueError(problem[1])
     return found

@@ -32,7 +32,7 @@ from scripts.replicas import (  # noqa: E402 (our packages first)
     ENABLED,
     Group,
     Lighthouse,
-    Wishes,
+    PendingSignals,
     prepare,
     run,
     say,
@@ -155,7 +155,7 @@ class Step(Group):
 def main(argv: list[str]) -> int:
     from training.runlock import RunLock
 
-    wishes = Wishes(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    wishes = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:
         nodes = Nodes.read(os.environ)
         port = _whole(os.environ, "LIGHTHOUSE_PORT", 0, least=0)

@@ -34,9 +34,9 @@ from configs.load import load
 from ft.config import Environment
 from ft.device import on_host
 from ft.digest import digest
+from ft.grad_buffers import local_of
 from ft.manager import Manager
 from ft.process_groups.special import ProcessGroupDummy
-from ft.scratch import local_of
 from ft.solo import SoloManager
 from ft.start import open_manager
 from models import llama

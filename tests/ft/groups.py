@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ft.agreement import Agreement
 from ft.manager import Manager, Options
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
@@ -127,7 +127,7 @@ class Rank(Trained):
     def _train(self) -> None:
         self.progress = Progress()
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
-        wish = Wish(
+        wish = ReplicaGroupConfig(
             name=self.name,
             group_rank=self.group_rank,
             world_size=self.world_size,

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, Options
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
-from ft.rounds import Rounds
 from ft.rpc.access import Access
 from ft.rpc.lighthouse_server import LighthouseServer
 from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint
 from ft.semi_sync import cut
+from ft.semi_sync_manager import SemiSyncManager
 from ft.sync_schedule import Schedule
 from tests.ft.groups import Trained
 
@@ -90,7 +90,7 @@ class Group(Trained):
     finite: Callable[[Group, int], bool] = lambda group, place: True
 
     manager: Manager = field(init=False)
-    rounds: Rounds = field(init=False)
+    rounds: SemiSyncManager = field(init=False)
     model: Blocks = field(init=False)
     history: dict[int, Round] = field(default_factory=dict)  # by the number of rounds committed
     computed: list[tuple[int, int]] = field(default_factory=list)  # round, first slot: windows that were computed
@@ -104,7 +104,7 @@ class Group(Trained):
     def _train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
-        wish = Wish(
+        wish = ReplicaGroupConfig(
             name=self.name,
             group_rank=0,
             world_size=1,
@@ -121,7 +121,7 @@ class Group(Trained):
             gradients=FragmentGradients(quantized=self.quantized, bucket_bytes=self.bucket_bytes),
             seen=lambda now_s, event, out: self.events.append(event),
         )
-        self.rounds = Rounds(self.manager, self.schedule, self.outer)
+        self.rounds = SemiSyncManager(self.manager, self.schedule, self.outer)
         self.rounds.attach([self.model])
         while not self.rounds.left and self.manager.step < self.rounds_to_do:
             self.at(self)
@@ -141,7 +141,7 @@ class Group(Trained):
             self.inner.zero_grad()
             inner_loss(self.model, slot).backward()
             self.inner.step()
-            self.rounds.stepped()
+            self.rounds.on_inner_step()
             self.inside(self, place)
         sums = self.rounds.reduce([1.0] * len(deal.slots), 1.0, finite)
         self.before_commit(self)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ft.diary import Diarist
 from ft.healer import Healer
 from ft.manager import Manager, Options
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
@@ -25,7 +24,8 @@ from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Phase, Step, StepConfig
-from ft.protocol.tail import Tail
+from ft.protocol.step_control import StepControl
+from ft.recording import RecordingManager
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
@@ -122,7 +122,7 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tm
     options = {"slots_per_step": 3, "deterministic_reduce": deterministic}
     with job(min_replicas=2) as made:
         a, b = (
-            made.group(name, steps=12, together=3, options=options, make=partial(Diarist, tmp_path / name))[0]
+            made.group(name, steps=12, together=3, options=options, make=partial(RecordingManager, tmp_path / name))[0]
             for name in "ab"
         )
         victim = made.group("c", steps=12, together=3, able=dies, options=options)[0]
@@ -147,7 +147,7 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
     def late(rank: Rank, step: int) -> None:
         if rank.manager.part and rank.manager.part.quorum_id not in quorums:
             quorums.append(rank.manager.part.quorum_id)
-            rank.manager._stop_waiting(m.StopWaiting(min(quorums[0], quorums[-1] - 1), "b was lost"))
+            rank.manager._stop_waiting(m.InterruptCollectives(min(quorums[0], quorums[-1] - 1), "b was lost"))
         if step == 2 and not newcomer:
             newcomer.extend(made.group("b", steps=4, together=2))
 
@@ -356,7 +356,7 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
     caplog.set_level("INFO", "pharos")
     state = {"step": 5, "commit_id": "c", "commit_quorum_id": 3, "ledger": {"position": 5 * SLOT}}
     with job(min_replicas=1) as made:
-        wish = Wish(
+        wish = ReplicaGroupConfig(
             name="a",
             group_rank=0,
             world_size=1,
@@ -418,7 +418,7 @@ COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit
 def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     """For each comparison, the groups that said that they are no witnesses."""
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
-    tails = [Tail.of(event.tail, FIGURES * members).digests for event in reduced]
+    tails = [StepControl.of(event.tail, FIGURES * members).digests for event in reduced]
     names = [m.name_of(member) for member in rank.manager.part.members]
     return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
 

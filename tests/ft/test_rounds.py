@@ -13,9 +13,9 @@ from torch import nn
 
 from ft.fragment_gradients import FragmentGradients
 from ft.protocol.messages import name_of
-from ft.rounds import Rounds
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
+from ft.semi_sync_manager import SemiSyncManager
 from ft.sync_schedule import Schedule
 from tests.ft.groups import LIMIT_S
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
@@ -198,7 +198,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(schedule: Schedule):
 
     def saves(group: Group) -> None:
         if group.manager.step == 3:
-            states = group.rounds.checkpointed(ModelState([group.model]))
+            states = group.rounds.checkpoint_state(ModelState([group.model]))
             saved.update(copy.deepcopy({name: state.state_dict() for name, state in states.items()}))
             saved.update(ledger=group.rounds.state_dict(), inner=copy.deepcopy(group.inner.state_dict()))
             outer = dict(zip(_names(group), group.history[3].outer, strict=True))
@@ -206,7 +206,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(schedule: Schedule):
 
     def loads(group: Group) -> None:
         if not group.history:
-            states = group.rounds.checkpointed(ModelState([group.model]))
+            states = group.rounds.checkpoint_state(ModelState([group.model]))
             assert ("local_model" in states) == (schedule.fragments > 1)
             for name, state in states.items():
                 state.load_state_dict(saved[name])
@@ -241,10 +241,10 @@ def test_weights_alone_are_a_beginning():
     manager: Any = SimpleNamespace(
         gradients=FragmentGradients(), attach=lambda parts: None, register=lambda *state: None
     )
-    rounds = Rounds(manager, Schedule(4, fragments=2), nesterov)
+    rounds = SemiSyncManager(manager, Schedule(4, fragments=2), nesterov)
     rounds.attach([model])
     given = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
-    rounds.checkpointed(ModelState([model]))["model"].load_state_dict(given)
+    rounds.checkpoint_state(ModelState([model]))["model"].load_state_dict(given)
     assert rounds._resets
     rounds.reset()
     for name, value in model.state_dict().items():

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ft import teller
-from ft.accounts import NoAccounts, no_events
-from ft.teller import SELDOM_S, Status, Teller
+from ft import telemetry as teller
+from ft.phase_timer import NoPhaseTimer, ignore_event
+from ft.telemetry import SELDOM_S, ManagerTelemetry, Status
 
 
-class Books(NoAccounts):
+class Books(NoPhaseTimer):
     phase_now: tuple[str, float] | None = None
 
     def long_phase(self) -> tuple[str, float] | None:
@@ -41,11 +41,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def made(group_rank: int, books: Books | None = None, long_phase_s: float = 300.0) -> Teller:
-    return Teller(group_rank, lambda: 0, books or Books(), no_events, lambda *what: None, 1, long_phase_s)
+def made(group_rank: int, books: Books | None = None, long_phase_s: float = 300.0) -> ManagerTelemetry:
+    return ManagerTelemetry(group_rank, lambda: 0, books or Books(), ignore_event, lambda *what: None, 1, long_phase_s)
 
 
-def sent(one: Teller, clock: Clock, news: Any = lambda status: None) -> list[tuple[float, Status]]:
+def sent(one: ManagerTelemetry, clock: Clock, news: Any = lambda status: None) -> list[tuple[float, Status]]:
     reports: list[tuple[float, Status]] = []
     one.report_for_ever(1.0, clock, lambda figures, status: reports.append((clock.now_s, status)), news)  # type: ignore[arg-type]
     return reports

@@ -7,7 +7,7 @@ import torch
 
 from ft.process_groups.inline import ProcessGroupNCCL
 from ft.process_groups.store import serve
-from ft.quantized import BLOCK, Lane, dequantize, message_bytes, quantize
+from ft.quantized import BLOCK, CollectiveQueue, dequantize, message_bytes, quantize
 from tests.gpu.devices import one_device, spin
 
 pytestmark = [one_device, pytest.mark.timeout(300)]
@@ -30,7 +30,7 @@ def test_a_lane_sums_what_the_stream_will_have_written():
     server = serve()
     group = ProcessGroupNCCL()
     group.configure(f"127.0.0.1:{server.port}/quantized", 0, 1)
-    tensor, lane = torch.zeros(1 << 20, device="cuda"), Lane(group)
+    tensor, lane = torch.zeros(1 << 20, device="cuda"), CollectiveQueue(group)
     spin(1.0)
     tensor.fill_(3.0)
     assert lane.sum_quantized(tensor, None).wait() and lane.allreduce([tensor]).wait()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ft.healing.body import Body, Bounce
 from ft.healing.capture import State
 from ft.healing.format import CHUNK_BYTES, DTYPES, Manifest, Refused
+from ft.healing.payload import StagingBuffer, TensorPayload
 from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
 
@@ -21,7 +21,7 @@ def copy_over(source: Group, joiner: Group) -> dict[str, Any]:
     offered, into = source.snapshot(), joiner.snapshot()
     theirs = Manifest.parse(offered.manifest.encode())
     give, take = offered.body(), into.body_for(theirs)
-    ours, other = Bounce(give), Bounce(take)
+    ours, other = StagingBuffer(give), StagingBuffer(take)
     for chunk in range(theirs.chunks):
         memory = give.direct(chunk, chunk)
         data = give.read(chunk, ours) if memory is None else memory
@@ -150,7 +150,7 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     materialise(its_optimizer)
     offered, into = state.snapshot(), its_state.snapshot()
     take, give = into.body_for(offered.manifest), offered.body()
-    bounce = Bounce(give)
+    bounce = StagingBuffer(give)
     bounce.view[:] = bytes(CHUNK_BYTES)
     give.read(0, bounce)
     take.write(0, bounce)
@@ -197,8 +197,8 @@ def test_only_local_shards_of_dtensors(tmp_path: Any):
 def test_a_bounce_leaves_no_old_bytes_between_tensors():
     """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
     snapshot = Group({"x": [torch.ones(3), torch.ones(5)]}).snapshot()
-    body = Body(snapshot.manifest, list(snapshot.local.values()), snapshot.written)
-    bounce = Bounce(body)
+    body = TensorPayload(snapshot.manifest, list(snapshot.local.values()), snapshot.written)
+    bounce = StagingBuffer(body)
     bounce.bytes.fill_(255)
     data = bytes(body.read(0, bounce))
     assert data == torch.ones(3).numpy().tobytes().ljust(64, b"\0") + torch.ones(5).numpy().tobytes().ljust(64, b"\0")
@@ -227,5 +227,5 @@ def test_a_thread_that_copies_is_on_the_devices_own_gpu_first(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch, "empty", allocate)
     device = torch.device("cuda", 3)
-    Bounce(SimpleNamespace(device=device, ready="event"))  # type: ignore[arg-type]
+    StagingBuffer(SimpleNamespace(device=device, ready="event"))  # type: ignore[arg-type]
     assert done == [device, ("pinned", True), "event"]

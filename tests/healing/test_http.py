@@ -16,7 +16,7 @@ import torch
 from ft.healing import http_server
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import HttpTransport
-from ft.healing.offer import MAX_READERS, Offer, Withdrawn
+from ft.healing.offer import MAX_READERS, CheckpointOffer, Withdrawn
 from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
@@ -413,7 +413,7 @@ def test_strangers_keep_nobody_out(world: World):
 
 def test_a_reader_that_is_done_makes_room_for_another():
     """At step 0 all groups but one heal from that one: hundreds, one after the other."""
-    offer = Offer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
+    offer = CheckpointOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
     for number in range(3 * MAX_READERS):
         offer.reader(f"done-{number}")
         offer.done(f"done-{number}")

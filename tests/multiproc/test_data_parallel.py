@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama
 from parallelisms.clip import gradient_norm, scale_gradients
-from parallelisms.fsdp import let_go
+from parallelisms.fsdp import reshard_all
 from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
@@ -136,7 +136,7 @@ def losses_around_a_write(parallelism: ParallelismConfig) -> tuple[float, float]
     parallel = parallelize(model, mesh, cross_entropy_sum, layout, **options)
     shards, tokens = list(model.parameters()), torch.arange(T).view(1, T)
     before = parallel.evaluate(tokens, tokens).item() / T
-    let_go(parallel.parts)
+    reshard_all(parallel.parts)
     with torch.no_grad():
         for shard in shards:
             shard.zero_()

@@ -20,7 +20,7 @@ from bench import parity, parity_worker
 from bench.parity_worker import Case, Seen, Task, beside, local
 from models import llama, ops
 from parallelisms import clip, context, parallelize, pipeline
-from parallelisms.mesh import Seat
+from parallelisms.mesh import MeshCoordinate
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_parity import case, task
 
@@ -75,22 +75,22 @@ def one_gradient_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def _after_backward(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
-    whole = parallelize.Whole.forward_backward
+    whole = parallelize.NoPipeline.forward_backward
 
     def forward_backward(self: Any, inputs: Tensor, labels: Tensor) -> Tensor:
         loss = whole(self, inputs, labels)
         change(self.parts[0])
         return loss
 
-    patch.setattr(parallelize.Whole, "forward_backward", forward_backward)
+    patch.setattr(parallelize.NoPipeline, "forward_backward", forward_backward)
 
 
 def shares_of_the_loss_not_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parallelize.Whole, "_share", lambda self, loss_sum: loss_sum)
+    patch.setattr(parallelize.NoPipeline, "_share", lambda self, loss_sum: loss_sum)
 
 
 def every_rank_counts_its_targets(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Seat, "counts", True)
+    patch.setattr(MeshCoordinate, "counts", True)
 
 
 def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:

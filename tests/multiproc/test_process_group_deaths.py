@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ft.children import WISHES
-from ft.process_groups.nursery import Nursery
+from ft.process_groups.fork_server import ForkServer
 from ft.process_groups.store import serve
 
 pytestmark = [
@@ -193,7 +193,7 @@ def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
 
 def test_what_a_scheduler_sends_to_every_process_ends_no_child():
     """From its first moment: the nursery still imports torch when the signals come."""
-    nursery = Nursery()
+    nursery = ForkServer()
     try:
         nursery.warm()
         for number in WISHES:
@@ -213,7 +213,7 @@ def test_what_a_scheduler_sends_to_every_process_ends_no_child():
 
 def test_a_spare_child_that_is_gone_is_not_given():
     """It waits for its turn, and is killed by whoever looks for memory: the nursery forks another."""
-    nursery = Nursery()
+    nursery = ForkServer()
     try:
         nursery.prepare()
         at = nursery.pid
@@ -233,7 +233,7 @@ def test_a_spare_child_that_is_gone_is_not_given():
 
 def test_a_nursery_that_is_stopped_is_ended_and_another_started(monkeypatch: pytest.MonkeyPatch):
     """As by a debugger, or a machine that freezes what is idle: it does not answer, and who waits for it waits in a step."""
-    nursery = Nursery()
+    nursery = ForkServer()
     try:
         nursery.prepare()
         at, control = nursery.pid, nursery._control

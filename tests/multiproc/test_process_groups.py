@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
-from ft.process_groups.forming import Formation
+from ft.process_groups.fork_server import Child, nursery_of_this_process
 from ft.process_groups.generation import Generation
 from ft.process_groups.gloo import GlooEngine
+from ft.process_groups.group_init import GroupInit
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.nursery import Child, nursery_of_this_process
 from ft.process_groups.special import ErrorSwallowingProcessGroup
 from ft.process_groups.store import StoreClient, no_names, parse, serve
 from ft.process_groups.work import GroupWork
@@ -453,7 +453,7 @@ def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int
     return early, now, grown
 
 
-PARTS = (Formation, Generation, GlooEngine, ChildEngine, StoreClient, GroupWork, Child)
+PARTS = (GroupInit, Generation, GlooEngine, ChildEngine, StoreClient, GroupWork, Child)
 
 
 def resident_mib() -> float:

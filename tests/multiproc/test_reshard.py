@@ -18,7 +18,7 @@ from models import llama
 from models.init import draw
 from parallelisms.clip import scale_gradients
 from parallelisms.layout import Layout
-from parallelisms.mesh import ParallelismConfig, Seat, build_mesh, degrees
+from parallelisms.mesh import MeshCoordinate, ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Lines
@@ -73,7 +73,7 @@ def meta_model(vocab_size: int, n_layers: int = 2) -> llama.Llama:
 class Place:
     """What a loader of a stream keeps: the place of this rank's share, which all ranks that see the same sequences know."""
 
-    def __init__(self, seat: Seat, of: int) -> None:
+    def __init__(self, seat: MeshCoordinate, of: int) -> None:
         self.key, self.place = f"rank {seat.dp_rank} of {of}", ""
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ft import LighthouseServer
+from ft.grad_buffers import local_of
 from ft.gradients import Gradients
 from ft.manager import Manager, Options
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.scratch import local_of
 from models import llama
 from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
@@ -67,7 +67,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
         if any(isinstance(effect, m.AbandonGeneration) for effect in out.effects):
             seen.given_up.append(manager.step)
 
-    wish = Wish(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
+    wish = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
     options = Options(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
     manager = Manager(between, wish, options, store=store, gradients=Gradients(bucket_bytes=2000), seen=notes)
     parallel = pipeline(schedule)

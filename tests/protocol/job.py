@@ -206,7 +206,7 @@ class Job:
                 reduced = m.Reduced(launch.quorum_id, launch.attempt, launch.step, total)
                 self.queue.append((self._rank, other, reduced))
 
-    def _do_StopWaiting(self, rank: Rank, effect: m.StopWaiting) -> None:  # noqa: N802
+    def _do_InterruptCollectives(self, rank: Rank, effect: m.InterruptCollectives) -> None:  # noqa: N802
         step = rank.machine
         failed = m.ReduceFailed(effect.quorum_id, step._attempt, step._place, effect.reason)
         self.queue.append((self._rank, rank, failed))

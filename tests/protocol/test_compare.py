@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft.protocol import messages as m
-from ft.protocol.compare import in_tail, odd_ones
+from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.messages import Computed
 from tests.protocol.rank import Rank, names, only, part, source_state
 
@@ -129,13 +129,13 @@ X, Y = OTHER, copy(OTHER)
 )
 def test_whose_weights_are_odd(digests: list[tuple[float, float]], odd: str):
     members = "abcde"[: len(digests)]
-    found = odd_ones([figure for digest in digests for figure in digest], tuple(members))
+    found = find_divergent([figure for digest in digests for figure in digest], tuple(members))
     assert "".join(found) == (members if odd == "all" else odd)
 
 
 def test_a_figure_of_zero_is_a_copys_as_well():
-    assert odd_ones((*in_tail((0.0, 5.0), copied=True), 0.0, 5.0, 0.0, 5.0), ("a", "b", "c")) == ()
-    assert odd_ones((*in_tail((0.0, 5.0), copied=True), 0.0, 6.0, 0.0, 6.0), ("a", "b", "c")) == ("a",)
+    assert find_divergent((*in_tail((0.0, 5.0), copied=True), 0.0, 5.0, 0.0, 5.0), ("a", "b", "c")) == ()
+    assert find_divergent((*in_tail((0.0, 5.0), copied=True), 0.0, 6.0, 0.0, 6.0), ("a", "b", "c")) == ("a",)
 
 
 def healed(step: int, **config: Any) -> Rank:

@@ -270,9 +270,9 @@ def test_what_the_user_has_to_mend_is_told_to_all_ranks(code: Any, told: str):
     ],
 )
 def test_the_ladder_of_times(times: dict[str, Any], words: str):
-    assert m.Times().misfits(m.Times()) == []
+    assert m.Times().incompatible_timeouts(m.Times()) == []
     ladder = m.Times(**times)
-    assert ladder.misfits(ladder) == [words]
+    assert ladder.incompatible_timeouts(ladder) == [words]
 
 
 def test_a_lost_group_returns_under_another_id():

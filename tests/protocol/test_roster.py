@@ -247,7 +247,7 @@ def test_what_the_rules_look_at_is_what_one_would_count_anew(said: list[tuple[m.
     for event, pause_s in said:
         talk.say(event, talk.now_s + pause_s)
         view = talk.machine._view(talk.now_s)
-        sets = [set(x) for x in (view.previous, view.present, view.missing, view.heirs, view.shrinkers)]
+        sets = [set(x) for x in (view.previous, view.present, view.missing, view.up_to_date_candidates, view.shrinkers)]
         assert [view.candidates, *sets, view.healthy, view.reachable] == counted_anew(talk.machine)
 
 

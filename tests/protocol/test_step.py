@@ -96,11 +96,11 @@ def test_a_loss_that_overtakes_the_answer_ends_the_rendezvous():
     rank.see(m.Begin())
     assert rank.see(m.MemberLost(1, ("b:1",), "its connection broke")) == []
     assert rank.see(m.MemberLost(7, ("b:1",), "of a quorum that is none of this group's")) == []
-    assert only(m.StopWaiting, rank.see(part(7))).quorum_id == 7
+    assert only(m.InterruptCollectives, rank.see(part(7))).quorum_id == 7
     rank = Rank()
     rank.see(m.Begin())
     rank.see(m.MemberLost(1, ("b:1",), "its connection broke"))
-    assert "StopWaiting" not in names(rank.see(part(2)))
+    assert "InterruptCollectives" not in names(rank.see(part(2)))
 
 
 def test_who_means_to_leave_says_so_in_its_last_tail():
@@ -196,7 +196,7 @@ def test_equal_histories_have_equal_commit_ids_whatever_the_ranks_losses_last_bi
 def test_a_lost_member_during_the_backward_the_forward_and_backward_are_finished_and_kept():
     rank = Rank()
     rank.enter()
-    assert names(rank.see(m.MemberLost(1, ("b:1",), "its connection broke"))) == ["StopWaiting"]
+    assert names(rank.see(m.MemberLost(1, ("b:1",), "its connection broke"))) == ["InterruptCollectives"]
     assert rank.see(ReduceFailed(1, 0, 0, "socket closed")) == []  # the backward still runs
     vote = only(m.CastVote, rank.see(Computed((10.0,), 25.0))).vote
     assert (vote.verdict, vote.reason) == ("failed", "socket closed")

@@ -20,7 +20,7 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.driver import Driver, Metronome
+from ft.rpc.driver import Driver, PeriodicTimer
 from ft.rpc.lighthouse_flags import read_options
 from ft.rpc.lighthouse_server import Place, serve
 from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Pending, Refused
@@ -148,7 +148,7 @@ class Times:
 def test_a_busy_loop_is_rung_for_once_and_a_closed_metronome_is_not_heard():
     async def story() -> list[float]:
         beats: list[float] = []
-        metronome = Metronome(1000.0, beats.append)
+        metronome = PeriodicTimer(1000.0, beats.append)
         over, metronome._over = metronome._over, Times(3)  # type: ignore[assignment]
         metronome._run()  # here, so that the loop hears nothing meanwhile
         await asyncio.sleep(0)
@@ -228,9 +228,9 @@ def test_a_state_file_of_brackets_is_told(tmp_path: Path):
         state_file.read(path)
 
 
-def _keep(path: Path, story: Callable[[state_file.Keeper], Any]) -> None:
+def _keep(path: Path, story: Callable[[state_file.StateFileWriter], Any]) -> None:
     async def run() -> None:
-        keeper = state_file.Keeper(path, state_file.take_over(path) if path.parent.exists() else "")
+        keeper = state_file.StateFileWriter(path, state_file.take_over(path) if path.parent.exists() else "")
         await story(keeper)
         await keeper.close()
 
@@ -240,7 +240,7 @@ def _keep(path: Path, story: Callable[[state_file.Keeper], Any]) -> None:
 def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
     path = tmp_path / "state.json"
 
-    async def story(keeper: state_file.Keeper) -> None:
+    async def story(keeper: state_file.StateFileWriter) -> None:
         five = replace(SAVED, last_id=5)
         others = (replace(five, settled=1), replace(five, epoch="other"), replace(five, epoch="other", kind="torchft"))
         for saved in (SAVED, five, *others):
@@ -255,7 +255,7 @@ def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
 def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Path):
     path = tmp_path / "state.json"
 
-    async def story(keeper: state_file.Keeper) -> None:
+    async def story(keeper: state_file.StateFileWriter) -> None:
         await (keeper.keep(SAVED) or asyncio.sleep(0))
         assert keeper.keep(replace(SAVED, settled=8)) is None
         assert keeper.keep(replace(SAVED, settled=9)) is None
@@ -333,7 +333,7 @@ def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tm
         state_file.write(path, SAVED, first := state_file.take_over(path))
 
         async def story(late: bool = late, first: str = first) -> None:
-            keeper = state_file.Keeper(path, "", SAVED, trouble=str(READ_ONLY))
+            keeper = state_file.StateFileWriter(path, "", SAVED, trouble=str(READ_ONLY))
             other = first if late else state_file.take_over(path)
             state_file.write(path, replace(SAVED, last_id=9), other)
             with pytest.raises(state_file.TakenOver):
@@ -354,7 +354,7 @@ def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path,
 
     monkeypatch.setattr(state_file, "write", writes)
 
-    async def story(keeper: state_file.Keeper) -> None:
+    async def story(keeper: state_file.StateFileWriter) -> None:
         await (keeper.keep(SAVED) or asyncio.sleep(0))
         for settled in range(4, 40):
             keeper.keep(replace(SAVED, settled=settled))
@@ -373,7 +373,7 @@ def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path:
     folder = tmp_path / "gone"
     monkeypatch.setattr(state_file, "RETRY_S", 0.001)
 
-    async def story(keeper: state_file.Keeper) -> None:
+    async def story(keeper: state_file.StateFileWriter) -> None:
         written = keeper.keep(SAVED)
         assert written is not None
         while not keeper.trouble:
@@ -403,7 +403,7 @@ def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(
             return real(path, saved, owner)
         raise OSError(28, "No space left on device")
 
-    async def story(keeper: state_file.Keeper) -> None:
+    async def story(keeper: state_file.StateFileWriter) -> None:
         await (keeper.keep(SAVED) or asyncio.sleep(0))
         monkeypatch.setattr(state_file, "write", fails)
         for number in (1, 2, state_file.RESERVED):
@@ -478,7 +478,7 @@ def test_who_was_replaced_ends_with_what_it_would_write(tmp_path: Path, monkeypa
     monkeypatch.setattr(state_file, "LAZY_S", 0.0)
     path = tmp_path / "state.json"
 
-    async def story(keeper: state_file.Keeper) -> None:
+    async def story(keeper: state_file.StateFileWriter) -> None:
         await (keeper.keep(SAVED) or asyncio.sleep(0))
         state_file.take_over(path)
         with pytest.raises(state_file.TakenOver):

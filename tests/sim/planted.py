@@ -147,7 +147,7 @@ class TakesStateWhenTold(Step):
     """An earlier draft's: a rank takes the state as soon as it hears that all ranks have it, and waits for the word on each commit in its
     trainer's thread; so one may be in the step that applies what was held, while another waits for its vote, or in the next sum."""
 
-    def waits_aside(self, vote: m.Vote) -> bool:
+    def votes_in_background(self, vote: m.Vote) -> bool:
         return vote.kind == "healed"
 
     def _on_healed(self, outcome: m.Outcome, now_s: float) -> None:

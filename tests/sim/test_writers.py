@@ -15,7 +15,8 @@ import pytest
 
 import train
 from tests.sim import writers
-from training import checkpoint, checkpoint_dues, checkpoint_files, last_save, relay
+from training import checkpoint, checkpoint_dues, checkpoint_files, last_save
+from training import metrics_writer as relay
 
 SEEDS = range(min(300, int(os.environ.get("PHAROS_SEEDS", "300"))))
 SEEN = (
@@ -108,9 +109,9 @@ def makes_room_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def drops_rows(patch: pytest.MonkeyPatch) -> None:
-    real = relay.Relay._catch_up
+    real = relay.LeaderMetricsWriter._catch_up
 
-    def catch_up(self: relay.Relay) -> None:
+    def catch_up(self: relay.LeaderMetricsWriter) -> None:
         last = self._number
         try:
             real(self)
@@ -118,7 +119,7 @@ def drops_rows(patch: pytest.MonkeyPatch) -> None:
             self._todo = last + 1
             raise
 
-    patch.setattr(relay.Relay, "_catch_up", catch_up)
+    patch.setattr(relay.LeaderMetricsWriter, "_catch_up", catch_up)
 
 
 def raises_into_the_loop(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def hears_by_rows_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(relay.Relay, "_hear", lambda self: None)
+    patch.setattr(relay.LeaderMetricsWriter, "_hear", lambda self: None)
 
 
 def syncs_each_kind(patch: pytest.MonkeyPatch) -> None:

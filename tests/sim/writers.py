@@ -29,14 +29,15 @@ import train
 from ft.seam import Going
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.checkpoint_job import Lines
-from training import appended, checkpoint_dcp, checkpoint_dues, checkpoint_files, checkpoint_ranks, relay, scribe, sinks
+from training import appended, checkpoint_dcp, checkpoint_dues, checkpoint_files, checkpoint_ranks, scribe, sinks
+from training import metrics_writer as relay
 from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
-from training.claim import Claim
 from training.last_save import GRACE_S, PAUSE_S, LastSave
+from training.metrics_writer import SYNC_S, LeaderMetricsWriter
 from training.progress import Progress
-from training.relay import SYNC_S, Relay
 from training.scribe import Scribe
 from training.signals import STOP
+from training.writer_lease import WriterLease
 
 LIMIT_S = 3600.0  # a job of some minutes, with all that is done to it
 KNOWN_S = 5.0  # a death is known after this at the latest
@@ -310,7 +311,7 @@ class Nothing:
 class Figures(Nothing):
     """In the place of a Meter."""
 
-    def __init__(self, job: Job, relay: Relay) -> None:
+    def __init__(self, job: Job, relay: LeaderMetricsWriter) -> None:
         self._job, self._sinks = job, relay.sinks()
         self.sync, self.close = self._sinks.sync, self._sinks.close
 
@@ -385,7 +386,7 @@ class Trainer(train.Run):
         self.save_fails = False
         self.scribe = Scribe(self.tell_of_storage, clock=clock)
         writes = lambda: group.manager.writes  # noqa: E731
-        self.relay = Relay(
+        self.relay = LeaderMetricsWriter(
             group.folder,
             writes,
             lambda step: sinks.open_sinks(group.folder, resumed_step=step),
@@ -401,7 +402,7 @@ class Trainer(train.Run):
                 group.folder,
                 states,
                 log=self.log,
-                claim=Claim(group.folder, writes),
+                claim=WriterLease(group.folder, writes),
                 clock=clock,
             )
             self.exported = self.checkpointer.exported_step() or 0
@@ -447,12 +448,12 @@ class Trainer(train.Run):
     def sample(self) -> None:
         pass
 
-    def sum_up(self, verb: str, *, next_command: str) -> None:
+    def print_summary(self, verb: str, *, next_command: str) -> None:
         self.verb = verb
         if verb == "finished":
             self.job.finished(self.group)
 
-    def look_after(self) -> Any:
+    def start_monitoring(self) -> Any:
         return Nothing(), Nothing(), Nothing()
 
     def corruption(self) -> Any:

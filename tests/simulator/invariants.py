@@ -106,8 +106,8 @@ class Truth:
         """From the furthest state that a process of the previous quorum holds: what another one holds beyond that was left behind when
         the previous quorum was formed without it. Where none of those is there, from the furthest of all."""
         states = {m.process_of(x.replica_id): x.state for x in quorum.members if not x.void}
-        heirs = [states[process] for process in map(m.process_of, self.newest.ids) if process in states]
-        allowed = {max(heirs or states.values(), default=None)}
+        up_to_date_candidates = [states[process] for process in map(m.process_of, self.newest.ids) if process in states]
+        allowed = {max(up_to_date_candidates or states.values(), default=None)}
         if self.forgetful:  # the lighthouse may not know the previous one
             allowed.add(max(states.values(), default=None))
         went_on = quorum.reference in allowed

@@ -131,8 +131,10 @@ class Liveness:
         rests = [g for g in able if (heals := self._heals.get(g.process_id)) and heals.failed >= HEALS_FREE]
         if len(able) - len(rests) < setting.lighthouse.min_replicas:
             self._extra["sits out"] = setting.lighthouse.join_timeout_s
-        heirs = [g for g in able if g.process_id in newest and all(rank.weights is not None for rank in g.ranks)]
-        if not heirs and times.takeover_s is not None:
+        up_to_date_candidates = [
+            g for g in able if g.process_id in newest and all(rank.weights is not None for rank in g.ranks)
+        ]
+        if not up_to_date_candidates and times.takeover_s is not None:
             self._extra["succession"] = times.takeover_s
         slow_s = 2 * setting.compute_s * max(group.slow for group in able)
         if slow_s > 1.0:

@@ -17,7 +17,7 @@ from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
-from ft.protocol.tail import Tail
+from ft.protocol.step_control import StepControl
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 
@@ -167,7 +167,7 @@ class RankNode:
         if not out.effects:
             return
         for effect in out.effects:
-            if isinstance(effect, m.StopWaiting):  # who would take it may be the one who waits
+            if isinstance(effect, m.InterruptCollectives):  # who would take it may be the one who waits
                 self._stop_waiting(effect)
             else:
                 self.trainer.queue.append(effect)
@@ -334,7 +334,7 @@ class RankNode:
         part = self._part
         assert part is not None
         digests = FIGURES * len(part.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
-        gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
+        gave = max(StepControl.of(effect.tail, digests).tokens, default=0.0) > 0
         self.truth.meets(self, part)
         self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given, gave=gave)
         key = (effect.quorum_id, effect.attempt, effect.step)
@@ -377,7 +377,7 @@ class RankNode:
         figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES))
         return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + FIGURES :])
 
-    def _stop_waiting(self, effect: m.StopWaiting) -> None:
+    def _stop_waiting(self, effect: m.InterruptCollectives) -> None:
         self._stopped_quorum = effect.quorum_id
         self._is_stopped(effect.quorum_id)
 
@@ -392,7 +392,7 @@ class RankNode:
             return
         vote = effect.vote
         self.truth.votes(self, vote)
-        aside, busy = self.machine.waits_aside(vote), bool(self.trainer.queue)
+        aside, busy = self.machine.votes_in_background(vote), bool(self.trainer.queue)
         if self.machine.is_for_all(vote) and len(self.group.ranks) > 1:
             self._agree(vote, able=not busy)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from training import checkpoint_files
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
-from training.claim import Claim
+from training.writer_lease import WriterLease
 
 
 class Ledger:
@@ -51,7 +51,7 @@ class Job:
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
-        claim: Claim | None = None,
+        claim: WriterLease | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:

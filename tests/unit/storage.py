@@ -70,7 +70,8 @@ class Disk:
         return self._write(fd, data)
 
     def _replaces(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        from training import appended, claim
+        from training import appended
+        from training import writer_lease as claim
 
         real = appended.replace_file
 

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_dcp, checkpoint_dues, checkpoint_files
 from training.checkpoint import FIGURES, CheckpointFailed
-from training.claim import CLAIM, Claim, claim
+from training.writer_lease import CLAIM, WriterLease, claim
 
 EPOCH, WAIT_S = "epoch", 50.0
 
@@ -23,7 +23,7 @@ class Group(Job):
 
     def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
         self.quorum = quorum
-        claim = Claim(folder, lambda: None if self.quorum is None else (EPOCH, self.quorum))
+        claim = WriterLease(folder, lambda: None if self.quorum is None else (EPOCH, self.quorum))
         super().__init__(folder, claim=claim, **settings)
 
 
@@ -198,7 +198,7 @@ def test_a_claim_that_cannot_be_noted_is_one_line(tmp_path: Path):
 
 
 class Figures(Ledger):
-    """As relay.py has them."""
+    """As metrics_writer.py has them."""
 
     def __init__(self, rows: str) -> None:
         self.state = {"rows": rows}

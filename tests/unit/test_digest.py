@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.digest import BLOCK, digest
-from ft.protocol.compare import FIGURES, odd_ones
+from ft.protocol.compare import FIGURES, find_divergent
 
 
 @settings(deadline=None, max_examples=60)
@@ -79,4 +79,4 @@ A, B, C, NONE = (1.0, 2.0), (1.0, 3.0), (4.0, 2.0), (0.0, 0.0)
 )
 def test_who_is_odd(digests: list[tuple[float, float]], odd: str):
     members = "abcde"[: len(digests)]
-    assert odd_ones([figure for digest in digests for figure in digest], members) == tuple(odd)
+    assert find_divergent([figure for digest in digests for figure in digest], members) == tuple(odd)

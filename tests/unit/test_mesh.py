@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelisms.mesh import AXES, Degrees, ParallelismConfig, Seat, degrees
+from parallelisms.mesh import AXES, Degrees, MeshCoordinate, ParallelismConfig, degrees
 
 
 def config(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, pp: int = 1) -> ParallelismConfig:
@@ -26,13 +26,13 @@ def test_shards_take_what_the_others_leave():
 def test_seats_are_the_coordinates_of_a_mesh_in_the_order_of_the_axes():
     axes = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
     assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert axes.seat(0) == Seat(pp_rank=0, dp_rank=0, cp_rank=0, tp_rank=0)
-    assert axes.seat(1) == Seat(0, 0, 0, 1)
-    assert axes.seat(2) == Seat(0, 0, 1, 0)
-    assert axes.seat(4) == Seat(0, 1, 0, 0)
-    assert axes.seat(12) == Seat(0, 3, 0, 0)  # the second copy's first shard sees other sequences too
-    assert axes.seat(24) == Seat(1, 0, 0, 0)
-    assert axes.seat(axes.world_size - 1) == Seat(1, 5, 1, 1)
+    assert axes.seat(0) == MeshCoordinate(pp_rank=0, dp_rank=0, cp_rank=0, tp_rank=0)
+    assert axes.seat(1) == MeshCoordinate(0, 0, 0, 1)
+    assert axes.seat(2) == MeshCoordinate(0, 0, 1, 0)
+    assert axes.seat(4) == MeshCoordinate(0, 1, 0, 0)
+    assert axes.seat(12) == MeshCoordinate(0, 3, 0, 0)  # the second copy's first shard sees other sequences too
+    assert axes.seat(24) == MeshCoordinate(1, 0, 0, 0)
+    assert axes.seat(axes.world_size - 1) == MeshCoordinate(1, 5, 1, 1)
     assert len({axes.seat(rank) for rank in range(axes.world_size)}) == axes.world_size
 
 

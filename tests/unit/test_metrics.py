@@ -134,7 +134,7 @@ def test_what_groups_do_is_charted_where_it_changes_and_what_they_cost_on_loggin
         run.meter.step(step, loss=1.0, grad_norm=0.5, lr=3e-4, tokens=10, groups=groups)
     assert [row["quorum_size"] for _, row in run.journal.rows] == [3, 3, 3, 3, 3, 2, 3, 3]
     charted = [(step, row["fault_tolerance/quorum_size"]) for step, row in run.chart.rows]
-    assert charted == [(1, 3), (4, 3), (6, 2), (7, 3), (8, 3)], "one row a step: relay.py keeps no more"
+    assert charted == [(1, 3), (4, 3), (6, 2), (7, 3), (8, 3)], "one row a step: metrics_writer.py keeps no more"
     figures = next(row for step, row in run.chart.rows if step == 8)
     assert figures["time_metrics/waiting(s)"] == 1.0 and figures["time_metrics/heal(s)"] == 0.0
     assert figures["goodput(%)"] == 75.0

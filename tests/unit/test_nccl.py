@@ -22,8 +22,8 @@ from ft.process_groups.baby_worker import Child
 from ft.process_groups.commands import Form
 from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.meeting import Meeting
 from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, process_settings
+from ft.process_groups.rendezvous import Rendezvous
 from ft.process_groups.store import serve
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
@@ -188,7 +188,7 @@ def test_gloos_members_hear_from_each_other_in_the_thread_that_forms(
     seen: list[str] = []
     hear = gloo._hear_from_all
 
-    def hear_from_all(backend: Any, meeting: Meeting) -> None:
+    def hear_from_all(backend: Any, meeting: Rendezvous) -> None:
         hear(backend, meeting)
         seen.append(threading.current_thread().name)
 

@@ -23,21 +23,21 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from ft.grad_buffers import zeros
 from ft.process_groups import gloo, inline, shared, sockets
 from ft.process_groups import operations as ops
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.channel import Channel
 from ft.process_groups.commands import ENDED, Form
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.forming import Formation
 from ft.process_groups.generation import Generation
+from ft.process_groups.group_init import GroupInit
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.meeting import Meeting, address_of
 from ft.process_groups.reaper import Reaper
+from ft.process_groups.rendezvous import Rendezvous, address_of
 from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.process_groups.store import parse, serve
 from ft.process_groups.work import GroupWork
-from ft.scratch import zeros
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -261,12 +261,12 @@ def test_a_wait_with_a_limit_of_its_own_leaves_the_group_alone():
 def test_a_formation_that_hangs_is_given_up_from_another_thread():
     hold, engine = threading.Event(), FakeEngine()
 
-    def build(formation: Formation) -> FakeEngine:
+    def build(formation: GroupInit) -> FakeEngine:
         formation.absent = (2, 5)
         hold.wait()
         return engine
 
-    formation = Formation("test", build)
+    formation = GroupInit("test", build)
     formation.at_giving_up(hold.set)
     formation.start()
     threading.Thread(target=formation.give_up, args=("member x is lost",)).start()
@@ -282,7 +282,7 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
     """Another member that has seen it has the generation abandoned, and that word may reach this one before or after its own."""
     refused = threading.Event()
 
-    def build(formation: Formation) -> FakeEngine:
+    def build(formation: GroupInit) -> FakeEngine:
         if told_first:
             formation.give_up("the generation failed")
         formation.refuse((2,), "rank 2 has another optimizer.lr than the job")
@@ -291,7 +291,7 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
         refused.set()
         raise RendezvousFailed("given up")
 
-    formation = Formation("test", build)
+    formation = GroupInit("test", build)
     formation.start()
     assert refused.wait(30)
     with pytest.raises(RendezvousFailed, match="rank 2 has another optimizer") as failure:
@@ -303,8 +303,8 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
 def test_a_prefix_serves_once():
     store = HashStore()
     for number in range(2):
-        formation = Formation("test", lambda it: FakeEngine())
-        meeting = Meeting(formation, PrefixStore("a", store), rank=0, size=1, limit_s=5)
+        formation = GroupInit("test", lambda it: FakeEngine())
+        meeting = Rendezvous(formation, PrefixStore("a", store), rank=0, size=1, limit_s=5)
         if number == 0:
             assert meeting.gather("first") == ["first"]
         else:
@@ -313,7 +313,7 @@ def test_a_prefix_serves_once():
 
 
 def test_who_is_absent_is_named():
-    meeting = Meeting(Formation("test", lambda it: FakeEngine()), HashStore(), rank=1, size=3, limit_s=0.05)
+    meeting = Rendezvous(GroupInit("test", lambda it: FakeEngine()), HashStore(), rank=1, size=3, limit_s=0.05)
     with pytest.raises(RendezvousFailed, match=r"within 0.05 s") as failure:
         meeting.gather("here")
     assert failure.value.absent == (0, 2)
@@ -349,12 +349,12 @@ def test_a_channel_carries_messages_and_descriptors():
 
 @linux
 def test_lent_tensors_are_the_same_memory():
-    borrower = shared.Borrower()
+    borrower = shared.SharedPoolClient()
     forgotten: list[int] = []
-    lender = shared.Lender(
+    lender = shared.SharedPoolOwner(
         lambda number, size, fd: borrower.add(number, size, os.dup(fd)), borrower.add_device, forgotten.extend
     )
-    loan = shared.Loan()
+    loan = shared.PoolLease()
     whole = shared.empty((4, 6)).fill_(1.0)
     view = whole[1:3, ::2]
     theirs = borrower.tensor(lender.lend(view, True, True, loan))
@@ -371,7 +371,7 @@ def test_lent_tensors_are_the_same_memory():
     copy.mul_(10)
     lender.give_back(loan, complete=True)
     assert private.equal(torch.arange(6.0).view(2, 3).t() * 10)
-    empty = borrower.tensor(lender.lend(torch.empty(0, 3), True, True, again := shared.Loan()))
+    empty = borrower.tensor(lender.lend(torch.empty(0, 3), True, True, again := shared.PoolLease()))
     assert empty.shape == (0, 3)
     assert again.buffers[0].data_ptr() == loan.buffers[0].data_ptr()  # the buffer is used again
 
@@ -415,8 +415,8 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
 
 
 def test_buffers_of_a_failed_operation_are_not_used_again():
-    lender = shared.Lender(lambda *_: None, lambda *_: None, lambda _: None)
-    value, loan, again = torch.ones(3), shared.Loan(), shared.Loan()
+    lender = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, lambda _: None)
+    value, loan, again = torch.ones(3), shared.PoolLease(), shared.PoolLease()
     lender.lend(value, True, True, loan)
     loan.back[0][1].fill_(9)
     lender.give_back(loan, complete=False)
@@ -468,27 +468,27 @@ def test_the_memory_of_a_gpu_is_exported_once_for_each_child(gpu_memory: type[Fa
     mapped: dict[int, tuple[Any, ...]] = {}
     dropped: list[int] = []
     for child in (1, 2):
-        lender = shared.Lender(lambda *_: None, mapped.__setitem__, dropped.extend)
+        lender = shared.SharedPoolOwner(lambda *_: None, mapped.__setitem__, dropped.extend)
         for number in range(1000):
             whole = scratch[number % 2]
-            place = lender.lend(FakeTensor(whole[number % 500 :]), True, True, shared.Loan())  # type: ignore[arg-type]
+            place = lender.lend(FakeTensor(whole[number % 500 :]), True, True, shared.PoolLease())  # type: ignore[arg-type]
             assert (place.segment, place.offset, place.strides) == (1 + number % 2, number % 500, (1,))
             assert place.device == FakeTensor.device
         assert len(gpu_memory.exports) == 2 * child and len(mapped) == 2 and not dropped
         lender.close()  # the child was killed
         assert [offset for _, offset, _ in gpu_memory.released] == list(range(1, 2 * child + 1))
         with pytest.raises(GroupError, match="gone"):
-            lender.lend(FakeTensor(scratch[0]), True, True, shared.Loan())  # type: ignore[arg-type]
+            lender.lend(FakeTensor(scratch[0]), True, True, shared.PoolLease())  # type: ignore[arg-type]
 
 
 def test_a_child_gives_back_itself_what_it_is_told_to_drop(gpu_memory: type[FakeStorage]):
     forgotten: list[int] = []
-    lender = shared.Lender(lambda *_: None, lambda *_: None, forgotten.extend)
+    lender = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, forgotten.extend)
     kept, value = torch.zeros(10), torch.zeros(10)
     for tensor in (kept, value):
-        lender.lend(FakeTensor(tensor), True, True, shared.Loan())  # type: ignore[arg-type]
+        lender.lend(FakeTensor(tensor), True, True, shared.PoolLease())  # type: ignore[arg-type]
     del value, tensor
-    lender.lend(FakeTensor(kept), True, True, shared.Loan())  # type: ignore[arg-type]
+    lender.lend(FakeTensor(kept), True, True, shared.PoolLease())  # type: ignore[arg-type]
     assert forgotten == [2]
     lender.dropped(forgotten)  # its answer
     lender.close()
@@ -497,9 +497,9 @@ def test_a_child_gives_back_itself_what_it_is_told_to_drop(gpu_memory: type[Fake
 
 def test_an_expandable_segment_is_not_lent(gpu_memory: type[FakeStorage]):
     announced: list[int] = []
-    lender = shared.Lender(lambda *_: None, lambda number, _: announced.append(number), lambda _: None)
+    lender = shared.SharedPoolOwner(lambda *_: None, lambda number, _: announced.append(number), lambda _: None)
     with pytest.raises(GroupError, match="lies in an expandable segment"):
-        lender.lend(FakeTensor(torch.zeros(10), b"e"), True, True, shared.Loan())  # type: ignore[arg-type]
+        lender.lend(FakeTensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())  # type: ignore[arg-type]
     lender.close()
     assert not announced and len(gpu_memory.released) == 1
 
@@ -745,7 +745,7 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
         formed.append(("child", command.device))
         raise RendezvousFailed("a fake")
 
-    def form_nccl(formation: Formation, meeting: Meeting, number: int | None) -> None:
+    def form_nccl(formation: GroupInit, meeting: Rendezvous, number: int | None) -> None:
         formed.append(("inline", number))
         raise RendezvousFailed("a fake")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ft.process_groups.errors import Abandoned, GroupError
-from ft.quantized import BLOCK, LEVELS, Feedback, Lane, dequantize, message_bytes, quantize
+from ft.quantized import BLOCK, LEVELS, CollectiveQueue, Feedback, dequantize, message_bytes, quantize
 from tests.unit.gradient_groups import Member, World, finish, linear, members
 
 LIMIT_S = 30
@@ -72,7 +72,7 @@ def test_many_blocks_are_turned_in_pieces():
 
 def summed(tensors: Sequence[Tensor], feedback: Sequence[Feedback | None], gives: Sequence[bool] = ()) -> World:
     world = World(len(tensors))
-    lanes = [Lane(group) for group in world.groups]  # type: ignore[arg-type]
+    lanes = [CollectiveQueue(group) for group in world.groups]  # type: ignore[arg-type]
     works = [
         lane.sum_quantized(tensor, own, gives=gives[rank] if gives else True)
         for rank, (lane, tensor, own) in enumerate(zip(lanes, tensors, feedback, strict=True))
@@ -163,7 +163,7 @@ def test_who_gives_nothing_keeps_what_it_held_back():
 
 def test_what_is_asked_for_in_one_order_goes_in_it():
     world = World(3)
-    lanes = [Lane(group) for group in world.groups]  # type: ignore[arg-type]
+    lanes = [CollectiveQueue(group) for group in world.groups]  # type: ignore[arg-type]
     plain, eight = [torch.ones(5) for _ in lanes], [torch.full((400,), 2.0) for _ in lanes]
     works = []
     for lane, one, other in zip(lanes, plain, eight, strict=True):
@@ -178,7 +178,7 @@ def test_what_is_asked_for_in_one_order_goes_in_it():
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_failure_ends_all_that_comes_after_it(last: int):
     world = World(2, last)
-    lanes = [Lane(group) for group in world.groups]  # type: ignore[arg-type]
+    lanes = [CollectiveQueue(group) for group in world.groups]  # type: ignore[arg-type]
     own = Feedback()
     works = [lane.sum_quantized(torch.ones(9), own) for lane in lanes] + [
         lane.allreduce([torch.ones(2)]) for lane in lanes
@@ -194,12 +194,12 @@ def test_a_failure_ends_all_that_comes_after_it(last: int):
 def test_after_it_is_closed_nothing_goes_out():
     """The group may be another generation by then, with others in it. The first exchange ends after that."""
     world = World(2)
-    lane = Lane(world.groups[0])  # type: ignore[arg-type]
+    lane = CollectiveQueue(world.groups[0])  # type: ignore[arg-type]
     work = lane.sum_quantized(torch.ones(9), None)
     while not world.groups[0].started:
         threading.Event().wait(0.001)
     lane.close()
-    Lane(world.groups[1]).sum_quantized(torch.ones(9), None)  # type: ignore[arg-type]
+    CollectiveQueue(world.groups[1]).sum_quantized(torch.ones(9), None)  # type: ignore[arg-type]
     with pytest.raises(Abandoned, match="given up"):
         work.wait()
     lane.join()
@@ -339,7 +339,7 @@ def test_a_lanes_thread_is_on_the_gpu_of_its_maker(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda number: numbers.append((threading.current_thread().name, number))
     )
-    lane = Lane(SimpleNamespace(rank=lambda: 0, size=lambda: 1))  # type: ignore[arg-type]
+    lane = CollectiveQueue(SimpleNamespace(rank=lambda: 0, size=lambda: 1))  # type: ignore[arg-type]
     lane.close()
     lane.join()
     assert numbers == [("ft-quantized", 3)]

@@ -16,8 +16,9 @@ import pytest
 from ft.protocol.ledger import Ledger
 from scripts.samples import prove, read
 from tests.unit.storage import AtOnce, Disk
-from training import appended, relay
-from training.relay import ROWS_KEPT, Relay
+from training import appended
+from training import metrics_writer as relay
+from training.metrics_writer import ROWS_KEPT, LeaderMetricsWriter
 from training.scribe import Scribe
 from training.sinks import ResumedStep, Sinks, open_sinks
 
@@ -27,7 +28,9 @@ class Group:
         self.folder, self.writes, self.quorum = folder, writes, ("epoch", 1)
         self.scribe = AtOnce()
         self.opens = lambda: None
-        self.relay = Relay(folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe)
+        self.relay = LeaderMetricsWriter(
+            folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe
+        )
         self.sinks = self.relay.sinks()
 
     def open(self, resumed_step: ResumedStep) -> Sinks:

@@ -227,7 +227,7 @@ def test_each_group_is_started_with_its_own_devices(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         replicas, "Lighthouse", lambda *_, **__: SimpleNamespace(address="http://127.0.0.1:1", close=lambda: None)
     )
-    monkeypatch.setattr(replicas, "Wishes", lambda *_: None)
+    monkeypatch.setattr(replicas, "PendingSignals", lambda *_: None)
     started: list[Group] = []
     monkeypatch.setattr(replicas, "run", lambda groups, *_: started.extend(groups) or 0)
     assert main(["a.toml", "--groups=2"]) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from ft import LighthouseServer, Seam, SoloManager
 from ft.manager import Manager, Options
-from ft.membership import Wish
+from ft.membership import ReplicaGroupConfig
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol.messages import Times
 from ft.rpc.access import Access
@@ -17,7 +17,7 @@ from ft.seam import Stopped
 
 def group_of_one(lighthouse: str, slot_size: int) -> Seam:
     """A replica group that is alone in its job."""
-    wish = Wish("only", 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    wish = ReplicaGroupConfig("only", 0, 1, lighthouse, "127.0.0.1", Access(), Times())
     return Manager(ProcessGroupGloo(), wish, Options(slot_size=slot_size, dies_with_group=False))
 
 

@@ -6,17 +6,17 @@ from itertools import product
 
 import torch
 
-from parallelisms.mesh import Degrees, Seat
+from parallelisms.mesh import Degrees, MeshCoordinate
 from parallelisms.seeds import seed_slot
 
 
-def drawn(seed: int, step: int, slot: int, seat: Seat) -> float:
+def drawn(seed: int, step: int, slot: int, seat: MeshCoordinate) -> float:
     seed_slot(seed, step, slot, seat)
     return torch.rand((), dtype=torch.float64).item()
 
 
 def test_the_same_work_draws_the_same_numbers():
-    seat = Seat(pp_rank=1, dp_rank=2, cp_rank=0, tp_rank=1)
+    seat = MeshCoordinate(pp_rank=1, dp_rank=2, cp_rank=0, tp_rank=1)
     first = drawn(7, 3, 64, seat)
     torch.rand(5)  # whatever was drawn in between
     assert drawn(7, 3, 64, seat) == first
@@ -31,7 +31,7 @@ def test_other_work_draws_others():
 def test_tensor_parallel_ranks_draw_the_same():
     axes = Degrees(1, 1, 2, 1, 4)
     draws = {
-        seat.dp_rank: {drawn(0, 0, 0, Seat(0, seat.dp_rank, 0, tp)) for tp in range(4)}
+        seat.dp_rank: {drawn(0, 0, 0, MeshCoordinate(0, seat.dp_rank, 0, tp)) for tp in range(4)}
         for seat in map(axes.seat, range(8))
     }
     assert [len(values) for values in draws.values()] == [1, 1] and draws[0] != draws[1]

@@ -86,16 +86,16 @@ class Times:
     stall_s: float = 60.0
     collective_s: float = 600.0
 
-    def misfits(self, theirs: Times) -> list[str]:
+    def incompatible_timeouts(self, theirs: Times) -> list[str]:
         """Why a group with these times may not join a lighthouse with `theirs`. Empty: it may."""
-        bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.bad_rungs()]
+        bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.check_timeout_order()]
         return bad + [
             f"{n} = {getattr(self, n)}: the lighthouse has {getattr(theirs, n)}"
             for n in ("heartbeat_timeout_s", "heal_grace_s")
             if getattr(self, n) != getattr(theirs, n)
         ]
 
-    def bad_rungs(self) -> list[tuple[str, float, str, float]]:
+    def check_timeout_order(self) -> list[tuple[str, float, str, float]]:
         """Where the ladder goes down: (name, length, next name, its length)."""
         rungs = [(n, getattr(self, n)) for n in _RUNGS if getattr(self, n) is not None]
         return [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False) if not _fits(b, x, y)]

@@ -49,7 +49,7 @@ class Reduced(Event):
 
 @dataclass(frozen=True)
 class ReduceFailed(Event):
-    """A collective of the attempt failed, or was given up after StopWaiting. May come while the backward still runs."""
+    """A collective of the attempt failed, or was given up after InterruptCollectives. May come while the backward still runs."""
 
     quorum_id: int
     attempt: int
@@ -154,7 +154,7 @@ class WeightsDiffer(Effect):
 
 
 @dataclass(frozen=True)
-class StopWaiting(Effect):
+class InterruptCollectives(Effect):
     """Whatever waits on this generation (rendezvous, collective) is to end now, with Configured(ok=False) or ReduceFailed, unless it has
     completed. The forward and backward go on."""
 

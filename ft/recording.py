@@ -1,7 +1,7 @@
 """What a rank of a fault drill writes down of its steps. Where PHAROS_DRILL is not 1, nobody makes this.
 
-start.py makes a Diarist in place of a Manager; bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`,
-`at_s` (the machine's monotonic clock), `pid` and `step`:
+start.py makes a RecordingManager in place of a Manager; bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has
+`event`, `at_s` (the machine's monotonic clock), `pid` and `step`:
 
     start                    a life of this rank begins
     quorum                   its part in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from ft.device import on_host
+from ft.grad_buffers import local_of
 from ft.manager import Manager
 from ft.protocol import messages as m
-from ft.scratch import local_of
-from ft.seam import Commit, Deal, Sums
+from ft.seam import Commit, DataAssignment, StepTotals
 
 
-class Diarist(Manager):
+class RecordingManager(Manager):
     """A Manager that writes down what it does."""
 
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
@@ -40,11 +40,11 @@ class Diarist(Manager):
         self._thrown = False  # gradients that had been computed for the step
         self._write_line("start")
 
-    def begin_step(self, *, until: int | None = None) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._write_commit()
         return super().begin_step(until=until)
 
-    def commit(self, sums: Sums) -> Commit | None:
+    def commit(self, sums: StepTotals) -> Commit | None:
         commit = super().commit(sums)
         if commit is None:  # with keep_global_batch also where a dead group's slots are to be added
             self._write_line("refused" if self._thrown else "extended")

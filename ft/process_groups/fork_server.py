@@ -21,7 +21,7 @@ from ft.children import unsignalled
 from ft.process_groups.baby_worker import BURY, FORK, READY
 from ft.process_groups.channel import Channel
 from ft.process_groups.errors import GroupError
-from ft.process_groups.forming import PREPARE_S
+from ft.process_groups.group_init import PREPARE_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 10.0  # for a nursery to hand out a child, which takes milliseconds, or a fork
@@ -30,7 +30,7 @@ ANSWER_S = 10.0  # for a nursery to hand out a child, which takes milliseconds, 
 class Child:
     """A forked child, and the channel to it."""
 
-    def __init__(self, pid: int, channel: Channel, nursery: Nursery) -> None:
+    def __init__(self, pid: int, channel: Channel, nursery: ForkServer) -> None:
         self.pid, self.channel = pid, channel
         self.nursery = nursery
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
@@ -59,7 +59,7 @@ class Child:
             self._closed = True
             if self._handle is not None:
                 os.close(self._handle)
-        self.nursery.bury()
+        self.nursery.reap()
         self.channel.close()
 
     def memory_bytes(self) -> int:
@@ -70,7 +70,7 @@ class Child:
         return 0
 
 
-class Nursery:
+class ForkServer:
     """The parent's end of one process that forks children. If it dies, or is stopped, the next call starts another."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Nursery:
             ours.close()
         raise GroupError("no child process: the nursery dies at once, or does not answer")
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """The nursery takes leave of children that have ended."""
         with self._lock:
             if self._control is not None:
@@ -183,5 +183,5 @@ class Nursery:
 
 
 @functools.cache
-def nursery_of_this_process() -> Nursery:
-    return Nursery()
+def nursery_of_this_process() -> ForkServer:
+    return ForkServer()

@@ -9,7 +9,7 @@ a run of one group they are of steps after its newest checkpoint, before which a
 All groups have the same figures, for all have the same sums. When the role moves, whoever has it now writes first what the one before did
 not come to write, and takes back what that one wrote of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and
 none is there twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer
-one has been claimed in the run's folder (claim.py).
+one has been claimed in the run's folder (writer_lease.py).
 
 What is remembered goes to groups that heal, and into each checkpoint (the last ROWS_KEPT of it), for that may be of a step which its writer
 alone has committed. Where that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from
@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from training.claim import Quorum, claim, is_over
 from training.progress import Clock
 from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
 from training.sinks import METRICS, SAMPLES, ResumedStep, Sinks, last_rows
+from training.writer_lease import Quorum, claim, is_over
 
 ROWS_KEPT = 100  # at least: who writes is known anew with every quorum, so few steps can be missing
 SYNC_S = 5.0  # a checkpoint waits so long for rows before it: storage that is slow holds that up by itself
@@ -65,7 +65,7 @@ class _Kept(NamedTuple):
     at_s: float
 
 
-class Relay:
+class LeaderMetricsWriter:
     """`open_sinks(resumed_step)` as sinks.open_sinks, into `folder`. `writes`: by which quorum this group does, now. `shared`: others have
     the same folder, of whom one writes at a time."""
 
@@ -286,7 +286,7 @@ class Relay:
 
 
 class _End:
-    def __init__(self, relay: Relay, kind: Kind) -> None:
+    def __init__(self, relay: LeaderMetricsWriter, kind: Kind) -> None:
         self._relay = relay
         self._kind: Kind = kind
 

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True)
-class Tail:
+class StepControl:
     """The last elements of the last bucket, summed over groups like the gradients before them."""
 
     tokens: tuple[float, ...]  # per slot of the deal; 0: nothing came, UNABLE: its group cannot
@@ -20,7 +20,7 @@ class Tail:
     digests: tuple[float, ...] = ()  # of weights, per member (compare.py), in the steps where they are compared
 
     @staticmethod
-    def of(values: Sequence[float], digests: int = 0) -> Tail:
+    def of(values: Sequence[float], digests: int = 0) -> StepControl:
         """`digests`: how many of the values they are."""
         return _tail_of(tuple(values), digests)
 
@@ -44,10 +44,10 @@ class Tail:
 
 
 @lru_cache(64)  # the same for all ranks that a process drives
-def _tail_of(values: tuple[float, ...], digests: int) -> Tail:
+def _tail_of(values: tuple[float, ...], digests: int) -> StepControl:
     end = len(values) - digests
     loss_sum, ok, change = values[end - 3 : end]
-    return Tail(values[: end - 3], loss_sum, ok, change, values[end:])
+    return StepControl(values[: end - 3], loss_sum, ok, change, values[end:])
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

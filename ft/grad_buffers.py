@@ -23,7 +23,7 @@ READY = (
 )
 
 
-class Scratch:
+class GradBuffers:
     """One set. `sums` and `gradients`, by parameter: where its sum goes, and the same memory as its `.grad` (a DTensor around it if the
     parameter is one); none for those that are reduced in place."""
 
@@ -49,16 +49,16 @@ class Scratch:
         return address != 0 and any(address == flat.untyped_storage().data_ptr() for flat in self._flat.values())
 
 
-class Sets:
+class BufferPool:
     """The sets of one layout. Thread-safe."""
 
     def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
-        self._make = lambda: Scratch(layout, parameters, shared=shared)
+        self._make = lambda: GradBuffers(layout, parameters, shared=shared)
         self._lock = threading.Lock()
         self._free = deque(self._make() for _ in range(READY))
         self._made = READY
 
-    def take(self) -> Scratch:
+    def take(self) -> GradBuffers:
         """The one that was given back first; a new one if all are out."""
         with self._lock:
             if self._free:
@@ -66,7 +66,7 @@ class Sets:
             self._made += 1
         return self._make()
 
-    def give(self, scratch: Scratch) -> None:
+    def give(self, scratch: GradBuffers) -> None:
         with self._lock:
             if self._made > READY:
                 self._made -= 1

@@ -1,4 +1,4 @@
-"""Which of several replica groups may touch what they share: the run's figures (relay.py) and its checkpoints (checkpoint.py).
+"""Which of several replica groups may touch what they share: the run's figures (metrics_writer.py) and its checkpoints (checkpoint.py).
 
 Floor 3. The manager says who writes, by a quorum. A group that was stopped, and wakes, believes what it was told before; so whoever begins
 to write notes the quorum in the run's folder first, and one that finds a newer one there leaves the files alone.
@@ -44,7 +44,7 @@ def _newest(folder: Path) -> Quorum:
         return "", 0
 
 
-class Claim:
+class WriterLease:
     """A group's right to save. `quorum`: by which it writes, now; None: it does not. One that has no others always may (Alone)."""
 
     shared = True
@@ -82,7 +82,7 @@ class Claim:
         return epoch != self._taken[0] or int(number) <= self._taken[1]
 
 
-class Aside(Claim):
+class Aside(WriterLease):
     """Claim of a group that goes while it waits, whoever has the role: what it saves is unsettled, and its last. A checkpoint of the
     same step or a later one is worth more, and stays."""
 
@@ -105,7 +105,7 @@ class Aside(Claim):
         return False
 
 
-class Alone(Claim):
+class Alone(WriterLease):
     shared, name = False, ""
 
     has_role = True

@@ -30,14 +30,14 @@ class Engine(Protocol):
 PREPARE_S = 300.0  # the longest that a nursery may take to import torch
 
 
-class Formation:
+class GroupInit:
     """`build` runs in a thread of its own and returns the engine. It names what wakes it (`at_giving_up`) as it goes. What must be there
     first, and has nothing to do with the others, is `prepare`'s: its time is not the rendezvous's."""
 
     def __init__(
         self,
         name: str,
-        build: Callable[[Formation], Engine],
+        build: Callable[[GroupInit], Engine],
         prepare: Callable[[], None] = lambda: None,
         *,
         shape: Shape = (),
@@ -125,5 +125,5 @@ class Formation:
         self._prepared.set()
 
 
-def _nothing(formation: Formation) -> Engine:
+def _nothing(formation: GroupInit) -> Engine:
     raise AssertionError("built twice")

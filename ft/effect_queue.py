@@ -17,11 +17,13 @@ from ft.rpc.driver import Machine, Seen, now_s
 TICK_S = 0.5
 
 
-class Inbox:
-    """`at_once` gets what may not wait (StopWaiting: the one who would take it may be the one who waits), in the thread that fed the event.
-    `seen` gets every event with what came of it, in order: a record that can be replayed."""
+class EffectQueue:
+    """`at_once` gets what may not wait (InterruptCollectives: the one who would take it may be the one who waits), in the thread that fed
+    the event. `seen` gets every event with what came of it, in order: a record that can be replayed."""
 
-    def __init__(self, machine: Machine, at_once: Callable[[m.StopWaiting], None], seen: Seen | None = None) -> None:
+    def __init__(
+        self, machine: Machine, at_once: Callable[[m.InterruptCollectives], None], seen: Seen | None = None
+    ) -> None:
         self._machine, self._at_once, self._seen = machine, at_once, seen
         self._news = threading.Condition()
         self._effects: deque[m.Effect] = deque()
@@ -34,10 +36,10 @@ class Inbox:
             out = self._machine.handle(event, now)
             if self._seen:
                 self._seen(now, event, out)
-            self._effects.extend(effect for effect in out.effects if not isinstance(effect, m.StopWaiting))
+            self._effects.extend(effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives))
             self._news.notify_all()
         for effect in out.effects:
-            if isinstance(effect, m.StopWaiting):
+            if isinstance(effect, m.InterruptCollectives):
                 self._at_once(effect)
 
     def hear(self, event: m.Event) -> None:

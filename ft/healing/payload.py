@@ -39,10 +39,10 @@ class Written:
             self.event.record(streams.current_stream(self.device))
 
 
-class Bounce:
+class StagingBuffer:
     """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device."""
 
-    def __init__(self, body: Body, chunks: int = 1) -> None:
+    def __init__(self, body: TensorPayload, chunks: int = 1) -> None:
         self._streams = streams_of(body.device) if body.device is not None else None
         if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
             self._streams.set_device(body.device)
@@ -58,7 +58,7 @@ class Bounce:
         return self._streams.stream(self.stream) if self._streams is not None else nullcontext()
 
 
-class Body:
+class TensorPayload:
     """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on the device of `written`,
     or on the host; who copies waits for `written`, on the device, and for nothing that was queued after it."""
 
@@ -79,7 +79,7 @@ class Body:
         view = self._views[index]
         return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
 
-    def read(self, chunk: int, bounce: Bounce, at: int = 0) -> memoryview:
+    def read(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> memoryview:
         """Copies a chunk into the bounce's place number `at`, with zeros between the tensors."""
         start, end = self.manifest.span(chunk)
         place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
@@ -95,7 +95,7 @@ class Body:
             bounce.stream.synchronize()
         return bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
 
-    def write(self, chunk: int, bounce: Bounce, at: int = 0) -> None:
+    def write(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> None:
         """Copies a chunk from the bounce's place number `at` to where it belongs."""
         start, end = self.manifest.span(chunk)
         place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]

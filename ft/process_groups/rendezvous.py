@@ -4,7 +4,7 @@ torch's own constructors wait for a member that never comes, and nobody can call
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
 says who was absent. Members tell each other their shape, too: bytes of another layout would end a peer's process, not a sum.
 
-All of it runs in a thread of the formation (forming.py), for a store may be silent as well: its host may be stopped. The connection to a
+All of it runs in a thread of the formation (group_init.py), for a store may be silent as well: its host may be stopped. The connection to a
 store of the form "host:port/prefix" is this meeting's own (store.py), so it can be cut to wake that thread: there the server is asked once
 and answers when the last member has come. A store of torch's cannot be called off, and is asked again and again.
 """
@@ -27,7 +27,7 @@ from ft.protocol.messages import Shape
 from ft.protocol.rules import strangers
 
 if TYPE_CHECKING:
-    from ft.process_groups.forming import Formation
+    from ft.process_groups.group_init import GroupInit
 
 VERSION = "2"  # of what members say here, and of what they send each other then
 POLL_S = 0.002  # the first pause between two looks; each is half as long again as the one before,
@@ -35,10 +35,10 @@ MOST_POLL_S = 0.05  # up to this, and for few members up to what keeps the store
 MEMBER_POLL_S = 0.002  # so long for each
 
 
-class Meeting:
+class Rendezvous:
     """One member's part in the rendezvous of one generation."""
 
-    def __init__(self, formation: Formation, store: Store | str, rank: int, size: int, limit_s: float) -> None:
+    def __init__(self, formation: GroupInit, store: Store | str, rank: int, size: int, limit_s: float) -> None:
         self.rank, self.size = rank, size
         self._formation = formation
         self.limit_s = limit_s

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ft.protocol.messages import UNABLE, Computed, process_of
-from ft.protocol.tail import Tail
+from ft.protocol.step_control import StepControl
 
 
-class Share:
+class LocalContribution:
     """Of one step at a time; kept until that step holds, or its gradients are dropped."""
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class Share:
         able = self.computed is None or self.computed.able
         return bool(slots) and able and any(self.tokens[slot] > 0 for slot in slots)
 
-    def tail(self, slots: Sequence[int], dealt: Iterable[int], *, change: bool, digests: int) -> Tail:
+    def tail(self, slots: Sequence[int], dealt: Iterable[int], *, change: bool, digests: int) -> StepControl:
         """What this group adds to the sums beside its gradients. dealt: all slots of the step; digests: figures to leave room for."""
         usable = self.is_usable(slots)
         if usable:
             figures = {slot: self.tokens[slot] if self.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if self.excused else 0.0)
-        return Tail(
+        return StepControl(
             tokens=tuple(map(float, {**dict.fromkeys(dealt, 0.0), **figures}.values())),
             loss_sum=self.computed.loss_sum if usable and self.computed else 0.0,
             ok=1.0 if usable or self.excused or not slots else 0.0,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-from ft.accounts import Accounts, Events
+from ft.phase_timer import Events, PhaseTimer
 from ft.protocol import messages as m
 from ft.protocol.messages import name_of
 
@@ -46,7 +46,7 @@ class Status:
     phase_limit_s: float = 0.0
 
 
-class Teller:
+class ManagerTelemetry:
     """`step`: of the state that the trainer holds. `inner_steps`: that a commit stands for, where the protocol counts commits.
     `long_phase_s`: the most that a phase may take whose length has nothing to do with a step's, the first step among them; 0: not told.
     `tell`: a lane of the lighthouse's page, the protocol's step, and words. All of it is the trainer's thread's, but for `report_for_ever`,
@@ -56,7 +56,7 @@ class Teller:
         self,
         group_rank: int,
         step: Callable[[], int],
-        accounts: Accounts,
+        accounts: PhaseTimer,
         happened: Events,
         tell: Callable[[str, int, str], None],
         inner_steps: int = 1,

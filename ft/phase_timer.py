@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 
-class Accounts(Protocol):
+class PhaseTimer(Protocol):
     """Where the seconds go."""
 
     @property
@@ -37,7 +37,7 @@ class Accounts(Protocol):
         ...
 
 
-class NoAccounts:
+class NoPhaseTimer:
     """Of a manager whose trainer keeps none."""
 
     goodput_s = 0.0
@@ -60,5 +60,5 @@ class Events(Protocol):
     def __call__(self, event: str, step: int, **what: object) -> None: ...
 
 
-def no_events(event: str, step: int, **what: object) -> None:
+def ignore_event(event: str, step: int, **what: object) -> None:
     """Nobody listens."""

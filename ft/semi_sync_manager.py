@@ -3,7 +3,7 @@
     deal = rounds.begin_step()                  # a window of the data: slots for rounds.inner_steps optimizer steps
     for slot in deal.slots:
         ...                                     # forward, backward, clipping, inner optimizer: of this group alone
-        rounds.stepped()                        # sends the pseudo-gradients of the round's fragment when it is their time
+        rounds.on_inner_step()                        # sends the pseudo-gradients of the round's fragment when it is their time
     commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))         # the outer step, if the round holds
 
 So everything that is true of a step is true of a round: it is dealt once, its sums are kept and tried again when somebody dies, it is voted
@@ -30,16 +30,16 @@ import torch
 from torch import nn
 
 from ft.fragment_gradients import FragmentGradients
+from ft.grad_buffers import like, local_of
 from ft.manager import Manager
-from ft.scratch import like, local_of
-from ft.seam import Commit, Deal, Sums
+from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, cut
 from ft.sync_schedule import Schedule
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None]
 
 
-class Rounds:
+class SemiSyncManager:
     """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; of none, for their mean."""
 
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
@@ -105,7 +105,7 @@ class Rounds:
     def last_pass(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_step(self, *, until: int | None = None) -> Deal:
+    def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Slots are batches, one for each of inner_steps optimizer steps."""
         deal = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
         if self._resets or self._gradients.dropped:  # a window that was computed before counts no more
@@ -113,9 +113,9 @@ class Rounds:
         self._round, self._done, self._window = deal.step, 0, deal.slots
         batch = self._manager.slot_size // self.inner_steps
         slots = tuple(slot + place * batch for slot in deal.slots for place in range(self.inner_steps))
-        return Deal(deal.step * self.inner_steps, slots)
+        return DataAssignment(deal.step * self.inner_steps, slots)
 
-    def stepped(self) -> None:
+    def on_inner_step(self) -> None:
         """The inner optimizer has made a step of this round."""
         self._done += 1
         if self._done == self.inner_steps - self._schedule.delay:
@@ -124,13 +124,13 @@ class Rounds:
                 outer.grad = like(outer, gradient)
             self._gradients.send()
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> Sums:
+    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """`finite`: false also where the round was not finished, since a step of it was no number."""
         assert not self._window or not finite or self._done == self.inner_steps
         tokens = (sum(tokens_per_slot),) if self._window else ()
         return self._manager.reduce(tokens, loss_sum, finite)
 
-    def commit(self, sums: Sums) -> Commit | None:
+    def commit(self, sums: StepTotals) -> Commit | None:
         """With the outer step."""
         commit = self._manager.commit(sums)
         if commit is None:
@@ -174,7 +174,7 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------ what is agreed on
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def use_global_weights(self) -> Iterator[None]:
         """Inside, between two rounds, the model has the outer weights: for a look at what groups agree on."""
         for fragment in self._fragments:
             fragment.swap()
@@ -184,7 +184,7 @@ class Rounds:
             for fragment in self._fragments:
                 fragment.swap()
 
-    def checkpointed(self, model: Stateful) -> dict[str, Stateful]:
+    def checkpoint_state(self, model: Stateful) -> dict[str, Stateful]:
         """By name, what a checkpoint is to hold: the outer weights as the model's, so that whoever reads it gets what groups agree on;
         the outer optimizer's state; and where local weights are others than those, the writer's, which all begin from again. To be loaded
         in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
