@@ -1,19 +1,20 @@
-"""The words of ft.protocol.messages <-> the messages of pharos.proto and torchft.proto.
+"""Translates the dataclasses of ft.protocol.messages to the messages of pharos.proto and torchft.proto, and back.
 
-Ours need no line each: a word and its message have the same name and the same fields, so one function goes by the type hints of the
-word. torchft's differ, and are written out. What arrives is checked here for form (lengths, ranges, known words) and by
-lighthouse.absurd for sense; both raise ValueError, which a server turns into INVALID_ARGUMENT.
+A dataclass of ours and its message have the same name and the same fields, so one converter per dataclass is made from its type hints,
+once. torchft's messages have other fields, and are written out. Form is checked here (lengths, ranges, known values), sense by
+rules.validate_request; both raise ValueError, which a server turns into INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
 from operator import attrgetter
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import DecodeError, Message
 
@@ -22,7 +23,7 @@ from ft.protocol.plan import TorchftReply
 from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
-W = TypeVar("W")
+T = TypeVar("T")
 P = TypeVar("P", bound=Message)
 
 MAX_TEXT = 512  # characters of an id, an address, a digest
@@ -31,18 +32,18 @@ MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 <
 MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # a member's, and the same in a rank's part
 MAX_DIGESTS = 256  # one for each key that groups must have alike
 MAX_NAMED = 65_536  # members blamed by one call or report
-MAX_WORDS = 500  # characters of what is told to people
+MAX_WORDS = 500  # characters of a text for people
 LANES = (
     "commit",
     "corruption",
     "storage",
-)  # of the page's timeline, for what ranks have seen: a step that failed, weights that differ, files that cannot be written
+)  # of the page's timeline: a failed step, weights that differ, files that cannot be written
 ORDERS = ("drain", "kill")
 NOTICES = {
-    m.MemberLost: "member_lost",
-    m.Abandoned: "abandoned",
-    m.ChangeAnnounced: "change_announced",
-    m.Finished: "finished",
+    "member_lost": m.MemberLost,
+    "abandoned": m.Abandoned,
+    "change_announced": m.ChangeAnnounced,
+    "finished": m.Finished,
 }
 
 
@@ -57,37 +58,137 @@ def parse(message_type: type[P], data: bytes) -> P:
 # ------------------------------------------------------------------------------------------------ ours
 
 
-def to_message(word: Any) -> Any:
-    """The message of the same name. Raises ValueError for what it cannot hold: a number of more than 64 bits, half a character."""
-    message = _message_type(type(word))()
-    _fill(message, word)
-    return message
+def to_message(value: Any) -> Any:
+    """The message of the same name. Raises ValueError for contents it cannot hold: a number of more than 64 bits, half a character."""
+    converter = _converter(type(value))
+    return converter.message_type(**converter.encode(value))
 
 
-def from_message(word_type: type[W], message: Message, **given: Any) -> W:
-    """The word that `message` says. given: fields that the wire leaves out. Raises ValueError."""
-    plan = _plan(word_type)
-    word, values = _blank(word_type)
-    values.update(plan.unsaid, **given)
-    values.update(zip(plan.names, plan.read(message), strict=True))
-    for name in plan.texts:
-        if len(values[name]) > MAX_TEXT:
-            _check_text(name, values[name])
-    for name, decode in plan.decode:
-        values[name] = decode(values[name], message)
-    return word
+def from_message(value_type: type[T], message: Message, **given: Any) -> T:
+    """The dataclass of the same name. given: fields that the wire leaves out. Raises ValueError."""
+    return _converter(value_type).decode(message, given)
 
 
-def from_bytes(word_type: type[W], data: bytes, **given: Any) -> W:
+def from_bytes(value_type: type[T], data: bytes, **given: Any) -> T:
     """Raises ValueError."""
-    return from_message(word_type, parse(_message_type(word_type), data), **given)
+    return from_message(value_type, parse(_converter(value_type).message_type, data), **given)
+
+
+class _Converter:
+    """Between a dataclass and its message. Only fields that differ between the two cost a call."""
+
+    def __init__(self, value_type: type[Any]) -> None:
+        self.value_type, self.message_type = value_type, getattr(pharos_pb2, value_type.__name__)
+        on_wire, hints = self.message_type.DESCRIPTOR.fields_by_name, get_type_hints(value_type)
+        self.names = tuple(x.name for x in fields(value_type) if x.name in on_wire)
+        self.defaults = {
+            x.name: x.default for x in fields(value_type) if x.name not in on_wire and x.default is not MISSING
+        }
+        self.read = _values_of(self.names)
+        self.texts = tuple(name for name in self.names if hints[name] is str)
+        self.optional = tuple(name for name in self.names if NoneType in get_args(hints[name]))
+        found = {name: _coders(name, hints[name]) for name in self.names}
+        self.encoders = tuple((name, encode) for name, (encode, _) in found.items() if encode)
+        self.decoders = tuple((name, decode) for name, (_, decode) in found.items() if decode)
+
+    def encode(self, value: Any) -> dict[str, Any]:
+        """Arguments of the message's constructor, which takes a dict in place of an inner message, and None for an absent field."""
+        values = dict(zip(self.names, self.read(value), strict=True))
+        for name, encode in self.encoders:
+            values[name] = encode(values[name])
+        return values
+
+    def decode(self, message: Any, given: Mapping[str, Any] = {}) -> Any:
+        value, values = _blank(self.value_type)
+        values.update(self.defaults, **given)
+        values.update(zip(self.names, self.read(message), strict=True))
+        for name in self.texts:
+            if len(values[name]) > MAX_TEXT:
+                _check_text(name, values[name])
+        for name in self.optional:
+            if not message.HasField(name):
+                values[name] = None
+        for name, decode in self.decoders:
+            values[name] = decode(values[name])
+        return value
+
+
+_converter: Callable[[Any], _Converter] = cache(_Converter)
+
+
+def _coders(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
+    """How the field's value becomes an argument of its message, and how it is read again; None: it is the same."""
+    args = get_args(hint)
+    if hint == m.State:
+        return _state, _state_from
+    if get_origin(hint) is Literal:
+        return None, lambda text: _one_of(name, text, args)
+    if name == "reason":
+        return lambda text: words(text, MAX_REASON), None
+    if is_dataclass(hint):
+        inner = _converter(hint)
+        return inner.encode, inner.decode
+    if get_origin(hint) is not tuple:
+        return None, None
+    if is_dataclass(args[0]):
+        inner = _converter(args[0])
+        return lambda items: list(map(inner.encode, items)), lambda items: tuple(map(inner.decode, items))
+    if hint == m.Shape:
+        return (
+            lambda pairs: [{"what": what, "digest": digest} for what, digest in pairs],
+            lambda pairs: (
+                tuple([(_check_text(name, x.what), _check_text(name, x.digest)) for x in pairs]) if pairs else ()
+            ),
+        )
+    if args[0] is str:
+        return None, lambda texts: tuple([_check_text(name, text) for text in texts]) if texts else ()
+    return None, tuple
+
+
+def _state(state: m.State) -> dict[str, Any]:
+    return dict(zip(("step", "commit_quorum_id", "commit_id"), state, strict=True))
+
+
+def _state_from(message: pharos_pb2.State) -> m.State:
+    return message.step, message.commit_quorum_id, _check_text("commit_id", message.commit_id)
+
+
+def _blank(value_type: type[T]) -> tuple[T, dict[str, Any]]:
+    """A new value, and its __dict__ to be filled with all fields. The __init__ of a frozen dataclass sets them one by one through
+    object.__setattr__, which alone would be a tenth of the cost of a call that comes in."""
+    value = object.__new__(value_type)
+    return value, value.__dict__
+
+
+def _values_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*names) if len(names) > 1 else lambda x: tuple(getattr(x, name) for name in names)
+
+
+def _check_text(name: str, value: str) -> str:
+    """Bounded: a group's description of itself is kept, and goes to all the others."""
+    if len(value) > MAX_TEXT and len(value) > (most := MAX_TEXTS.get(name, MAX_TEXT)):
+        raise ValueError(f"{name}: {len(value)} characters, legal is up to {most}")
+    return value
+
+
+def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
+    if value not in legal:
+        raise ValueError(f"{name} = {value[:80]!r}: legal is {', '.join(legal)}")
+    return value
 
 
 def report_from(message: pharos_pb2.Report) -> m.Report:
-    """What a group beats with: its figures go to people, and into the machine's sums. Raises ValueError."""
-    if len(message.phase) > MAX_TEXT:
-        raise ValueError(f"phase: {len(message.phase)} characters, legal is up to {MAX_TEXT}")
-    for name in ("median_step_s", "phase_limit_s", "goodput_s", "wall_s", *_HEALED):
+    """A group's beat. Its figures are shown, and enter the machine's sums. Raises ValueError."""
+    _check_text("phase", message.phase)
+    for name in (
+        "median_step_s",
+        "phase_limit_s",
+        "goodput_s",
+        "wall_s",
+        "healed_bytes",
+        "heal_done_bytes",
+        "heal_total_bytes",
+    ):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
     for name in ("step", "settled", "commit_quorum_id", "launched"):
@@ -98,11 +199,8 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
     return from_message(m.Report, message)
 
 
-_HEALED = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
-
-
 def words(text: str, most: int) -> str:
-    """`text` as it can be sent and will be read: a reason may quote a file's name that is no UTF-8, or name a thousand members."""
+    """The first `most` characters of `text`, fit to be sent: a reason may quote a file name that is not UTF-8."""
     return text[:most].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -121,16 +219,16 @@ def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
 
 
 def notice_message(notice: m.Notice) -> Any:
-    return pharos_pb2.Notice(**{NOTICES[type(notice)]: to_message(notice)})
+    [name] = [name for name, notice_type in NOTICES.items() if notice_type is type(notice)]
+    return pharos_pb2.Notice(**{name: to_message(notice)})
 
 
 def notice_from(message: pharos_pb2.Notice) -> m.Notice:
     """Raises ValueError for a kind of notice that is not known here."""
-    which = message.WhichOneof("notice")
-    for word_type, name in NOTICES.items():
-        if name == which:
-            return from_message(word_type, getattr(message, name))
-    raise ValueError("a notice of no known kind")
+    name = message.WhichOneof("notice")
+    if name not in NOTICES:
+        raise ValueError("a notice of no known kind")
+    return from_message(NOTICES[name], getattr(message, name))
 
 
 def refused_from(message: pharos_pb2.Refused) -> m.LighthouseRefused:
@@ -156,152 +254,17 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     return quorum
 
 
-def _blank(word_type: type[W]) -> tuple[W, dict[str, Any]]:
-    """A word, and where its fields are to be put: all of them. The __init__ of a frozen dataclass sets them one by one through
-    object.__setattr__: of a call that comes in, that alone would be a tenth of the cost."""
-    word = object.__new__(word_type)
-    return word, word.__dict__
-
-
-def _message_type(word_type: type[Any]) -> type[Any]:
-    return getattr(pharos_pb2, word_type.__name__)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a word and its message are made of each other. Only fields that are not simply the same cost a call of ours."""
-
-    names: tuple[str, ...]  # of the fields that the message has
-    unsaid: dict[str, Any]  # of the others, with their defaults
-    read: Callable[[Any], tuple[Any, ...]]  # the values of `names`
-    texts: tuple[str, ...]  # those that are text, and bounded
-    decode: tuple[tuple[str, Any], ...]  # those whose value says something else, and how to read it
-    put: tuple[tuple[str, Any], ...]
-
-
-def _plan(word_type: type[Any]) -> _Plan:
-    return _PLANS.get(word_type) or _PLANS.setdefault(word_type, _make_plan(word_type))
-
-
-_PLANS: dict[type[Any], _Plan] = {}
-
-
-def _make_plan(word_type: type[Any]) -> _Plan:
-    there = _message_type(word_type).DESCRIPTOR.fields_by_name
-    hints = get_type_hints(word_type)
-    names = tuple(field.name for field in fields(word_type) if field.name in there)
-    unsaid = {x.name: x.default for x in fields(word_type) if x.name not in there and x.default is not MISSING}
-    ways = {name: _ways(name, hints[name]) for name in names}
-    read = attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
-    texts = tuple(name for name in names if hints[name] is str)
-    decode = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
-    return _Plan(names, unsaid, read, texts, decode, tuple((name, put) for name, (put, _) in ways.items()))
-
-
-def _fill(message: Any, word: Any) -> None:
-    for name, put in _plan(type(word)).put:
-        value = getattr(word, name)
-        if value is not None:
-            put(message, value)
-
-
-def _ways(name: str, hint: Any) -> tuple[Any, Any]:
-    """put(message, value) and decode(value of the field, its message); None where it is the value."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint == m.State:
-        return _put_state(name), lambda x, _: (x.step, x.commit_quorum_id, _text("commit_id", x.commit_id))
-    if origin is Literal:
-        return _put_scalar(name), lambda value, _: _one_of(name, value, args)
-    if origin in (Union, UnionType):
-        [there] = [arg for arg in args if arg is not NoneType]
-        put, decode = _ways(name, there)
-        return put, lambda value, x: (decode(value, x) if decode else value) if x.HasField(name) else None
-    if origin is tuple and is_dataclass(args[0]):
-        inner: Any = args[0]
-        return _put_words(name), lambda value, _: tuple(from_message(inner, one) for one in value)
-    if origin is tuple and get_origin(args[0]) is tuple:  # (what, digest)
-        pairs = _put_pairs(name)
-        return (
-            pairs,
-            lambda value, _: tuple([(_text(name, x.what), _text(name, x.digest)) for x in value]) if value else (),
-        )
-    if origin is tuple and args[0] is str:
-        return _put_many(name), lambda value, _: tuple([_text(name, one) for one in value]) if value else ()
-    if origin is tuple:
-        return _put_many(name), lambda value, _: tuple(value)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _put_word(name), lambda value, _: from_message(hint, value)
-    return _put_scalar(name), None
-
-
-def _put_scalar(name: str) -> Any:
-    if name == "reason":
-        return lambda message, value: setattr(message, name, words(value, MAX_REASON))
-    return lambda message, value: setattr(message, name, value)
-
-
-def _put_many(name: str) -> Any:
-    return lambda message, value: getattr(message, name).extend(value)
-
-
-def _put_word(name: str) -> Any:
-    def put(message: Any, value: Any) -> None:
-        getattr(message, name).SetInParent()
-        _fill(getattr(message, name), value)
-
-    return put
-
-
-def _put_words(name: str) -> Any:
-    def put(message: Any, value: Any) -> None:
-        for one in value:
-            _fill(getattr(message, name).add(), one)
-
-    return put
-
-
-def _put_pairs(name: str) -> Any:
-    def put(message: Any, value: Any) -> None:
-        for what, digest in value:
-            getattr(message, name).add(what=what, digest=digest)
-
-    return put
-
-
-def _put_state(name: str) -> Any:
-    def put(message: Any, value: m.State) -> None:
-        step, commit_quorum_id, commit_id = value
-        getattr(message, name).CopyFrom(
-            pharos_pb2.State(step=step, commit_quorum_id=commit_quorum_id, commit_id=commit_id)
-        )
-
-    return put
-
-
-def _text(name: str, value: str) -> str:
-    """Bounded: what a group says of itself is kept, and goes to all the others."""
-    if len(value) > MAX_TEXT:
-        _check_text(name, value)
-    return value
-
-
-def _check_text(name: str, value: str) -> None:
-    if len(value) > MAX_TEXTS.get(name, MAX_TEXT):
-        raise ValueError(f"{name}: {len(value)} characters, legal is up to {MAX_TEXTS.get(name, MAX_TEXT)}")
-
-
-def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
-    if value not in legal:
-        raise ValueError(f"{name} = {value[:80]!r}: legal is {', '.join(legal)}")
-    return value
-
-
 # ------------------------------------------------------------------------------------------------ short answers
+
+
+_PASSING = ("step", "commit_quorum_id", "commit_id", "dealt", "deal_id")
+_passing = attrgetter(*_PASSING)
+_lasting = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _PASSING))
 
 
 @dataclass(frozen=True)
 class Roster:
-    """A quorum without its members' states and deals: what stays the same from one quorum to the next while nobody comes or goes."""
+    """A quorum without its members' states and deals: the part that stays the same while nobody comes or goes."""
 
     members: tuple[m.Member, ...] = ()  # with states and deals of some quorum, which mean nothing here
     shape: m.Shape = ()
@@ -318,29 +281,11 @@ class Roster:
         return Roster(quorum.members, quorum.shape, hashlib.sha256(named).hexdigest()[:32], lasting)
 
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
-        """The quorum that `same` stands for, to whoever holds this roster."""
-        step, commit_quorum_id, commit_id = state = (
-            same.reference.step,
-            same.reference.commit_quorum_id,
-            same.reference.commit_id,
-        )
-        members = tuple(
-            replace(
-                x,
-                step=step,
-                commit_quorum_id=commit_quorum_id,
-                commit_id=commit_id,
-                dealt=same.dealt,
-                deal_id=same.deal_id,
-            )
-            for x in self.members
-        )
+        """The quorum that `same` stands for, to the holder of this roster."""
+        state = _state_from(same.reference)
+        passing: dict[str, Any] = dict(zip(_PASSING, (*state, same.dealt, same.deal_id), strict=True))
+        members = tuple(replace(member, **passing) for member in self.members)
         return m.Quorum(same.quorum_id, members, state, same.epoch, self.shape)
-
-
-_PASSING = ("step", "commit_quorum_id", "commit_id", "dealt", "deal_id")
-_passing = attrgetter(*_PASSING)
-_lasting = attrgetter(*(field.name for field in fields(m.Member) if field.name not in _PASSING))
 
 
 def same_roster(quorum: m.Quorum) -> Any | None:
@@ -348,38 +293,37 @@ def same_roster(quorum: m.Quorum) -> Any | None:
     first = quorum.members[0]
     if set(map(_passing, quorum.members)) != {(*quorum.reference, first.dealt, first.deal_id)}:
         return None
-    short = pharos_pb2.SameRoster(
-        quorum_id=quorum.quorum_id, epoch=quorum.epoch, dealt=first.dealt, deal_id=first.deal_id
+    return pharos_pb2.SameRoster(
+        quorum_id=quorum.quorum_id,
+        epoch=quorum.epoch,
+        reference=_state(quorum.reference),
+        dealt=first.dealt,
+        deal_id=first.deal_id,
     )
-    _put_state("reference")(short, quorum.reference)
-    return short
 
 
 # ------------------------------------------------------------------------------------------------ torchft's
 
 
-def torchft_member(member: m.Member, message: Any = None) -> Any:
-    """message: an empty one that is to be filled."""
-    message = torchft_pb2.QuorumMember() if message is None else message
-    message.replica_id = member.replica_id
-    message.address = member.address
-    message.store_address = member.store_address
-    message.step = member.step
-    message.world_size = member.world_size
-    message.shrink_only = member.shrink_only
-    message.data = member.data
-    message.commit_failures = member.commit_failures
-    if member.reconfigure_handles:
-        message.reconfigure_handles.extend(member.reconfigure_handles)
-    return message
+_TORCHFT_FIELDS = tuple(x.name for x in torchft_pb2.QuorumMember.DESCRIPTOR.fields)
+_torchft_fields = attrgetter(*_TORCHFT_FIELDS)
+_NOT_TORCHFTS = {x.name: x.default for x in fields(m.Member) if x.name not in _TORCHFT_FIELDS}
+_TORCHFT_CALL = {x.name: x.default for x in fields(m.Call) if x.name != "member"} | {"kind": "torchft"}
+
+
+def torchft_member(member: m.Member) -> Any:
+    return torchft_pb2.QuorumMember(**_torchft_arguments(member))
+
+
+def _torchft_arguments(member: m.Member) -> dict[str, Any]:
+    return dict(zip(_TORCHFT_FIELDS, _torchft_fields(member), strict=True))
 
 
 def member_from_torchft(message: torchft_pb2.QuorumMember) -> m.Member:
     member, values = _blank(m.Member)
     values.update(_NOT_TORCHFTS)
     values.update(zip(_TORCHFT_FIELDS, _torchft_fields(message), strict=True))
-    if message.reconfigure_handles:
-        values["reconfigure_handles"] = tuple(message.reconfigure_handles)
+    values["reconfigure_handles"] = tuple(message.reconfigure_handles)
     return member
 
 
@@ -391,9 +335,8 @@ def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
     """created_s: seconds since 1970."""
-    message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id)
-    for member in quorum.members:
-        torchft_member(member, message.participants.add())
+    members = [_torchft_arguments(member) for member in quorum.members]
+    message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id, participants=members)
     message.created.seconds, message.created.nanos = divmod(int(created_s * 1e9), 10**9)
     return message
 
@@ -403,21 +346,4 @@ def quorum_from_torchft(message: torchft_pb2.Quorum) -> m.Quorum:
 
 
 def torchft_reply_message(reply: TorchftReply) -> Any:
-    return torchft_pb2.ManagerQuorumResponse(
-        **{field.name: getattr(reply, field.name) for field in fields(reply) if getattr(reply, field.name) is not None}
-    )
-
-
-_TORCHFT_FIELDS = (
-    "replica_id",
-    "address",
-    "store_address",
-    "step",
-    "world_size",
-    "shrink_only",
-    "data",
-    "commit_failures",
-)
-_torchft_fields = attrgetter(*_TORCHFT_FIELDS)
-_NOT_TORCHFTS = {x.name: x.default for x in fields(m.Member) if x.name not in _TORCHFT_FIELDS}
-_TORCHFT_CALL = {x.name: x.default for x in fields(m.Call) if x.name != "member"} | {"kind": "torchft"}
+    return torchft_pb2.ManagerQuorumResponse(**vars(reply))
