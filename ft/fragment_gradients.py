@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ft.buckets import BUCKET_BYTES
 from ft.gradients import Gradients
-from ft.process_groups.work import GroupWork
+from ft.process_groups.generation import GroupWork
 from ft.quantized import Feedback
 
 

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Bucket, Layout, lay_out
 from ft.device import on_host, streams_of
 from ft.grad_buffers import BufferPool, Buffers, GradBuffers, like, local_of
-from ft.process_groups.work import GroupWork
+from ft.process_groups.generation import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 from ft.user_sums import ManagedAllreduce
 

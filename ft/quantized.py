@@ -33,8 +33,8 @@ from torch import Tensor
 from ft.device import current_device, device_thread, streams_of
 from ft.grad_buffers import zeros
 from ft.process_groups.errors import Abandoned
+from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce
-from ft.process_groups.work import GroupWork
 
 BLOCK = 256  # values with one scale: four bytes of it beside 256
 LEVELS = 127  # on either side of 0

@@ -46,8 +46,8 @@ from ft.manager import Attempt, Options
 from ft.manager import Manager as Driver
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
+from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce, reduction
-from ft.process_groups.work import GroupWork
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
 from ft.quantized import Feedback

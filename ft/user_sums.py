@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ft.device import streams_of
 from ft.grad_buffers import Buffers, local_of
+from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce
-from ft.process_groups.work import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 
 

@@ -174,7 +174,7 @@ class ChildEngine:
             self._gone = True
             left, self._under_way = list(self._under_way.values()), {}
         for ended, _, operation in left:
-            ended(GroupError(f"{operation.name}: the child process is gone"), -1)
+            ended(GroupError(f"{type(operation).__name__}: the child process is gone"), -1)
         if not self._formed.is_set():
             self._problem = RendezvousFailed("the child process is gone")
             self._formed.set()
@@ -186,7 +186,7 @@ class ChildEngine:
             self._memory.give_back(loan, complete=error is None)
         except RuntimeError as problem:  # of torch: a tensor that cannot be written into
             error = str(problem)
-        ended(None if error is None else GroupError(f"{operation.name}: {error}"), source)
+        ended(None if error is None else GroupError(f"{type(operation).__name__}: {error}"), source)
 
 
 def _written(operation: Operation, loan: shared.PoolLease) -> tuple[int, bytes] | None:

@@ -29,12 +29,11 @@ from torch._C._distributed_c10d import Store
 
 from ft.process_groups import operations as ops
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.generation import Generation
+from ft.process_groups.generation import Generation, GroupWork
 from ft.process_groups.group_init import Engine, GroupInit
 from ft.process_groups.operations import Operation, flatten, reduction
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.store import parse
-from ft.process_groups.work import GroupWork
 from ft.protocol.messages import Shape
 
 # torch's own timeouts are off: nobody waits for them, and a pending operation ends when its sockets are shut or its process is killed.
@@ -49,10 +48,10 @@ class Collectives(dist.ProcessGroup):
         raise NotImplementedError
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllReduce(flatten(tensors), _reduce_op(opts)))
+        return self.launch(ops.AllReduce(flatten(tensors), reduction(opts)))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllReduceCoalesced(list(tensors), _reduce_op(opts)))
+        return self.launch(ops.AllReduceCoalesced(list(tensors), reduction(opts)))
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> dist.Work:
         """`opts`: torch's BroadcastOptions, or the rank of the root."""
@@ -60,7 +59,7 @@ class Collectives(dist.ProcessGroup):
         return self.launch(ops.Broadcast(flatten(tensors), start, getattr(opts, "rootTensor", 0)))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.Reduce(flatten(tensors), _reduce_op(opts), getattr(opts, "rootRank", 0)))
+        return self.launch(ops.Reduce(flatten(tensors), reduction(opts), getattr(opts, "rootRank", 0)))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
         return self.launch(ops.AllGather([list(out) for out in output_tensors], flatten(input_tensors)))
@@ -81,10 +80,10 @@ class Collectives(dist.ProcessGroup):
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
         inputs = [list(part) for part in input_tensors]
-        return self.launch(ops.ReduceScatter(flatten(output_tensors), inputs, _reduce_op(opts)))
+        return self.launch(ops.ReduceScatter(flatten(output_tensors), inputs, reduction(opts)))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.ReduceScatterSingle(flatten(outputs), flatten(inputs), _reduce_op(opts)))
+        return self.launch(ops.ReduceScatterSingle(flatten(outputs), flatten(inputs), reduction(opts)))
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
         return self.launch(ops.AllToAll(list(output_tensors), list(input_tensors)))
@@ -307,10 +306,3 @@ class ProcessGroup(Collectives):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._size})"
-
-
-def _reduce_op(opts: Any) -> str:
-    """Of torch's options, or of a ReduceOp itself; nothing means a sum."""
-    if opts is None:
-        return "SUM"
-    return reduction(getattr(opts, "reduceOp", opts))

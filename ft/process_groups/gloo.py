@@ -24,9 +24,9 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.process_groups import sockets
 from ft.process_groups.base import NEVER
-from ft.process_groups.errors import MustExit, RendezvousFailed
+from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.native import Native, failure_of, group_of, source_of
+from ft.process_groups.native import failure_of, group_of, source_of
 from ft.process_groups.operations import Operation
 from ft.process_groups.rendezvous import Rendezvous
 from ft.process_groups.sockets import Address
@@ -87,7 +87,7 @@ def _hear_from_all(backend: Any, meeting: Rendezvous) -> None:
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
 
-class GlooEngine(Native):
+class GlooEngine:
     """Woken in an order that leaves hardly anybody behind. When a connection ends, gloo fails what waits for it, but forgets a send that it
     could not write and a message that it has read half of: whoever waits for one waits until the backstop. So its connections are held
     under descriptors of our own, and first only our end hears no more; what it has heard it still answers, and nothing that it writes
@@ -96,7 +96,7 @@ class GlooEngine(Native):
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
 
     def __init__(self, native: dist.ProcessGroup, near: set[Address], far: set[Address], threads: set[int]) -> None:
-        super().__init__(native)
+        self._native: dist.ProcessGroup | None = native
         self._near, self._far, self._threads = near, far, threads
         self._waiters = _Waiters()
         self._news = threading.Condition()
@@ -105,15 +105,26 @@ class GlooEngine(Native):
         self._is_cut = threading.Event()
 
     def start(self, operation: Operation, ended: Ended) -> None:
+        native = self._native
+        if native is None:
+            raise GroupError("the group was given up")
+
         def has_ended(error: Exception | None, source: int) -> None:
-            self._count(-1)
+            self._count_down()
             ended(error, source)
 
-        self._count(1)
+        with self._news:
+            self._open += 1
         try:
-            super().start(operation, has_ended)
+            work = operation.start(native)
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's messages and its reduce_scatter have none
+                self._waiters.take(work, operation, has_ended)
+            else:
+                future.add_done_callback(lambda done: has_ended(failure_of(done.wait), -1))
         except BaseException:
-            self._count(-1)
+            self._count_down()
             raise
 
     def wake(self) -> None:
@@ -138,9 +149,9 @@ class GlooEngine(Native):
                 ended = self._news.wait_for(lambda: self._open == 0, END_S)
         only.clear()  # joins torch's threads
 
-    def _count(self, change: int) -> None:
+    def _count_down(self) -> None:
         with self._news:
-            self._open += change
+            self._open -= 1
             self._news.notify_all()
 
     def _cut(self) -> None:
@@ -167,14 +178,6 @@ class GlooEngine(Native):
                 )
             time.sleep(AGAIN_S)
         raise AssertionError("unreachable")
-
-    def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
-        try:
-            future = work.get_future()
-        except RuntimeError:  # gloo's messages and its reduce_scatter have none
-            self._waiters.take(work, operation, ended)
-            return
-        future.add_done_callback(lambda done: ended(failure_of(done.wait), -1))
 
 
 def _fail_all(native: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""A group of torch's own, of one backend: what the engines of gloo and of NCCL have in common."""
+"""torch's own groups, of one backend each: for the engines of gloo and of NCCL alike."""
 
 from __future__ import annotations
 
@@ -11,25 +11,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.process_groups.errors import GroupError
-from ft.process_groups.group_init import Ended
 from ft.process_groups.operations import Operation, Receive
 from ft.process_groups.rendezvous import Rendezvous
-
-
-class Native:
-    """Base of the engines of both kinds: a group of torch, started and watched."""
-
-    def __init__(self, native: dist.ProcessGroup) -> None:
-        self._native: dist.ProcessGroup | None = native
-
-    def start(self, operation: Operation, ended: Ended) -> None:
-        native = self._native
-        if native is None:
-            raise GroupError("the group was given up")
-        self._watch(operation.start(native), operation, ended)
-
-    def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
-        raise NotImplementedError
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:

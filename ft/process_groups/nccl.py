@@ -22,7 +22,7 @@ from ft.device import device_thread
 from ft.process_groups.base import NEVER
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.native import Native, failure_of, group_of, source_of
+from ft.process_groups.native import failure_of, group_of, source_of
 from ft.process_groups.operations import AllReduce, Operation
 from ft.process_groups.rendezvous import Rendezvous
 
@@ -110,16 +110,22 @@ def _sum_once(engine: Engine, formation: GroupInit, meeting: Rendezvous, device:
         raise RendezvousFailed(f"the first sum failed: {errors[0]}")
 
 
-class NcclEngine(Native):
+class NcclEngine:
     """Looks at the GPU's progress from a thread: no stream ever waits for a peer. NCCL ends operations in their order. `device`: the GPU's
     number."""
 
     def __init__(self, native: dist.ProcessGroup, abort: Callable[[], None], device: int) -> None:
-        super().__init__(native)
+        self._native: dist.ProcessGroup | None = native
         self._abort, self._device = abort, device
         self._started: queue.SimpleQueue[tuple[dist.Work, Operation, Ended] | None] = queue.SimpleQueue()
         self._poller = device_thread(self._poll, name="ft-nccl-poll", device=device)
         self._poller.start()
+
+    def start(self, operation: Operation, ended: Ended) -> None:
+        native = self._native
+        if native is None:
+            raise GroupError("the group was given up")
+        self._started.put((operation.start(native), operation, ended))
 
     def wake(self) -> None:
         """Nothing that is quick: `abort` may block, so it is part of the end."""
@@ -133,9 +139,6 @@ class NcclEngine(Native):
         if aborting.is_alive() or self._poller.is_alive():
             raise MustExit(f"NCCL's abort has not ended after {ABORT_LIMIT_S:g} s")
         self._native = None
-
-    def _watch(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
-        self._started.put((work, operation, ended))
 
     def _poll(self) -> None:
         while (item := self._started.get()) is not None:

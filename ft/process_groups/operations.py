@@ -41,15 +41,12 @@ class Operation:
         changed = {name: _each(getattr(self, name), change, name in self.reads, name in self.writes) for name in names}
         return replace(self, **changed)
 
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
 
 def flatten(nested: Any) -> Tensors:
-    if isinstance(nested, list | tuple):
-        return [tensor for part in nested for tensor in flatten(part)]
-    return [nested]
+    """All tensors of a tensor, a list of tensors, or a list of lists."""
+    if not isinstance(nested, list | tuple):
+        return [nested]
+    return [tensor for part in nested for tensor in (flatten(part) if isinstance(part, list | tuple) else (part,))]
 
 
 def _each(nested: Any, change: Callable[[Any, bool, bool], Any], read: bool, written: bool) -> Any:
@@ -58,23 +55,26 @@ def _each(nested: Any, change: Callable[[Any, bool, bool], Any], read: bool, wri
     return change(nested, read, written)
 
 
-def options(kind: type[Any], **settings: Any) -> Any:
+def options(kind: type[Any], *, op: str = "", **settings: Any) -> Any:
+    """torch's options of a collective. `op`: the name of a ReduceOp."""
     made = kind()
+    if op:
+        made.reduceOp = getattr(dist.ReduceOp, op)
     for name, value in settings.items():
         setattr(made, name, value)
     return made
 
 
 def reduction(op: Any) -> str:
-    """The name of a ReduceOp ("SUM", "AVG", ...): a string crosses a pipe, torch's enum does not. Raises ValueError."""
+    """The name of a ReduceOp ("SUM", "AVG", ...), or of that in torch's options; of None it is SUM. A string crosses a pipe, torch's enum
+    does not. Raises ValueError."""
+    if op is None:
+        return "SUM"
+    op = getattr(op, "reduceOp", op)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
         if op == getattr(dist.ReduceOp, name):
             return name
     raise ValueError(f"reduce op {op}: must be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR")
-
-
-def _op(name: str) -> Any:
-    return getattr(dist.ReduceOp, name)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class AllReduce(Operation):
     reads = writes = ("tensors",)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        return group.allreduce(self.tensors, options(c10d.AllreduceOptions, reduceOp=_op(self.op)))
+        return group.allreduce(self.tensors, options(c10d.AllreduceOptions, op=self.op))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class AllReduceCoalesced(Operation):
     reads = writes = ("tensors",)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        return group.allreduce_coalesced(self.tensors, options(c10d.AllreduceCoalescedOptions, reduceOp=_op(self.op)))
+        return group.allreduce_coalesced(self.tensors, options(c10d.AllreduceCoalescedOptions, op=self.op))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Reduce(Operation):
     reads = writes = ("tensors",)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        return group.reduce(self.tensors, options(c10d.ReduceOptions, reduceOp=_op(self.op), rootRank=self.root))
+        return group.reduce(self.tensors, options(c10d.ReduceOptions, op=self.op, rootRank=self.root))
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,7 @@ class ReduceScatter(Operation):
     reads, writes = ("inputs",), ("outputs",)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        return group.reduce_scatter(
-            self.outputs, self.inputs, options(c10d.ReduceScatterOptions, reduceOp=_op(self.op))
-        )
+        return group.reduce_scatter(self.outputs, self.inputs, options(c10d.ReduceScatterOptions, op=self.op))
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ class ReduceScatterSingle(Operation):
     reads, writes = ("inputs",), ("outputs",)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        how = options(c10d.ReduceScatterOptions, reduceOp=_op(self.op))
+        how = options(c10d.ReduceScatterOptions, op=self.op)
         if len(self.inputs) == 1:
             return group._reduce_scatter_base(self.outputs[0], self.inputs[0], how)
         return group.reduce_scatter_tensor_coalesced(self.outputs, self.inputs, how)

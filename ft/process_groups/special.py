@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ft.process_groups.base import Collectives, ProcessGroup
+from ft.process_groups.generation import GroupWork
 from ft.process_groups.group_init import Ended, Engine, GroupInit
 from ft.process_groups.operations import Operation, flatten
-from ft.process_groups.work import GroupWork
 
 
 class ProcessGroupDummy(ProcessGroup):

@@ -15,8 +15,8 @@ from torch.futures import Future
 
 from ft import LighthouseServer, Manager, ProcessGroupGloo, torchft_manager
 from ft.manager import Stopped
+from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce
-from ft.process_groups.work import GroupWork
 from ft.torchft_manager import _Told
 from tests.ft.torchft_groups import LIMIT_S, Group, job
 

@@ -29,13 +29,12 @@ from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGro
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.fork_server import Child, nursery_of_this_process
-from ft.process_groups.generation import Generation
+from ft.process_groups.generation import Generation, GroupWork
 from ft.process_groups.gloo import GlooEngine
 from ft.process_groups.group_init import GroupInit
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 from ft.process_groups.special import ErrorSwallowingProcessGroup
 from ft.process_groups.store import StoreClient, no_names, parse, serve
-from ft.process_groups.work import GroupWork
 from tests.multiproc.pool import Pool
 
 pytestmark = [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ft.gradients import Gradients
 from ft.process_groups.errors import GroupError
+from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce
-from ft.process_groups.work import GroupWork
 
 
 class World:

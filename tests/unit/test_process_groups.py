@@ -30,14 +30,13 @@ from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.channel import Channel
 from ft.process_groups.commands import ENDED, Form
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.generation import Generation
+from ft.process_groups.generation import Generation, GroupWork
 from ft.process_groups.group_init import GroupInit
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.rendezvous import Rendezvous, address_of
 from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.process_groups.store import parse, serve
-from ft.process_groups.work import GroupWork
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
