@@ -42,18 +42,14 @@ class Bucket:
 
 @dataclass
 class Layout:
-    """`starts`: by parameter, where its gradient begins in the memory of its kind. `sizes`: elements of each kind of memory."""
+    """`buckets`: the last one ends in the tail. `starts`: by parameter, where its gradient begins in the memory of its kind. `sizes`:
+    elements of each kind of memory."""
 
     buckets: list[Bucket] = field(default_factory=list)
     bucket_of: dict[int, int] = field(default_factory=dict)
     starts: dict[int, int] = field(default_factory=dict)
     sizes: dict[Kind, int] = field(default_factory=dict)
     shape: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def last(self) -> Bucket:
-        """The one that ends in the tail."""
-        return self.buckets[-1]
 
     def close(self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False) -> None:
         """Makes them the next bucket."""

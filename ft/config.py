@@ -129,7 +129,7 @@ class FaultTolerance:
     ] = 0.0
     should_quantize: Annotated[
         bool,
-        "with diloco: sums in eight bits, a quarter of the bytes; what rounding leaves out goes into the next sum",
+        "with diloco: sums in int8, a quarter of the bytes; what rounding leaves out goes into the next sum",
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -41,12 +41,10 @@ class GradBuffers:
         """Its piece of the memory; `more` elements of tail."""
         return self._flat[bucket.kind][bucket.start : bucket.stop + more]
 
-    def has(self, gradient: Tensor | None) -> bool:
-        """Whether it lies here."""
-        if gradient is None:
-            return False
-        address = local_of(gradient).untyped_storage().data_ptr()
-        return address != 0 and any(address == flat.untyped_storage().data_ptr() for flat in self._flat.values())
+    def hold_any_of(self, gradients: Iterable[Tensor | None]) -> bool:
+        """True when one of them lies here."""
+        mine = {flat.untyped_storage().data_ptr() for flat in self._flat.values()} - {0}
+        return any(g is not None and local_of(g).untyped_storage().data_ptr() in mine for g in gradients)
 
 
 class BufferPool:

@@ -28,7 +28,7 @@ slot's gradients have places of their own in the buckets, as if there were S tim
 gradients there, all others zeros; to add zeros is exact in any order. Then each rank adds the S sums in the order of the slots. This
 costs S times the traffic, S times the scratch above (2 S G), and, kept for a retry, G for each slot that this group owns.
 
-Quantised (`quantized`): buckets are summed in eight bits with error feedback (quantized.py), but for the last one: the tail counts, and
+Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), but for the last one: the tail counts, and
 what rides with it is small. On top of the above 2 G in fp32 for what sums leave out, and 3 buckets while one is summed.
 """
 
@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Bucket, Layout, lay_out
+from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Layout, lay_out
 from ft.device import on_host, streams_of
 from ft.grad_buffers import BufferPool, Buffers, GradBuffers, like, local_of
 from ft.process_groups.generation import GroupWork
@@ -72,17 +72,17 @@ class _Attempt:
     tail: Tensor | None = None  # since it was launched
     complete: bool = False
     users: list[ManagedAllreduce] = field(default_factory=list)  # only of an attempt that is held
-    lane: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
+    queue: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
 
     def end(self) -> None:
         """Nothing more is sent."""
-        if self.lane is not None:
-            self.lane.close()
+        if self.queue is not None:
+            self.queue.close()
 
 
 class Gradients:
     """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `slots`: of each step, summed
-    apart and added in their order; 0: each group's are one sum from the start. `quantized`: sums in eight bits; kept, slots not apart.
+    apart and added in their order; 0: each group's are one sum from the start. `quantized`: sums in int8; kept, slots not apart.
     `bucket_bytes`: what travels together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
 
     Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns.
@@ -103,9 +103,10 @@ class Gradients:
         self._quantized = quantized
         self._feedback: dict[int, Feedback] = {}  # by bucket
         self._apart, self._places = slots > 0, max(1, slots)  # gradients of one parameter in the layout
-        self._place = 0  # of the slot that is computed
+        self._first = 0  # number of the first parameter's gradient, of the slot that is computed
         self._device = torch.device(device)
         self._parameters: list[nn.Parameter] = []
+        self._streams: dict[torch.device, Any] = {}  # of their devices (device.streams_of)
         self._frozen: list[nn.Parameter] = []  # attached with them, and not trained
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
@@ -129,7 +130,7 @@ class Gradients:
         known = {id(parameter) for parameter in self._parameters}
         for parameter in parameters:
             if self._quantized and parameter.is_complex():
-                raise ValueError(f"a parameter of {parameter.dtype}: sums in eight bits are of real numbers alone")
+                raise ValueError(f"a parameter of {parameter.dtype}: sums in int8 are of real numbers alone")
             if not parameter.requires_grad:
                 self._frozen.append(parameter)
             elif id(parameter) not in known:
@@ -137,6 +138,7 @@ class Gradients:
                 hook = partial(self._completed, len(self._parameters))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 self._parameters.append(parameter)
+                self._streams[parameter.device] = streams_of(parameter.device)
 
     @property
     def shape(self) -> tuple[tuple[str, str], ...]:
@@ -178,7 +180,8 @@ class Gradients:
             if self._attempt is not None:
                 assert self._attempt.complete, "an attempt that has not ended is given up first"
                 self.give_up()()
-            if self._delivered is not None and not self._is_in_use(self._delivered):
+            in_use = (*(parameter.grad for parameter in self._parameters), *self._kept.values())
+            if self._delivered is not None and not self._delivered.hold_any_of(in_use):
                 self._sets.give(self._delivered)
                 self._delivered = None
             self._attempt = attempt = _Attempt(group, participants, contributes, self._sets.take(), self._layout)
@@ -202,13 +205,17 @@ class Gradients:
     def last_pass(self, place: int = 0) -> Iterator[None]:
         """Around the backward that completes the gradients: inside, they are sent as they come. Without it all goes at `launch`. Where
         slots are apart, around the last backward of each, at `place` in the order of the step's slots; .grad is none after it."""
-        self._in_last_pass, self._place = True, place if self._apart else 0
+        self._in_last_pass, self._first = True, self._of(place).start if self._apart else 0
         try:
             yield
         finally:
             self._in_last_pass = False
-        if self._apart:
-            self._set_aside()
+        if self._apart:  # out of the way of the next slot's
+            with self._lock:
+                attempt = self._open_attempt()
+                if attempt.contributes:
+                    self._copy(attempt, self._of(place))
+                self._drop_gradients()
         self._after_last_pass = True
 
     def send(self) -> None:
@@ -224,7 +231,8 @@ class Gradients:
         gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
             attempt = self._open_attempt()
-            self._raise_problem()
+            if self._problem:
+                raise RuntimeError(self._problem)
             if thawed := [parameter for parameter in self._frozen if parameter.requires_grad]:
                 shape = tuple(thawed[0].shape)
                 raise RuntimeError(
@@ -238,7 +246,20 @@ class Gradients:
             self._send_all_but_last(attempt, zeros=zeros)
             for user in self._users:
                 self._send_user(attempt, user, after_buckets=True)
-            self._send_last(attempt, tail, zeros=zeros)
+            assert attempt.tail is None, "an attempt is launched once"
+            if len(tail) > TAIL_ELEMENTS:
+                raise RuntimeError(f"a tail of {len(tail)} numbers: at most {TAIL_ELEMENTS}")
+            bucket = attempt.layout.buckets[-1]
+            last = attempt.scratch.of(bucket, more=len(tail))
+            if zeros:
+                last.zero_()
+            else:
+                self._copy(attempt, bucket.members)
+            if self._problem:  # of what was sent just now
+                raise RuntimeError(self._problem)
+            attempt.tail = last[bucket.stop - bucket.start :]
+            attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32), non_blocking=True)
+            attempt.works.append((attempt.queue or attempt.group).allreduce([last]))
             self._is_kept = self._is_kept or (self._keep and not zeros)
 
     def wait(self) -> tuple[float, ...]:
@@ -324,7 +345,7 @@ class Gradients:
         """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values if that
         failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
 
-        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in eight bits; then
+        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then
         `feedback`, which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of
         integers and for a tensor some of whose elements are one in memory, RuntimeError where no attempt is open for it, or slots are
         apart."""
@@ -371,18 +392,11 @@ class Gradients:
     def _parameter(self, index: int) -> nn.Parameter:
         return self._parameters[index % len(self._parameters)]
 
-    def _set_aside(self) -> None:
-        """The gradients of the slot that was computed, out of the way of the next one's."""
-        with self._lock:
-            attempt = self._open_attempt()
-            if attempt.contributes:
-                self._copy(attempt, self._of(self._place))
-            self._drop_gradients()
-
     def _completed(self, number: int, parameter: Tensor) -> None:
-        """The hook of one parameter: its gradient is complete. Never raises, never waits."""
+        """The hook of one parameter: its gradient is complete. Never raises, never waits. Called once for each parameter in each step, so
+        that what is the same for most of them is done here without a further call."""
         with self._lock:
-            attempt, index = self._attempt, self._of(self._place)[number]
+            attempt, index = self._attempt, self._first + number
             if attempt is None or not attempt.contributes or self._problem:
                 return
             if not self._in_last_pass:
@@ -398,9 +412,19 @@ class Gradients:
                 return
             attempt.ready.add(index)
             attempt.missing[attempt.layout.bucket_of[index]] -= 1
-            if streams := streams_of(parameter.device):  # one kernel for the whole bucket, later
+            gradient = parameter.grad
+            if streams := self._streams[parameter.device]:  # one kernel for the whole bucket, later
                 attempt.streams.add(streams.current_stream(parameter.device))
-            else:  # while it is in the cache
+            elif (
+                self._keep
+                and gradient is not None
+                and gradient.layout is torch.strided
+                and getattr(gradient, "placements", None) == getattr(parameter, "placements", None)  # no partial sum
+            ):  # while it is in the cache
+                self._kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                attempt.copied.add(index)
+                attempt.scratch.sums[index].copy_(local)
+            else:
                 self._copy(attempt, [index])
             while attempt.sent < len(attempt.layout.buckets) - 1 and attempt.missing[attempt.sent] == 0:
                 self._send(attempt)
@@ -430,7 +454,8 @@ class Gradients:
 
     def _gradient(self, index: int) -> Tensor | None:
         """What this rank holds of it: the one that is kept, else .grad, which is kept from now on."""
-        if self._is_kept or (self._apart and (index in self._kept or index not in self._of(self._place))):
+        computed = range(self._first, self._first + len(self._parameters))  # of the slot that is
+        if self._is_kept or (self._apart and (index in self._kept or index not in computed)):
             return self._kept.get(index)
         gradient = self._parameter(index).grad
         if gradient is None:
@@ -451,69 +476,42 @@ class Gradients:
     def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
         """The next bucket, which is not the last."""
         bucket = attempt.layout.buckets[attempt.sent]
-        if self._quantized:
-            self._send_quantized(attempt, bucket, zeros=zeros)
-            return
         if not zeros:
             self._copy(attempt, bucket.members)
         elif bucket.in_place:
             [index] = bucket.members
             attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
+        whole = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket)
+        if self._quantized:
+            feedback = self._feedback.setdefault(attempt.sent, Feedback())
+            work: dist.Work = self._queue(attempt).sum_quantized(whole, feedback, gives=not zeros)
         else:
-            attempt.scratch.of(bucket).zero_()
-        self._reduce(attempt, attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket))
-
-    def _send_quantized(self, attempt: _Attempt, bucket: Bucket, *, zeros: bool) -> None:
-        if not zeros:
-            self._copy(attempt, bucket.members)
-        feedback = self._feedback.setdefault(attempt.sent, Feedback())
-        whole = attempt.scratch.of(bucket)
-        attempt.works.append(self._lane(attempt).sum_quantized(whole, feedback, gives=not zeros))
+            if zeros and not bucket.in_place:
+                whole.zero_()
+            work = (attempt.queue or attempt.group).allreduce([whole])
+        attempt.works.append(work)
         attempt.sent += 1
 
     def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
         while attempt.sent < len(attempt.layout.buckets) - 1:
             self._send(attempt, zeros=zeros)
 
-    def _send_last(self, attempt: _Attempt, tail: Sequence[float], *, zeros: bool) -> None:
-        assert attempt.tail is None, "an attempt is launched once"
-        if len(tail) > TAIL_ELEMENTS:
-            raise RuntimeError(f"a tail of {len(tail)} numbers: at most {TAIL_ELEMENTS}")
-        bucket = attempt.layout.last
-        whole = attempt.scratch.of(bucket, more=len(tail))
-        if zeros:
-            whole.zero_()
-        else:
-            self._copy(attempt, bucket.members)
-        self._raise_problem()
-        attempt.tail = whole[bucket.stop - bucket.start :]
-        attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32), non_blocking=True)
-        self._reduce(attempt, whole)
-
-    def _reduce(self, attempt: _Attempt, whole: Tensor) -> None:
-        attempt.works.append((attempt.lane or attempt.group).allreduce([whole]))
-        attempt.sent += 1
-
     def _send_user(self, attempt: _Attempt, user: ManagedAllreduce, *, after_buckets: bool) -> None:
         if user.after_buckets == after_buckets and not user.sent:
-            by = self._lane(attempt) if user.quantized else attempt.lane or attempt.group
+            by = self._queue(attempt) if user.quantized else attempt.queue or attempt.group
             work = user.send(by, attempt.participants, contributes=attempt.contributes)
             attempt.works.append(work)
 
-    def _lane(self, attempt: _Attempt) -> CollectiveQueue:
-        if attempt.lane is None:
-            attempt.lane = CollectiveQueue(attempt.group, shared=self._shared)
-        return attempt.lane
+    def _queue(self, attempt: _Attempt) -> CollectiveQueue:
+        if attempt.queue is None:
+            attempt.queue = CollectiveQueue(attempt.group, shared=self._shared)
+        return attempt.queue
 
     # ------------------------------------------------------------------------------------------------ small things
 
     def _open_attempt(self) -> _Attempt:
         assert self._attempt is not None, "open comes first"
         return self._attempt
-
-    def _raise_problem(self) -> None:
-        if self._problem:
-            raise RuntimeError(self._problem)
 
     def _take_complete(self) -> _Attempt:
         attempt, self._attempt = self._open_attempt(), None
@@ -558,14 +556,9 @@ class Gradients:
         self._is_kept = self._is_lost = self._after_last_pass = False
         self._problem = ""
 
-    def _is_in_use(self, scratch: GradBuffers) -> bool:
-        return any(scratch.has(parameter.grad) for parameter in self._parameters) or any(
-            scratch.has(gradient) for gradient in self._kept.values()
-        )
-
     def _give_back(self, attempt: _Attempt, buffers: Sequence[Tensor]) -> None:
-        if attempt.lane is not None:
-            attempt.lane.join()
+        if attempt.queue is not None:
+            attempt.queue.join()
         self._sets.give(attempt.scratch)
         for buffer in buffers:
             self._buffers.give(buffer)

@@ -29,7 +29,7 @@ def memory(
     """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
     `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce).
     `fragments`: of a model whose groups step by themselves (semi_sync.py); 0: they sum every step. `momentum`: of the outer optimizer.
-    `quantized`: sums in eight bits."""
+    `quantized`: sums in int8."""
     layout = lay_out(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
@@ -44,7 +44,7 @@ def memory(
         "always: the weights that groups agree on": gradients,
         "always: the outer optimizer's momentum": gradients * momentum,
         "while a fragment is summed: what this group gives to it": -(-gradients // max(1, fragments)),
-        "always: what sums in eight bits left out, in fp32": left_out,
+        "always: what sums in int8 left out, in fp32": left_out,
         "while a fragment is summed: the same, of this time": -(-left_out // max(1, fragments)),
     }
     return {

@@ -1,15 +1,15 @@
-"""Sums in eight bits, with error feedback: a quarter of the bytes, and what rounding left out of one sum goes into the next.
+"""Sums in int8, with error feedback: a quarter of the bytes, and what rounding left out of one sum goes into the next.
 
     feedback = Feedback()
-    lane = Lane(group)
-    work = lane.sum_quantized(tensor, feedback)        # or lane.allreduce([tensor]), in fp32, in its turn
+    queue = CollectiveQueue(group)
+    work = queue.sum_quantized(tensor, feedback)        # or queue.allreduce([tensor]), in fp32, in its turn
     work.wait()                                        # the tensor is the sum, by the same bits in every group
     feedback.commit()                                  # the step holds
 
-Flow: gradients.py and user_sums.py send through a Lane where a sum is to be quantised; quantize and dequantize have the format.
+Flow: gradients.py and user_sums.py send through a CollectiveQueue where a sum is to be quantised; quantize and dequantize have the format.
 
-A sum is two exchanges. Every rank owns a share of the tensor. First each sends to each owner that owner's share of its values, in eight
-bits (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in eight bits again (all-gather). So a rank
+A sum is two exchanges. Every rank owns a share of the tensor. First each sends to each owner that owner's share of its values, in
+int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in int8 again (all-gather). So a rank
 sends 2 (n - 1) / n bytes a value where a ring in fp32 sends 8 (n - 1) / n, and all decode the same bytes.
 
 Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): what a rank's own
@@ -59,7 +59,7 @@ class Feedback:
 
 class CollectiveQueue:
     """Sums of one attempt over a group that stands, one after the other in a thread of its own: a quantised sum has a second exchange when
-    the first has ended, and all ranks must ask for all of them in one order. Whoever uses a lane sends everything by it.
+    the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
 
     Nobody waits longer than on the group itself: when that is given up, so are the works. `shared`: what is exchanged lies in memory that
     a child process maps."""
@@ -94,7 +94,7 @@ class CollectiveQueue:
         self._tasks.put(None)
 
     def join(self) -> None:
-        """After it nothing writes to any tensor. Comes when the lane is closed and the group has ended."""
+        """After it nothing writes to any tensor. Comes when the queue is closed and the group has ended."""
         self._thread.join()
 
     # ------------------------------------------------------------------------------------------------ the thread

@@ -391,5 +391,5 @@ def test_a_parameter_that_is_trained_later_is_an_error_and_no_drift():
 
 
 def test_complex_parameters_are_not_quantised():
-    with pytest.raises(ValueError, match=r"complex64: sums in eight bits are of real numbers"):
+    with pytest.raises(ValueError, match=r"complex64: sums in int8 are of real numbers"):
         Gradients(quantized=True).attach([nn.Parameter(torch.ones(2, dtype=torch.complex64))])

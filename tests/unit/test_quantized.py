@@ -1,4 +1,4 @@
-"""Sums in eight bits: the format, what rounding leaves out, failures and retries, and who sends what to whom."""
+"""Sums in int8: the format, what rounding leaves out, failures and retries, and who sends what to whom."""
 
 from __future__ import annotations
 
