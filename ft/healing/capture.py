@@ -1,20 +1,29 @@
-"""The state that a group must receive to equal the others: named get/set pairs, seen as a manifest and its tensors.
+"""The state that a group must receive to equal the others: named get/set pairs, seen as a manifest and the memory of its tensors.
 
-Flow: whoever drives healing registers model, optimizer, schedule and ledger here. A source takes a Snapshot at a step's boundary and
+Flow: the Manager's user registers model, optimizer, schedule and ledger in a State. A source takes a Snapshot at a step's boundary and
 offers it; a joiner takes one of its own state, receives into its tensors, and loads what came with them. Only local shards are looked
 at: no collective, so each rank heals from its own counterpart and none waits for another.
+
+A chunk that lies in one contiguous tensor in host memory *is* that memory: a transport sends it from there and receives it into there.
+All others pass through a StagingBuffer: several small tensors in a chunk, tensors that are not contiguous, tensors on a device (pinned,
+on a stream of its own). That happens in TensorPayload and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ft.healing.format import Manifest, Refused, from_json, lay_out, to_json
-from ft.healing.payload import TensorPayload, Written
+from ft.device import streams_of
+from ft.healing.format import CHUNK_BYTES, Manifest, Refused, from_json, lay_out, to_json
+
+# Any bits of that size may be moved as these
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,91 @@ class State:
             set_(values[name])
 
 
+# ------------------------------------------------------------------------------------------------ where the bytes lie
+
+
+class Written:
+    """Event behind what was queued on the tensors' device by the thread that made this; `device` is None where all are the host's."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors if streams_of(tensor.device)}
+        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
+        self.device = next(iter(devices), None)
+        self.event: Any = None
+        if self.device is not None:
+            streams = streams_of(self.device)
+            self.event = streams.Event()
+            self.event.record(streams.current_stream(self.device))
+
+
+class StagingBuffer:
+    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device."""
+
+    def __init__(self, body: TensorPayload, chunks: int = 1) -> None:
+        self._streams = streams_of(body.device) if body.device is not None else None
+        if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
+            self._streams.set_device(body.device)
+        self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
+        self.view = self.bytes.numpy().data
+        self.stream: Any = None
+        if self._streams is not None:
+            self.stream = self._streams.Stream(body.device)
+            self.stream.wait_event(body.ready)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Inside, copies are queued on its stream, where it has one."""
+        return self._streams.stream(self.stream) if self._streams is not None else nullcontext()
+
+
+class TensorPayload:
+    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on the device of `written`,
+    or on the host; who copies waits for `written`, on the device, and for nothing that was queued after it."""
+
+    def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor], written: Written) -> None:
+        self.manifest = manifest
+        self._tensors = [_bits(tensor) for tensor in tensors]
+        self._starts = [entry.offset for entry in manifest.entries]
+        self._views = [_memory(tensor) for tensor in self._tensors]
+        self.device, self.ready = written.device, written.event
+
+    def direct(self, first: int, last: int) -> memoryview | None:
+        """The memory of chunks first..last, if it is one piece of host memory."""
+        start, end = first * CHUNK_BYTES, min((last + 1) * CHUNK_BYTES, self.manifest.total_bytes)
+        index = (
+            bisect_right(self._starts, start) - 1
+        )  # once per chunk, so in few words: `pieces` takes ten times as long
+        low = start - self._starts[index]
+        view = self._views[index]
+        return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
+
+    def read(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> memoryview:
+        """Copies a chunk into the bounce's place number `at`, with zeros between the tensors."""
+        start, end = self.manifest.span(chunk)
+        place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        pieces = self.manifest.pieces(start, end)
+        if sum(high - low for _, low, high in pieces) < end - start:
+            place.zero_()
+        with torch.no_grad(), bounce.on_stream():
+            for index, low, high in pieces:
+                offset = self.manifest.entries[index].offset + low - start
+                source = _part(self._tensors[index], low, high)
+                place[offset : offset + high - low].copy_(source, non_blocking=True)
+        if bounce.stream is not None:
+            bounce.stream.synchronize()
+        return bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+
+    def write(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> None:
+        """Copies a chunk from the bounce's place number `at` to where it belongs."""
+        start, end = self.manifest.span(chunk)
+        place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        with torch.no_grad(), bounce.on_stream():
+            for index, low, high in self.manifest.pieces(start, end):
+                offset = self.manifest.entries[index].offset + low - start
+                _put(self._tensors[index], low, high, place[offset : offset + high - low])
+        if bounce.stream is not None:
+            bounce.stream.synchronize()
+
+
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, in memory of its own shape. Raises Refused for tensors that have no bytes of their own."""
     tensor = tensor.detach()
@@ -101,3 +195,33 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         raise Refused(f"{name}: a lazily conjugated or negated tensor cannot be sent")
     return tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory: flat bytes if it is contiguous, else whole numbers of the same size."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _memory(bits: torch.Tensor) -> memoryview | None:
+    return bits.numpy().data if bits.is_contiguous() and bits.device.type == "cpu" else None
+
+
+def _part(bits: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Bytes low..high of a tensor, in the order of its elements."""
+    if bits.is_contiguous():
+        return bits[low:high]
+    size = bits.element_size()
+    return torch.take(bits, torch.arange(low // size, high // size, device=bits.device)).view(torch.uint8)
+
+
+def _put(bits: torch.Tensor, low: int, high: int, data: torch.Tensor) -> None:
+    if bits.is_contiguous():
+        bits[low:high].copy_(data, non_blocking=True)
+        return
+    size = bits.element_size()
+    # a part of a bounce may begin where no element of this size could: move it first
+    numbers = data.to(bits.device, copy=True).view(bits.dtype)
+    bits.put_(torch.arange(low // size, high // size, device=bits.device), numbers)

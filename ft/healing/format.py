@@ -232,38 +232,30 @@ def _part(key: str | int) -> str:
 def _entries(listed: Any) -> tuple[Entry, ...]:
     if not isinstance(listed, list):
         raise Refused("the header's tensors are no list")
-    entries: list[Entry] = []
-    names: set[str] = set()
-    offset = 0
+    named, offsets = [], []
     for item in listed:
-        entry = _entry(item)
-        if entry.name in names:
-            raise Refused(f"two tensors {entry.name}")
-        if entry.offset != offset:
-            raise Refused(f"{entry.name}: at byte {entry.offset}, where {offset} comes next")
-        names.add(entry.name)
-        entries.append(entry)
-        offset = _aligned(offset + entry.nbytes)
-        if offset > MAX_TOTAL_BYTES:
-            raise Refused(f"{entry.name}: ends beyond {MAX_TOTAL_BYTES} bytes")
-    return tuple(entries)
-
-
-def _entry(item: Any) -> Entry:
-    if not isinstance(item, list) or len(item) != 4:
-        raise Refused("a tensor of the header is not [name, dtype, shape, offset]")
-    name, dtype, shape, offset = item
-    if type(name) is not str or len(name) > MAX_NAME:
-        raise Refused("a tensor's name is no short text")
-    if type(dtype) is not str or dtype not in DTYPES:
-        raise Refused(f"{name}: unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise Refused(f"{name}: a shape is a list of at most {MAX_DIMS} sizes")
-    if not all(type(size) is int and 0 <= size <= MAX_TOTAL_BYTES for size in shape):
-        raise Refused(f"{name}: a size of its shape is no count")
-    if type(offset) is not int:
-        raise Refused(f"{name}: its offset is no whole number")
-    return Entry(name, dtype, tuple(shape), offset)
+        if not isinstance(item, list) or len(item) != 4:
+            raise Refused("a tensor of the header is not [name, dtype, shape, offset]")
+        name, dtype, shape, offset = item
+        if type(name) is not str:
+            raise Refused("a tensor's name is no text")
+        if type(dtype) is not str or dtype not in DTYPES:
+            raise Refused(f"{name[:80]}: unknown dtype {str(dtype)[:40]!r}")
+        if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+            raise Refused(f"{name[:80]}: a shape is a list of at most {MAX_DIMS} sizes")
+        if not all(type(number) is int and 0 <= number <= MAX_TOTAL_BYTES for number in (*shape, offset)):
+            raise Refused(f"{name[:80]}: a size of its shape, or its offset, is no count")
+        named.append((name, DTYPES[dtype], shape))
+        offsets.append(offset)
+    entries = lay_out(named)
+    if len({entry.name for entry in entries}) != len(entries):
+        raise Refused("two tensors of one name")
+    for entry, offset in zip(entries, offsets, strict=True):
+        if entry.offset != offset or offset + entry.nbytes > MAX_TOTAL_BYTES:
+            raise Refused(
+                f"{entry.name}: at byte {offset}, where {entry.offset} comes next, of {MAX_TOTAL_BYTES} at most"
+            )
+    return entries
 
 
 def _values(values: Any, tensors: int) -> Mapping[str, Any]:
@@ -282,33 +274,26 @@ def _check_tree(tree: Any, name: str, tensors: int, used: set[int], depth: int) 
         raise Refused(f"{name}: nested too deep")
     if tree is None or type(tree) in (bool, int, float, str):
         return
-    items = tree
+    kind, items = "list", tree
     if isinstance(tree, dict):
         if len(tree) != 1:
             raise Refused(f"{name}: an object with {len(tree)} keys")
         ((kind, items),) = tree.items()
-        if kind == "tensor":
-            if type(items) is not int or not 0 <= items < tensors or items in used:
-                raise Refused(f"{name}: no such tensor, or it is named twice")
-            used.add(items)
-            return
-        if kind == "float" and items in ("nan", "inf", "-inf"):
-            return
-        if kind == "dict" and isinstance(items, list):
-            items = _dict_items(items, name)
-        elif kind != "tuple" or not isinstance(items, list):
+    if kind == "tensor":
+        if type(items) is not int or not 0 <= items < tensors or items in used:
+            raise Refused(f"{name}: no such tensor, or it is named twice")
+        used.add(items)
+    elif kind != "float" or items not in ("nan", "inf", "-inf"):
+        if kind not in ("list", "tuple", "dict") or not isinstance(items, list):
             raise Refused(f"{name}: an object of an unknown kind")
-    for item in items:
-        _check_tree(item, name, tensors, used, depth - 1)
-
-
-def _dict_items(pairs: list[Any], name: str) -> list[Any]:
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int):
-            raise Refused(f"{name}: a dict's item is no pair of a key and a value")
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise Refused(f"{name}: a dict with one key twice")
-    return [value for _, value in pairs]
+        if kind == "dict":
+            if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in items):
+                raise Refused(f"{name}: a dict's item is no pair of a key and a value")
+            if len({key for key, _ in items}) != len(items):
+                raise Refused(f"{name}: a dict with one key twice")
+            items = [value for _, value in items]
+        for item in items:
+            _check_tree(item, name, tensors, used, depth - 1)
 
 
 def _no_constant(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""What may be asked of a healing server, and nothing else: HTTP/1.1 requests without bodies, read by a parser that believes nothing.
+"""All requests that a healing server takes: HTTP/1.1 without bodies, read by a parser that believes nothing; and the heads of replies.
 
     GET  /heal/QUORUM_ID/STEP/header     the manifest, its digest, the seal
     GET  /heal/QUORUM_ID/STEP/body       with `Range: chunks=FIRST-LAST`: those chunks, each followed by its digest; the seal
@@ -137,6 +137,14 @@ def bounded_ranges(ranges: list[tuple[int, int]]) -> str:
 def request_head(method: str, path: str, fields: Iterable[tuple[str, str]]) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]
     return "\r\n".join([*lines, "", ""]).encode("ascii")
+
+
+_WORDS = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
+
+
+def reply_head(status: int, length: int, chunks: str = "") -> bytes:
+    fields = f"Content-Range: {chunks}\r\n" if chunks else "WWW-Authenticate: Bearer\r\n" if status == 401 else ""
+    return f"HTTP/1.1 {status} {_WORDS.get(status, 'Refused')}\r\nContent-Length: {length}\r\n{fields}\r\n".encode()
 
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})(?: [ -~]{0,100})?")

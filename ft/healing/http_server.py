@@ -1,7 +1,8 @@
 """The source's side of healing over HTTP: a server per rank, on one interface, with a thread per connection and few of them.
 
-It serves the one offer that stands, to whoever has the token. A reader that is slow, silent or gone costs its own thread and nothing
-else: no send blocks while it holds a lock, no read waits longer than it may.
+It serves the one offer that stands, to readers with the token. A reader that is slow, silent or gone costs its own thread and nothing
+else: no send blocks while it holds a lock, no read waits longer than it may. http.server has neither: its sends block, and its limit of
+time begins anew with every byte of a head.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ft.healing.capture import StagingBuffer
 from ft.healing.format import DIGEST_BYTES, digest
-from ft.healing.http_requests import MAX_HEAD_BYTES, Asked, BadRequest, parse_head, parse_request
-from ft.healing.offer import SEAL_BYTES, CheckpointOffer, Reader, Withdrawn
-from ft.healing.payload import StagingBuffer
+from ft.healing.http_requests import MAX_HEAD_BYTES, Asked, BadRequest, parse_head, parse_request, reply_head
+from ft.healing.transport import SEAL_BYTES, CheckpointOffer, Reader, Withdrawn
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32
-HEAD_S = 10.0  # for a whole head, or until a connection says what it wants
+HEAD_S = 10.0  # for a whole head, or until a connection asks for something
 log = logging.getLogger("pharos.healing")
 
 
@@ -29,16 +30,15 @@ class HealServer:
     """Listens on `host`, on a free port. `silence_s`: a reader may take nothing for so long. Raises ValueError where others could reach
     it and it has no token, OSError where it cannot listen there."""
 
-    def __init__(self, host: str, access: Access, *, silence_s: float, port: int = 0) -> None:
-        at = Endpoint(host, port)
-        if not (at.loopback or access.token or access.insecure):
+    def __init__(self, host: str, access: Access, *, silence_s: float) -> None:
+        if not (Endpoint(host, 0).loopback or access.token or access.insecure):
             raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
-        self._access, self._silence_s = access, silence_s
+        self.access, self.silence_s = access, silence_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
         self._lock = threading.Lock()
-        self._offer: CheckpointOffer | None = None
+        self.shown: CheckpointOffer | None = None
         self._connections: dict[_Connection, None] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
@@ -46,7 +46,7 @@ class HealServer:
 
     def show(self, offer: CheckpointOffer | None) -> None:
         """From now on this offer is served, or none."""
-        self._offer = offer
+        self.shown = offer
 
     def close(self) -> None:
         """May be called twice."""
@@ -65,6 +65,10 @@ class HealServer:
     def connections(self) -> int:
         return len(self._connections)
 
+    def forget(self, connection: _Connection) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+
     def _accept(self) -> None:
         while True:
             try:
@@ -76,14 +80,13 @@ class HealServer:
                 continue
             connection = _Connection(self, sock)
             try:
-                taken_in = self._take_in(connection)
+                if self._take_in(connection):
+                    continue
             except RuntimeError as error:  # no thread can be had: as with one too many
                 log.warning("a reader of the state is turned away: %s", error)
-                self._forget(connection)
-                taken_in = False
-            if not taken_in:
-                connection.end()
-                sock.close()
+                self.forget(connection)
+            connection.end()
+            sock.close()
 
     def _take_in(self, new: _Connection) -> bool:
         """Starts it, if there is room. One too many: the oldest that has shown no token goes, else the new one."""
@@ -91,18 +94,14 @@ class HealServer:
             if self._closed:
                 return False
             if len(self._connections) >= MAX_CONNECTIONS:
-                strangers = [connection for connection in self._connections if not connection.trusted]
-                if not strangers:
+                stranger = next((connection for connection in self._connections if not connection.trusted), None)
+                if stranger is None:
                     return False
-                strangers[0].end()
-                del self._connections[strangers[0]]
+                stranger.end()
+                del self._connections[stranger]
             self._connections[new] = None
             new.thread.start()
             return True
-
-    def _forget(self, connection: _Connection) -> None:
-        with self._lock:
-            self._connections.pop(connection, None)
 
 
 class _Connection:
@@ -126,23 +125,27 @@ class _Connection:
         except (OSError, Withdrawn) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
-            self._read_of(None, None)
-            self._server._forget(self)
+            self._stop_reading()
+            self._server.forget(self)
             self._sock.close()
 
-    def _read_of(self, offer: CheckpointOffer | None, reader: Reader | None) -> None:
-        """This connection reads that offer for that reader, and no longer another."""
-        if self._reads and self._reads[:2] != (offer, reader):
-            old, its, lock = self._reads
-            old.part(its, lock)
-            self._reads = None
-        if offer and reader and not self._reads:
+    def _read_of(self, offer: CheckpointOffer, reader: Reader) -> threading.Lock:
+        """This connection reads that offer for that reader from now on, and no longer another. Returns its lock."""
+        if self._reads is None or self._reads[:2] != (offer, reader):
+            self._stop_reading()
             self._reads = (offer, reader, offer.join(reader))
+        return self._reads[2]
+
+    def _stop_reading(self) -> None:
+        if self._reads:
+            offer, reader, lock = self._reads
+            offer.part(reader, lock)
+            self._reads = None
 
     def _head(self) -> bytes:
         """Without its empty line; empty where the connection has ended. Raises OSError."""
         data = b""
-        deadline = time.monotonic() + (HEAD_S if not self.trusted else self._server._silence_s)
+        deadline = time.monotonic() + (self._server.silence_s if self.trusted else HEAD_S)
         while not data.endswith(b"\r\n\r\n"):
             self._wait_for(select.POLLIN, deadline - time.monotonic(), "said nothing")
             more = self._sock.recv(MAX_HEAD_BYTES + 4 - len(data))  # a reader asks again only when it has its answer
@@ -158,11 +161,11 @@ class _Connection:
         """Whether the connection goes on. Raises OSError and Withdrawn."""
         try:
             request = parse_head(head)
-            if not self._server._access.permits(request.fields):
+            if not self._server.access.permits(request.fields):
                 raise BadRequest(401, "this job has a token")
             self.trusted = True
             asked = parse_request(request)
-            offer = self._server._offer
+            offer = self._server.shown
             if offer is None or (asked.quorum_id, asked.step) > (offer.quorum_id, offer.step):
                 raise BadRequest(404, "not offered yet")
             if (asked.quorum_id, asked.step) != (offer.quorum_id, offer.step):
@@ -177,92 +180,86 @@ class _Connection:
         except Withdrawn as error:
             self._error(410, str(error))
             return False
-        answers = {
-            "header": self._send_header,
-            "body": self._send_body,
-            "digests": self._send_digests,
-            "done": self._send_done,
-        }
-        answers[asked.what](offer, reader, asked)
+        if asked.what == "header":
+            self._send_checked(offer, offer.header)
+        elif asked.what == "digests":
+            self._send_digests(offer, reader, asked)
+        elif asked.what == "body":
+            self._send_body(offer, reader, asked)
+        else:
+            offer.done(asked.reader)
+            self._send(reply_head(200, 0))
         return True
 
     def _error(self, status: int, reason: str) -> None:
         text = (reason + "\n").encode()
         with contextlib.suppress(OSError):
-            self._send(_reply(status, len(text)), text)
-
-    def _send_header(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
-        header = memoryview(offer.header)
-        length = len(header) + DIGEST_BYTES + SEAL_BYTES
-        self._send(_reply(200, length), header, digest(0, header))
-        self._seal(offer)
+            self._send(reply_head(status, len(text)), text)
 
     def _send_body(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         offer.wants(asked.reader, (chunk for first, last in asked.lacks for chunk in range(first, last + 1)))
         start, end = offer.manifest.span(asked.first)[0], offer.manifest.span(asked.last)[1]
         length = end - start + DIGEST_BYTES * (asked.last - asked.first + 1) + SEAL_BYTES
-        self._send(_reply(206, length, f"Content-Range: chunks {asked.first}-{asked.last}/{offer.manifest.chunks}\r\n"))
+        self._send(reply_head(206, length, f"chunks {asked.first}-{asked.last}/{offer.manifest.chunks}"))
         self._read_of(offer, reader)
-        bounce: StagingBuffer | None = None
+        staging: StagingBuffer | None = None
         for chunk in range(asked.first, asked.last + 1):
-            bounce = self._send_chunk(offer, chunk, bounce)
+            staging = self._send_chunk(offer, chunk, staging)
             offer.sent(reader, [chunk])
-        self._seal(offer)
+        self._send_seal(offer)
 
-    def _send_chunk(self, offer: CheckpointOffer, chunk: int, bounce: StagingBuffer | None) -> StagingBuffer | None:
+    def _send_chunk(self, offer: CheckpointOffer, chunk: int, staging: StagingBuffer | None) -> StagingBuffer | None:
         """The lock is held while the tensors are looked at, never while waiting for the reader: in between, a fence may move the chunk
-        aside. Returns the bounce, made when first needed."""
+        aside. Returns the buffer, made when first needed."""
         assert self._reads is not None
         lock = self._reads[2]
         mark = b""
-        moved: memoryview | None = None
+        staged: memoryview | None = None
         sent = 0
         while True:
             with lock:
-                memory = moved if moved is not None else offer.memory(chunk)
+                memory = staged if staged is not None else offer.memory(chunk)
                 if memory is None:
-                    bounce = bounce or StagingBuffer(offer.body)
-                    memory = moved = offer.read(chunk, bounce)
-                mark = mark or offer.mark(chunk, memory)
+                    staging = staging or StagingBuffer(offer.body)
+                    memory = staged = offer.read(chunk, staging)
+                mark = mark or offer.digest_of(chunk, memory)
                 sent += self._try_to_send([memory[sent:], memoryview(mark)[max(0, sent - len(memory)) :]])
                 if sent == len(memory) + DIGEST_BYTES:
-                    return bounce
-            self._wait_for(select.POLLOUT, self._server._silence_s, "took nothing")
+                    return staging
+            self._wait_for(select.POLLOUT, self._server.silence_s, "took nothing")
 
     def _send_digests(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         """The lock is held for a chunk at a time, as when they are sent: a fence may come in between."""
-        self._read_of(offer, reader)
-        assert self._reads is not None
-        lock, bounce, marks = self._reads[2], None, bytearray()
+        lock, staging, digests = self._read_of(offer, reader), None, bytearray()
         for chunk in range(offer.manifest.chunks):
             with lock:
-                if not (mark := offer.known(chunk)):
+                if not (found := offer.known(chunk)):
                     memory = offer.memory(chunk)
                     if memory is None:
-                        bounce = bounce or StagingBuffer(offer.body)
-                        memory = offer.read(chunk, bounce)
-                    mark = offer.mark(chunk, memory)
-            marks += mark
-        self._send(_reply(200, len(marks) + DIGEST_BYTES + SEAL_BYTES), marks, digest(0, memoryview(marks)))
-        self._seal(offer)
+                        staging = staging or StagingBuffer(offer.body)
+                        memory = offer.read(chunk, staging)
+                    found = offer.digest_of(chunk, memory)
+            digests += found
+        self._send_checked(offer, digests)
 
-    def _send_done(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
-        offer.done(asked.reader)
-        self._send(_reply(200, 0))
+    def _send_checked(self, offer: CheckpointOffer, data: bytes | bytearray) -> None:
+        """`data`, its digest and the seal."""
+        self._send(reply_head(200, len(data) + DIGEST_BYTES + SEAL_BYTES), data, digest(0, memoryview(data)))
+        self._send_seal(offer)
 
-    def _seal(self, offer: CheckpointOffer) -> None:
+    def _send_seal(self, offer: CheckpointOffer) -> None:
         """All that was sent had left the tensors before this is looked at. Raises Withdrawn."""
         offer.check()
         self._send(offer.seal)
 
-    def _send(self, *parts: bytes | bytearray | memoryview) -> None:
+    def _send(self, *parts: bytes | bytearray) -> None:
         for part in parts:
             view = memoryview(part)
             while len(view):
                 if taken := self._try_to_send([view]):
                     view = view[taken:]
                 else:
-                    self._wait_for(select.POLLOUT, self._server._silence_s, "took nothing")
+                    self._wait_for(select.POLLOUT, self._server.silence_s, "took nothing")
 
     def _try_to_send(self, parts: Sequence[memoryview]) -> int:
         """What the kernel takes at once. Raises OSError."""
@@ -277,12 +274,3 @@ class _Connection:
         waiting.register(self._sock, event)
         if not waiting.poll(max(0.0, timeout_s) * 1000):
             raise TimeoutError(f"it {failing} in its time")
-
-
-_WORDS = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
-
-
-def _reply(status: int, length: int, more: str = "") -> bytes:
-    challenge = "WWW-Authenticate: Bearer\r\n" if status == 401 else ""
-    word = _WORDS.get(status, "Refused")
-    return f"HTTP/1.1 {status} {word}\r\nContent-Length: {length}\r\n{more}{challenge}\r\n".encode()

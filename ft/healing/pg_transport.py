@@ -24,11 +24,18 @@ from typing import Any, Protocol
 
 import torch
 
-from ft.healing.capture import Snapshot
+from ft.healing.capture import Snapshot, StagingBuffer, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
-from ft.healing.offer import SEAL_BYTES, CheckpointOffer, Reader
-from ft.healing.payload import StagingBuffer, TensorPayload
-from ft.healing.transport import Fenced, HealConfig, HealFailed, Progress, Source
+from ft.healing.transport import (
+    SEAL_BYTES,
+    CheckpointOffer,
+    HealConfig,
+    HealFailed,
+    Progress,
+    Reader,
+    Source,
+    Transport,
+)
 
 MESSAGE_CHUNKS = 16
 WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
@@ -47,15 +54,14 @@ class Group(Protocol):
     def abandon(self, reason: str, then: Callable[[], None] | None = None) -> Any: ...
 
 
-class PgTransport:
+class PgTransport(Transport):
     """`make`: a new process group, not configured yet. `address`: of a store that joiners reach, "host:port/prefix"."""
 
     def __init__(
         self, make: Callable[[], Group], address: str, replica_id: str, config: HealConfig | None = None
     ) -> None:
-        self._make, self._address, self._replica_id = make, address, replica_id
-        self._config = config or HealConfig()
-        self._offer: CheckpointOffer | None = None
+        super().__init__(replica_id, config)
+        self._make, self._address = make, address
         self._senders: list[_Sender] = []
         self._receiving: Group | None = None
         self._stopped = ""
@@ -66,34 +72,14 @@ class PgTransport:
         return self._address
 
     def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
-        self.withdraw("the source has a newer offer")
-        self._offer = offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
+        assert self._offer is not None
         for reader in readers:
             store = _store(self._address, self._replica_id, reader, quorum_id, step)
-            self._senders.append(_Sender(self._make(), store, offer, reader))
-
-    @property
-    def is_taken(self) -> bool:
-        offer = self._offer
-        return offer is not None and offer.is_taken
-
-    def fence(self) -> Fenced:
-        if self._offer is None:
-            return Fenced.FREE
-        outcome = self._offer.fence(self._config.heal_copy_bytes, self._config.heal_grace_s)
-        if outcome is Fenced.WITHDRAWN:
-            self.withdraw("the source went on")
-        return outcome
-
-    def end_offer(self, quorum_id: int, reason: str) -> None:
-        offer = self._offer
-        if offer is not None and offer.quorum_id == quorum_id:
-            offer.withdraw(reason)
+            self._senders.append(_Sender(self._make(), store, self._offer, reader))
 
     def withdraw(self, reason: str) -> None:
-        if self._offer is not None:
-            self._offer.withdraw(reason)
-            self._offer = None
+        super().withdraw(reason)
         while self._senders:
             self._senders.pop().end(reason)
 
@@ -201,31 +187,31 @@ class _Sender:
         offer = self._offer
         self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
         self._lock = offer.join(reader)
-        bounce = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
-        self._send_messages(reader, _messages(offer.manifest), bounce)
+        staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
+        self._send_messages(reader, _messages(offer.manifest), staging)
         for _ in range(ROUNDS):
             again = self._receive_again()
             if not again:
                 break
-            self._send_messages(reader, ((chunk, chunk) for chunk in again), bounce)
+            self._send_messages(reader, ((chunk, chunk) for chunk in again), staging)
         offer.check()
         self._send(_bytes(offer.seal))
         offer.done(self._name)
         self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
 
-    def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], bounce: StagingBuffer) -> None:
+    def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], staging: StagingBuffer) -> None:
         """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
-        while sent := self._send_flight(islice(messages, FLIGHT), bounce):
+        while sent := self._send_flight(islice(messages, FLIGHT), staging):
             self._offer.sent(reader, sent)
 
-    def _send_flight(self, messages: Iterator[tuple[int, int]], bounce: StagingBuffer) -> list[int]:
+    def _send_flight(self, messages: Iterator[tuple[int, int]], staging: StagingBuffer) -> list[int]:
         """The chunks that were sent; none: there are no more."""
         flying, sent = deque[list[Any]](), list[int]()
         with self._lock:
             for number, (first, last) in enumerate(messages):
                 if len(flying) == WINDOW:
                     _wait(flying.popleft())
-                data = self._message(first, last, bounce, number % WINDOW * MESSAGE_CHUNKS)
+                data = self._message(first, last, staging, number % WINDOW * MESSAGE_CHUNKS)
                 flying.append([self._start(data), self._start(_digests(first, data))])
                 sent += range(first, last + 1)
                 if self._offer.fencing:
@@ -234,7 +220,7 @@ class _Sender:
                 _wait(flying.popleft())
         return sent
 
-    def _message(self, first: int, last: int, bounce: StagingBuffer, place: int) -> torch.Tensor:
+    def _message(self, first: int, last: int, staging: StagingBuffer, place: int) -> torch.Tensor:
         """The tensor's own memory, where nothing was copied aside and it is in one piece."""
         self._offer.check()
         memory = None if self._offer.fenced else self._offer.body.direct(first, last)
@@ -242,8 +228,8 @@ class _Sender:
             return torch.frombuffer(memory, dtype=torch.uint8)
         length = 0
         for chunk in range(first, last + 1):
-            length += len(self._offer.read(chunk, bounce, place + chunk - first))
-        return bounce.bytes[place * CHUNK_BYTES : place * CHUNK_BYTES + length]
+            length += len(self._offer.read(chunk, staging, place + chunk - first))
+        return staging.bytes[place * CHUNK_BYTES : place * CHUNK_BYTES + length]
 
     def _receive_again(self) -> list[int]:
         """The chunks that came damaged. Raises ValueError."""
@@ -300,32 +286,32 @@ class _Receiver:
     def _receive_messages(self, body: TensorPayload, messages: list[tuple[int, int]]) -> list[int]:
         """The chunks that came damaged. Others are on their way while one is compared."""
         damaged: list[int] = []
-        bounce, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
-        begun = deque(self._begin(body, bounce, messages, number) for number in range(min(WINDOW - 1, len(messages))))
+        staging, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
+        begun = deque(self._begin(body, staging, messages, number) for number in range(min(WINDOW - 1, len(messages))))
         for number, (first, last) in enumerate(messages):
-            data, marks, works, bounced = begun.popleft()
+            data, marks, works, staged = begun.popleft()
             _wait(works)
             if number + WINDOW - 1 < len(messages):
-                begun.append(self._begin(body, bounce, messages, number + WINDOW - 1))
+                begun.append(self._begin(body, staging, messages, number + WINDOW - 1))
             expected = _digests(first, data)
             for chunk in range(first, last + 1):
                 at = (chunk - first) * DIGEST_BYTES
                 if not expected[at : at + DIGEST_BYTES].equal(marks[at : at + DIGEST_BYTES]):
                     damaged.append(chunk)
-                elif bounced:
-                    body.write(chunk, bounce, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
+                elif staged:
+                    body.write(chunk, staging, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
             done += len(data)
             self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
         return damaged
 
     def _begin(
-        self, body: TensorPayload, bounce: StagingBuffer, messages: Sequence[tuple[int, int]], number: int
+        self, body: TensorPayload, staging: StagingBuffer, messages: Sequence[tuple[int, int]], number: int
     ) -> tuple[torch.Tensor, torch.Tensor, list[Any], bool]:
         first, last = messages[number]
         length = body.manifest.span(last)[1] - body.manifest.span(first)[0]
         memory = body.direct(first, last)
         start = number % WINDOW * MESSAGE_CHUNKS * CHUNK_BYTES
-        data = bounce.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
+        data = staging.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
         marks = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
         return data, marks, [self._start(data), self._start(marks)], memory is None
 

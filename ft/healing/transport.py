@@ -1,4 +1,4 @@
-"""The face of a healing transport: what a source and a joiner ask of it, whichever wire it uses.
+"""A healing transport: what a source and a joiner ask of it, and the source's bookkeeping, which is the same on every wire.
 
     source:  offer(state.snapshot(), ...)  at a step's boundary, before the forward
              fence()                       before the optimizer changes the state; a source that has nothing on offer may call it, too
@@ -6,16 +6,34 @@
              state.load(values)            when all ranks of the group have all of it
 
 From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and void it stays if `fetch` raises.
+
+A CheckpointOffer knows which reader still needs which chunk. A thread that sends a chunk from the live tensors holds its connection's
+lock while it reads them. `fence` waits until little enough is unsent, then takes all locks, copies the rest aside, and from then on
+everybody reads the copies. When that does not work in time the offer is withdrawn: its readers see that the seal is missing, which ends
+each reply, and believe nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
-from ft.healing.capture import Snapshot
+import torch
+
+from ft.healing.capture import Snapshot, StagingBuffer
+from ft.healing.format import CHUNK_BYTES, digest
+
+SEAL_BYTES = 16
+MAX_READERS = 64  # that are not done
+MAX_NAMES = 4096  # of readers in all
+LOOK_S = 0.1  # between looks, of a fence that waits for a reader's lock, whether the offer is over
 
 
 class HealFailed(RuntimeError):
@@ -27,6 +45,10 @@ class HealFailed(RuntimeError):
         self.touched = touched
         self.blame = tuple(blame)
         self.unlike = unlike
+
+
+class Withdrawn(RuntimeError):
+    """The offer, or this chunk of it, is no more; the text says why."""
 
 
 class Fenced(Enum):
@@ -41,11 +63,9 @@ class Fenced(Enum):
 class HealConfig:
     """[fault_tolerance.healing] of a rank."""
 
-    heal_copy_bytes: int = (
-        256 << 20
-    )  # at most so much is copied aside for readers who are not done when the source commits
+    heal_copy_bytes: int = 256 << 20  # at most so much is copied aside for readers that are not done at a commit
     heal_grace_s: float = (
-        30.0  # a commit waits so long until the rest is that small; a connection may be silent so long
+        30.0  # a commit waits so long for the rest to be that small; a connection may be silent so long
     )
     heal_streams: int = 2  # connections to a single source: one alone is bound by the core that fills it
     offer_wait_s: float = 30.0  # a joiner waits so long for an offer that is not there yet
@@ -62,51 +82,234 @@ class Source:
 Progress = Callable[[int, int], None]  # bytes received and verified, of how many; called from the transport's threads
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One per rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
 
+    def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
+        self._replica_id, self._config = replica_id, config or HealConfig()
+        self._offer: CheckpointOffer | None = None
+
     @property
+    @abstractmethod
     def address(self) -> str:
-        """What a joiner is told (checkpoint_metadata)."""
-        ...
+        """The address for joiners (checkpoint_metadata)."""
 
-    def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
-        """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
-        ...
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether there is an offer, and each of its readers has been sent all of it. Any thread may ask."""
-        ...
-
-    def fence(self) -> Fenced:
-        """Afterwards the offered tensors may change. Never waits longer than heal_grace_s, whatever the readers do."""
-        ...
-
-    def end_offer(self, quorum_id: int, reason: str) -> None:
-        """From any thread: that quorum is over, and so is its offer, if that is what there is. A fence that waits for it ends."""
-        ...
-
-    def withdraw(self, reason: str) -> None:
-        """The offer is over, at once: its readers get nothing more that they would believe."""
-        ...
-
+    @abstractmethod
     def fetch(
         self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
-        same bits. Returns, after every byte has been verified, what State.load takes. Raises HealFailed."""
-        ...
+        same bits. Returns, after every byte has been verified, the argument of State.load. Raises HealFailed."""
 
+    @abstractmethod
     def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
         """Nothing more of that offer will be read here, whether all has come or none: so no fence waits for this joiner. A source that does
         not hear it at once is not waited for. `fetch` does so by itself where it has received everything."""
-        ...
 
+    @abstractmethod
     def stop(self, reason: str) -> None:
         """A fetch that runs in another thread ends now, with HealFailed."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Ends all threads and connections. May be called twice."""
-        ...
+
+    def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
+        """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
+        self.withdraw("the source has a newer offer")
+        self._offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+
+    @property
+    def is_taken(self) -> bool:
+        """True when there is an offer, and each of its readers has been sent all of it. Any thread may ask."""
+        offer = self._offer
+        return offer is not None and offer.is_taken
+
+    def fence(self) -> Fenced:
+        """Afterwards the offered tensors may change. Never waits longer than heal_grace_s, whatever the readers do."""
+        if self._offer is None:
+            return Fenced.FREE
+        outcome = self._offer.fence(self._config.heal_copy_bytes, self._config.heal_grace_s)
+        if outcome is Fenced.WITHDRAWN:
+            self.withdraw("the source went on")
+        return outcome
+
+    def end_offer(self, quorum_id: int, reason: str) -> None:
+        """From any thread: that quorum is over, and so is its offer, if that is the one that stands. A fence that waits for it ends."""
+        offer = self._offer
+        if offer is not None and offer.quorum_id == quorum_id:
+            offer.withdraw(reason)
+
+    def withdraw(self, reason: str) -> None:
+        """The offer is over, at once: its readers get nothing more that they would believe."""
+        if self._offer is not None:
+            self._offer.withdraw(reason)
+            self._offer = None
+
+
+class Reader:
+    """One joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
+
+    def __init__(self, chunks: int) -> None:
+        self.locks: list[threading.Lock] = []
+        self.wants = set(range(chunks))  # not sent yet, or to be sent again
+
+
+class CheckpointOffer:
+    """One state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
+
+    def __init__(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: int) -> None:
+        self.quorum_id, self.step = quorum_id, step
+        self.seal = secrets.token_bytes(SEAL_BYTES)
+        self.manifest, self.body = snapshot.manifest, snapshot.body()
+        self.header = snapshot.manifest.encode()
+        self.over = ""  # why, once it is
+        self.fencing = False  # the source waits to commit: a sender is to come to an end soon
+        self._digests: dict[int, bytes] = {}  # of the chunks that somebody has looked at
+        self._expected = readers
+        self._readers: dict[str, Reader] = {}
+        self._aside: dict[int, memoryview] | None = None  # from the fence on
+        self._changed = threading.Condition()
+
+    # -------------------------------------------------------------------------------------------- a reader's thread
+
+    def reader(self, name: str) -> Reader:
+        """Raises Withdrawn where there are too many."""
+        with self._changed:
+            if name not in self._readers:
+                reading = sum(bool(reader.wants) for reader in self._readers.values())
+                if reading >= MAX_READERS or len(self._readers) >= MAX_NAMES:
+                    raise Withdrawn(f"{reading} readers already, of {len(self._readers)}")
+                self._readers[name] = Reader(self.manifest.chunks)
+            return self._readers[name]
+
+    def join(self, reader: Reader) -> threading.Lock:
+        """For a new connection of this reader; to be given back by `part`."""
+        with self._changed:
+            reader.locks.append(threading.Lock())
+            return reader.locks[-1]
+
+    def part(self, reader: Reader, lock: threading.Lock) -> None:
+        with self._changed:
+            reader.locks.remove(lock)
+
+    def wants(self, name: str, chunks: Iterable[int]) -> None:
+        """All that this reader still lacks, wherever it means to get it."""
+        with self._changed:
+            self._readers[name].wants = set(chunks)
+            self._changed.notify_all()
+
+    def memory(self, chunk: int) -> memoryview | None:
+        """Where the chunk can be sent from: the live tensor, or its copy aside. None: it is to be `read`. The connection's lock is held.
+        Raises Withdrawn."""
+        self.check()
+        if self._aside is None:
+            return self.body.direct(chunk, chunk)
+        if chunk not in self._aside:
+            raise Withdrawn(f"the source went on after step {self.step}, and chunk {chunk} was not asked for before")
+        return self._aside[chunk]
+
+    def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
+        """The chunk in memory that stays as it is: of the buffer. The connection's lock is held. Raises Withdrawn."""
+        self.check()
+        if self._aside is None:
+            return self.body.read(chunk, staging, at)
+        memory = self.memory(chunk)
+        assert memory is not None
+        place = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
+        place[:] = memory
+        return place
+
+    def digest_of(self, chunk: int, memory: memoryview) -> bytes:
+        """The digest of the chunk, which lies in `memory`. The connection's lock is held."""
+        return self._digests.get(chunk) or self._digests.setdefault(chunk, digest(chunk, memory))
+
+    def known(self, chunk: int) -> bytes:
+        """Its digest, also when the chunk itself was sent and is gone; empty where nobody has asked for either."""
+        return self._digests.get(chunk, b"")
+
+    @property
+    def fenced(self) -> bool:
+        """True when the live tensors may have changed."""
+        return self._aside is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """All that were expected have come, and nothing of it is still to be sent to any of them."""
+        with self._changed:
+            return not self.over and not self._unsent()
+
+    def check(self) -> None:
+        """Raises Withdrawn once the offer is over."""
+        if self.over:
+            raise Withdrawn(self.over)
+
+    def sent(self, reader: Reader, chunks: Iterable[int]) -> None:
+        """No lock is held."""
+        with self._changed:
+            reader.wants.difference_update(chunks)
+            self._changed.notify_all()
+
+    def done(self, name: str) -> None:
+        """This reader has verified everything, wherever it came from."""
+        with self._changed:
+            self._readers.setdefault(name, Reader(0)).wants.clear()
+            self._changed.notify_all()
+
+    # -------------------------------------------------------------------------------------------- the source's thread
+
+    def fence(self, copy_bytes: int, grace_s: float) -> Fenced:
+        """Afterwards the tensors may change. Takes at most grace_s and the time of a copy."""
+        self.fencing = True
+        try:
+            return self._fence(copy_bytes, grace_s)
+        finally:
+            self.fencing = False
+
+    def _fence(self, copy_bytes: int, grace_s: float) -> Fenced:
+        deadline = time.monotonic() + grace_s
+        is_small = lambda: len(self._unsent()) * CHUNK_BYTES <= copy_bytes  # noqa: E731
+        with self._changed, ExitStack() as held:
+            self._changed.wait_for(lambda: self.over or is_small(), timeout=grace_s)
+            if self.over:
+                return Fenced.WITHDRAWN
+            if self._aside is None:
+                # each is held for one chunk's send over HTTP, for some messages in a group
+                for lock in [lock for reader in self._readers.values() for lock in reader.locks]:
+                    while not lock.acquire(timeout=LOOK_S):
+                        if self.over or time.monotonic() > deadline:
+                            return self._end("a reader held its chunk longer than heal_grace_s")
+                    held.callback(lock.release)
+                if not is_small():
+                    return self._end("the source commits, and its readers were too slow for heal_grace_s")
+                self._aside = self._copies()
+            return Fenced.COPIED if self._aside else Fenced.FREE
+
+    def withdraw(self, reason: str) -> None:
+        """From any thread: no reader gets anything more of it that it would believe, and a fence that waits for readers ends."""
+        self.over = self.over or reason  # first: the fence may have the lock, and look
+        with self._changed:
+            self._end(reason)
+
+    def _unsent(self) -> set[int]:
+        if len(self._readers) < self._expected:
+            return set(range(self.manifest.chunks))
+        return set().union(*(reader.wants for reader in self._readers.values()))
+
+    def _copies(self) -> dict[int, memoryview]:
+        """A block of memory per chunk, so that nothing larger than the chunks themselves is ever allocated."""
+        staging = StagingBuffer(self.body)
+        copies = {}
+        for chunk in sorted(self._unsent()):
+            memory = self.body.direct(chunk, chunk)
+            source = memory if memory is not None else self.body.read(chunk, staging)
+            copy = copies[chunk] = torch.empty(len(source), dtype=torch.uint8).numpy().data
+            copy[:] = source
+        return copies
+
+    def _end(self, reason: str) -> Fenced:
+        self.over = self.over or reason
+        if self._aside:
+            self._aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
+        self._changed.notify_all()
+        return Fenced.WITHDRAWN

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ft.healing import http_fetch
+from ft.healing import http_transport
 from tests.healing.http_world import World
 from tests.multiproc.conftest import pool
 
@@ -17,7 +17,7 @@ __all__ = ["pool"]
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """With short stripes, so that small states have several."""
-    monkeypatch.setattr(http_fetch, "LEAST_STRIPE", 8)
+    monkeypatch.setattr(http_transport, "LEAST_STRIPE", 8)
     with ExitStack() as stack:
         world = World(stack)
         try:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft.healing.capture import State
+from ft.healing.capture import StagingBuffer, State, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DTYPES, Manifest, Refused
-from ft.healing.payload import StagingBuffer, TensorPayload
 from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
 

@@ -16,8 +16,15 @@ import torch
 from ft.healing import http_server
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_transport import HttpTransport
-from ft.healing.offer import MAX_READERS, CheckpointOffer, Withdrawn
-from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
+from ft.healing.transport import (
+    MAX_READERS,
+    CheckpointOffer,
+    Fenced,
+    HealConfig,
+    HealFailed,
+    Source,
+    Withdrawn,
+)
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
 from tests.healing.proxy import cut, flip, hold

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft.healing import http_fetch, http_server
+from ft.healing import http_server, http_transport
 from ft.healing.transport import Fenced, HealConfig, Source
 from tests.healing.http_world import MIB, World, commit, heal
 from tests.healing.proxy import Spoil, cut, hold
@@ -73,7 +73,7 @@ def test_who_is_too_slow():
     """Against what the waiting one took for a chunk; where that one was not let yet, against silence."""
     config = HealConfig(heal_grace_s=30.0)
     fetch: Any = SimpleNamespace(config=config)
-    one, other = (http_fetch._FromSource(fetch, Source(name, "")) for name in "ab")
+    one, other = (http_transport._FromSource(fetch, Source(name, "")) for name in "ab")
     now_s = time.monotonic()
     assert not other.is_too_slow_for(one, now_s - 100), "it receives nothing"
     other._stripe, other._moved_s = range(64), now_s
@@ -86,8 +86,8 @@ def test_who_is_too_slow():
 
 def test_a_source_that_does_not_hear_the_thanks_keeps_nobody(world: World, monkeypatch: pytest.MonkeyPatch):
     group, joiner, gate, heard = large(1, chunks=16), large(2, chunks=16), world.event(), list[bool]()
-    monkeypatch.setattr(http_fetch, "TELL_S", 0.01)
-    monkeypatch.setattr(http_fetch._FromSource, "tell_done", lambda self: heard.append(gate.wait(30)))
+    monkeypatch.setattr(http_transport, "TELL_S", 0.01)
+    monkeypatch.setattr(http_transport._FromSource, "tell_done", lambda self: heard.append(gate.wait(30)))
     heal(world.transport("j"), joiner, world.source(group, "a"), world.source(group, "b"))
     assert equal(joiner.loaded, group.values) and not heard
 
@@ -122,7 +122,7 @@ def gate(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     send, tell, compare = (
         http_server._Connection._send_chunk,
         http_server._Connection._send_digests,
-        http_fetch.Fetch.compare,
+        http_transport.Fetch.compare,
     )
 
     def sends(self: Any, offer: Any, chunk: int, bounce: Any) -> Any:
@@ -140,7 +140,7 @@ def gate(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(http_server._Connection, "_send_chunk", sends)
     monkeypatch.setattr(http_server._Connection, "_send_digests", tells)
-    monkeypatch.setattr(http_fetch.Fetch, "compare", compares)
+    monkeypatch.setattr(http_transport.Fetch, "compare", compares)
     return gate
 
 
