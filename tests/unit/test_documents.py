@@ -12,7 +12,7 @@ from configs.load import section_types
 from configs.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "tests" / "README.md", *(ROOT / "docs").glob("*.md")])
 GENERATED = ("parity.md", "parity_8_ranks.md", "config.md")
 SECTIONS = section_types(Config)
 
@@ -26,11 +26,30 @@ def sources() -> str:
     return re.sub(r"\{[^{}]*\}|%[ds]|%\.\w+", "\0", re.sub(r'"\s*\n\s*f?"', "", text))
 
 
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings as GitHub makes them: lower case, without punctuation, hyphens for spaces, -1 for a repetition."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        found.append(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return {name if (n := found[:at].count(name)) == 0 else f"{name}-{n}" for at, name in enumerate(found)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not missing
+    """Files and headings, also of images; links of the web are not asked."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", text)
+    for link in (link or image for link, image in found):
+        if "://" in link:
+            continue
+        name, _, fragment = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{link}: no such file"
+        assert not fragment or fragment in anchors(target), (
+            f"{link}: no such heading; there are {sorted(anchors(target))}"
+        )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)

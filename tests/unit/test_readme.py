@@ -1,31 +1,113 @@
-"""README.md's tree names every file there is, and none that is not."""
+"""README.md stays short and true: its tree names what exists, its claims name commands and figures that exist; docs/index.md reaches
+every page."""
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("configs", "models", "parallelisms", "training", "ft", "bench", "scripts")
+README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "index.md"
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?!\w)")
+
+
+def section(title: str) -> str:
+    """The text between a heading of README.md and the next one."""
+    [text] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README.read_text(), re.MULTILINE | re.DOTALL)
+    return text
 
 
 def tree() -> dict[str, str]:
-    """The text behind each folder's name in the tree."""
-    [block] = re.findall(r"^## The tree\n+```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    parts: dict[str, str] = {}
+    """Path -> description of each line of the tree; four spaces of indentation are one folder."""
+    [block] = re.findall(r"^```\n(.*?)^```$", section("The tree"), re.MULTILINE | re.DOTALL)
+    folders: list[str] = []
+    lines: dict[str, str] = {}
     for line in block.splitlines():
-        if not line.startswith(" "):
-            folder = line.split()[0].rstrip("/")
-        parts[folder] = parts.get(folder, "") + line + "\n"
-    return parts
+        name, _, words = line.strip().partition(" ")
+        depth, rest = divmod(len(line) - len(line.lstrip()), 4)
+        assert rest == 0, line
+        assert depth <= len(folders), line
+        folders[depth:] = [name]
+        lines["".join(folders)] = words.strip()
+    return lines
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_tree_names_the_files_of(package: str):
-    named = set(re.findall(r"\b[a-z_]\w*\.(?:py|sh|toml)\b", tree()[package]))
-    below = ROOT / package
-    there = {path.name for path in below.rglob("*.py") if path.name != "__init__.py" and "lib" not in path.parts}
-    there |= {path.name for path in (*below.glob("*.sh"), *below.glob("*.toml"))}
-    assert named == there
+def claims() -> list[tuple[str, str, str]]:
+    """The rows of the table of claims: (claim, command, page)."""
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", section("Tests, and the claims that they check"), re.MULTILINE)
+    return [row for row in rows if row[0] != "claim"]
+
+
+def numbers(text: str) -> set[str]:
+    """Numbers of a text, without separators of thousands."""
+    return set(NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text)))
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+    assert len(tree()) <= 30
+
+
+def test_the_tree_names_what_exists():
+    assert tree()
+    missing = [
+        path for path in tree() if not ((ROOT / path).is_dir() if path.endswith("/") else (ROOT / path).is_file())
+    ]
+    assert not missing
+    assert not [path for path, words in tree().items() if not words]
+
+
+def test_the_tree_names_each_top_level_folder():
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line and line[0] != "#"]
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    folders = {name for name in folders if not any(fnmatch(name, pattern) for pattern in ignored)}
+    assert {path.rstrip("/") for path in tree() if path.count("/") == 1 and path.endswith("/")} == folders
+
+
+def test_the_commands_of_the_claims_exist():
+    """Tests, scripts and make targets. What they show is theirs to fail."""
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert len(claims()) > 20
+    for claim, command, _ in claims():
+        [*codes] = re.findall(r"`([^`]+)`", command)
+        words = [word for code in codes for word in code.split()]
+        assert words, claim
+        assert not [word for word in words if "/" in word and not (ROOT / word).exists()], claim
+        assert not [code for code in codes if code.startswith("make ") and code.split()[1] not in targets], claim
+
+
+def test_the_numbers_of_the_claims_are_in_the_pages():
+    for claim, _, page in claims():
+        links = re.findall(r"\]\(([^)#]+)", page)
+        assert links, claim
+        told = numbers("\n".join((ROOT / link).read_text() for link in links))
+        assert numbers(claim) <= told, f"{claim}: {sorted(numbers(claim) - told)} not in {links}"
+
+
+def test_the_index_reaches_every_page():
+    """Each page at least once, each question with one link."""
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", INDEX.read_text(), re.MULTILINE)
+    links = [re.findall(r"\]\(([^)]+)\)", answer) for question, answer in rows if question.endswith("?")]
+    assert links and all(len(found) == 1 for found in links)
+    reached = {link.partition("#")[0] for [link] in links}
+    assert {page.name for page in INDEX.parent.glob("*.md")} - {"index.md"} <= reached
+
+
+def test_the_glossary_names_code_that_exists():
+    """One screen, in the order of the alphabet; each term's file exists and has the identifier that is given for it."""
+    page = INDEX.parent / "glossary.md"
+    assert len(page.read_text().splitlines()) <= 60
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (.*) \|$", page.read_text(), re.MULTILINE)[1:]
+    terms = [term for term, _, _ in rows]
+    assert len(rows) > 20
+    assert terms == sorted(set(terms))
+    ft = "\n".join(path.read_text() for path in (ROOT / "ft").rglob("*.py"))
+    for term, meaning, code in rows:
+        [(name, file)] = re.findall(r"^`(\w+)` in `([\w/]+\.py)`$", code)
+        text = (ROOT / file).read_text()
+        assert re.search(rf"\b{name}\b", text), f"{term}: {name} is not in {file}"
+        assert meaning.endswith("."), term
+        words = [word for code in re.findall(r"`([^`]+)`", meaning) for word in re.findall(r"\w+", code)]
+        assert not [word for word in words if not re.search(rf"\b{word}\b", ft)], term
