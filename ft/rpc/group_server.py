@@ -33,7 +33,7 @@ from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, TorchftLink
 from ft.rpc.processes import Process, this_host
-from ft.rpc.serving import FIRST_WORD_S, Outbox, Pending, Refused, listen, stream, unary
+from ft.rpc.serving import Outbox, Pending, Refused, listen, refused, stream, unary
 from ft.rpc.torchft_group import BEAT_S, TorchftGroup
 from ft.rpc.torchft_lighthouse import LinkOverTorchft
 
@@ -42,16 +42,6 @@ LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and go
 CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
 LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
 log = logging.getLogger("pharos.group")
-
-_STATUS = {
-    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
-    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
-    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
-    "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,
-    "STALE": grpc.StatusCode.ABORTED,
-}
-
 
 Wire = Literal["pharos", "torchft"]
 
@@ -297,25 +287,14 @@ class GroupService:
 
     # ---- streams of ranks
 
-    async def _on_watch(self, context: Any) -> None:
-        outbox = Outbox(context)
-        try:
-            first = await asyncio.wait_for(outbox.read(), FIRST_WORD_S)
-            up = codec.parse(pharos_pb2.RankUp, first or b"")
-            if up.WhichOneof("up") != "hello":  # rank 0's would look like an empty one
-                raise ValueError("a stream must begin with a hello")
-            hello, rank = up.hello, up.hello.group_rank
-            if not 0 <= rank < self.config.world_size:
-                raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
-            await self._serve_stream(hello, outbox)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
-        finally:
-            outbox.close()
-
-    async def _serve_stream(self, hello: pharos_pb2.RankHello, outbox: Outbox) -> None:
-        rank, old = hello.group_rank, self._streams.get(hello.group_rank)
-        self._streams[rank] = outbox
+    async def _on_watch(self, outbox: Outbox) -> None:
+        up = codec.parse(pharos_pb2.RankUp, await outbox.read_hello())
+        if up.WhichOneof("up") != "hello":  # rank 0's would look like an empty one
+            raise ValueError("a stream must begin with a hello")
+        hello, rank = up.hello, up.hello.group_rank
+        if not 0 <= rank < self.config.world_size:
+            raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
+        old, self._streams[rank] = self._streams.get(rank), outbox
         if old:
             old.end()
         if hello.pid > 0 and hello.host == this_host():
@@ -327,13 +306,10 @@ class GroupService:
         finally:
             if self._streams.get(rank) is outbox:
                 del self._streams[rank]
-                self._gone(rank)
-
-    def _gone(self, rank: int) -> None:
-        if not self.left:
-            self.driver.feed(m.RankStream(rank, open=False))
-        elif not self._streams:
-            self._end("")
+                if not self.left:
+                    self.driver.feed(m.RankStream(rank, open=False))
+                elif not self._streams:
+                    self._end("")
 
     def _heard(self, rank: int, up: pharos_pb2.RankUp) -> None:
         which = up.WhichOneof("up")
@@ -405,13 +381,13 @@ class GroupService:
 
     def _fail_rank(self, effect: m.FailRank) -> None:
         """Of the vote that is being fed, if it is this rank's; else of its call for a quorum."""
-        refused = Refused(_STATUS[effect.code], effect.reason)
+        error = refused(effect.code, effect.reason)
         if self._feeding and self._feeding[0][0] == effect.group_rank:
-            self._feeding[1].fail(refused)
+            self._feeding[1].fail(error)
             if self._feeding[0][1] is not None:
                 return
         for pending in self._waiting.pop((effect.group_rank, None), []):
-            pending.fail(refused)
+            pending.fail(error)
 
     def _notify_rank(self, effect: m.NotifyRank) -> None:
         if effect.group_rank in self._streams:

@@ -26,7 +26,7 @@ from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import FIRST_WORD_S, LOOK_EVERY_S, Outbox, Pending, Refused, stream, unary
+from ft.rpc.serving import LOOK_EVERY_S, Outbox, Pending, Refused, refused, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -36,12 +36,6 @@ MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighth
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
 
-_STATUS = {
-    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
-    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
-    "FAILED_PRECONDITION": grpc.StatusCode.FAILED_PRECONDITION,
-    "LOST": grpc.StatusCode.ABORTED,
-}
 _FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NUMBER = re.compile(r"[\d.]+")
 
@@ -179,7 +173,7 @@ class LighthouseService:
     def _check_kind(self, kind: m.Kind) -> None:
         if problem := self.machine.refuses(kind):
             self.refused += 1
-            raise Refused(_STATUS[problem[0]], problem[1])
+            raise refused(*problem)
 
     def _check_id(self, quorum_id: int) -> None:
         """Ids go on from what groups know. Raises ValueError for one after which there would be none left."""
@@ -212,23 +206,13 @@ class LighthouseService:
 
     # ---- streams
 
-    async def _watch(self, context: Any) -> None:
-        outbox = Outbox(context)
-        try:
-            first = await asyncio.wait_for(outbox.read(), FIRST_WORD_S)
-            hello = codec.parse(pharos_pb2.Up, first or b"").hello
-            _check(m.Call(m.Member(hello.replica_id), known=hello.quorum_id))
-            _check_step(hello.settled)
-            self._check_id(hello.quorum_id)
-            self._check_kind("pharos")
-            await self._serve_stream(hello, outbox)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
-        finally:
-            outbox.close()
-
-    async def _serve_stream(self, hello: pharos_pb2.Hello, outbox: Outbox) -> None:
+    async def _watch(self, outbox: Outbox) -> None:
+        hello = codec.parse(pharos_pb2.Up, await outbox.read_hello()).hello
         replica_id = hello.replica_id
+        _check(m.Call(m.Member(replica_id), known=hello.quorum_id))
+        _check_step(hello.settled)
+        self._check_id(hello.quorum_id)
+        self._check_kind("pharos")
         old = self.streams.get(replica_id)
         self.streams[replica_id] = outbox
         if old:
@@ -323,11 +307,11 @@ class LighthouseService:
         self.refused += 1
         calls = self._waiting.pop(effect.replica_id, [])
         for waiting in calls:
-            waiting.fail(Refused(_STATUS[effect.code], effect.reason))
+            waiting.fail(refused(effect.code, effect.reason))
         if not calls and effect.replica_id in self.streams:
             reason = codec.words(effect.reason, codec.MAX_REASON)
-            refused = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
-            self.streams[effect.replica_id].send(pharos_pb2.Down(refused=refused).SerializeToString())
+            down = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
+            self.streams[effect.replica_id].send(pharos_pb2.Down(refused=down).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:
         reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)

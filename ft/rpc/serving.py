@@ -32,7 +32,7 @@ OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]  # what it raises before there is something to await counts as well
-StreamHandler = Callable[[Any], Awaitable[None]]
+StreamHandler = Callable[["Outbox"], Awaitable[None]]
 
 
 class Refused(Exception):
@@ -44,6 +44,11 @@ class Refused(Exception):
 
 
 STOPS = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+
+
+def refused(code: str, reason: str) -> Refused:
+    """As a machine of ft.protocol refuses. LOST, STALE: that id or attempt is over, and another one may be asked for."""
+    return Refused(grpc.StatusCode.ABORTED if code in ("LOST", "STALE") else grpc.StatusCode[code], reason)
 
 
 class Calls:
@@ -94,12 +99,16 @@ def unary(handler: Handler) -> Route:
 
 
 def stream(handler: StreamHandler) -> Route:
-    """`handler` reads and writes through an Outbox."""
+    """`handler` reads and writes through an Outbox, which is closed after it."""
 
     async def open_and_handle(_: Any, context: Any) -> None:
         # Now, and not with the first message: that may be on its way when a status has to go, and both would carry it.
         await context.send_initial_metadata(())
-        await handler(context)
+        outbox = Outbox(context)
+        try:
+            await handler(outbox)
+        finally:
+            outbox.close()
 
     return lambda calls: grpc.stream_stream_rpc_method_handler(calls.serving(open_and_handle))
 
@@ -276,6 +285,13 @@ class Outbox:
             waiting = f"{len(self._messages)} messages of {self._bytes} bytes in all have not been read"
             self._too_slow = Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the reader is too slow: {waiting}")
             self.end()
+
+    async def read_hello(self) -> bytes:
+        """The first message. Raises ValueError where it does not come soon, Refused."""
+        try:
+            return await asyncio.wait_for(self.read(), FIRST_WORD_S) or b""
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
 
     async def read(self) -> bytes | None:
         """The next message; None: the stream is over, from either side. Raises Refused for a reader that was too slow."""
