@@ -15,7 +15,7 @@ _HOMES = {
     "DistributedDataParallel": "ft.ddp",
     "DistributedSampler": "ft.sampler",
     "ErrorSwallowingProcessGroup": "ft.process_groups.special",
-    "LighthouseClient": "ft.rpc.clients",
+    "LighthouseClient": "ft.compat.lighthouse_client",
     "LighthouseServer": "ft.rpc.lighthouse_server",
     "LocalSGD": "ft.local_sgd",
     "Manager": "ft.torchft_manager",

@@ -1,19 +1,16 @@
-"""Who calls the servers from a process with threads instead of a loop: a rank its group's server, anybody a lighthouse.
+"""The client of a group's server for a process with threads instead of a loop, and a group's first contact with its lighthouse.
 
 A call that is not answered in time raises TimeoutError, one that is refused RuntimeError; nothing is ever inferred from either.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import grpc
@@ -21,7 +18,7 @@ import grpc
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access
-from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import channel
 from ft.rpc.processes import this_host
 
@@ -182,7 +179,7 @@ class GroupClient:
 
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
         call = self._channel.unary_unary(f"/pharos.Group/{method}")
-        return codec.parse(reply_type, _answer(call, request, timeout_s, self._metadata))
+        return codec.parse(reply_type, answer_of(call, request, timeout_s, self._metadata))
 
 
 def _said(down: pharos_pb2.RankDown) -> m.Notice | m.Waits | str | None:
@@ -222,98 +219,8 @@ def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bo
             time.sleep(min(AGAIN_S, patience_s))
 
 
-# ------------------------------------------------------------------------------------------------ torchft's face of a lighthouse
-
-
-@dataclass(frozen=True)
-class QuorumMember:
-    replica_id: str
-    address: str
-    store_address: str
-    step: int
-    world_size: int
-    shrink_only: bool
-    data: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Timestamp:
-    seconds: int
-    nanos: int
-
-
-@dataclass(frozen=True)
-class LighthouseQuorum:
-    quorum_id: int
-    participants: list[QuorumMember] = field(default_factory=list)
-    created: Timestamp = field(default_factory=lambda: Timestamp(0, 0))
-
-
-class LighthouseClient:
-    """Of torchft's wire: any lighthouse of that wire answers it. Raises TimeoutError where none does in time, RuntimeError where it
-    refuses."""
-
-    def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "") -> None:
-        access = Access(token)
-        self._channel, self._metadata = channel(addr, access, aio=False), access.metadata()
-        try:
-            grpc.channel_ready_future(self._channel).result(timeout=connect_timeout.total_seconds())
-        except grpc.FutureTimeoutError:
-            self._channel.close()
-            raise TimeoutError(f"no lighthouse at {addr}") from None
-
-    def quorum(
-        self,
-        replica_id: str,
-        timeout: timedelta,
-        address: str | None = None,
-        store_address: str | None = None,
-        step: int | None = None,
-        world_size: int | None = None,
-        shrink_only: bool | None = None,
-        data: dict[Any, object] | None = None,
-    ) -> LighthouseQuorum:
-        """Waits until there is a quorum with `replica_id` in it. `data` goes to all members, as JSON."""
-        member = torchft_pb2.QuorumMember(
-            replica_id=replica_id,
-            address=address or "",
-            store_address=store_address or "",
-            step=step or 0,
-            world_size=1 if world_size is None else world_size,
-            shrink_only=bool(shrink_only),
-            data="" if data is None else json.dumps(data),
-        )
-        request = torchft_pb2.LighthouseQuorumRequest(requester=member)
-        call = self._channel.unary_unary("/torchft.LighthouseService/Quorum")
-        answer = _answer(call, request, timeout.total_seconds(), self._metadata)
-        return _read(codec.parse(torchft_pb2.LighthouseQuorumResponse, answer).quorum)
-
-    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
-        request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id)
-        _answer(call, request, timeout.total_seconds(), self._metadata)
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-def _read(quorum: torchft_pb2.Quorum) -> LighthouseQuorum:
-    members = [
-        QuorumMember(
-            x.replica_id,
-            x.address,
-            x.store_address,
-            x.step,
-            x.world_size,
-            x.shrink_only,
-            json.loads(x.data) if x.data else None,
-        )
-        for x in quorum.participants
-    ]
-    return LighthouseQuorum(quorum.quorum_id, members, Timestamp(quorum.created.seconds, quorum.created.nanos))
-
-
-def _answer(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
+def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
+    """Waits for it. Raises TimeoutError, Refused, NameTaken, Stale, RuntimeError."""
     try:
         return bytes(call(request.SerializeToString(), timeout=timeout_s, metadata=metadata))
     except grpc.RpcError as error:

@@ -1,0 +1,1 @@
+"""The interface for programs that were written for torchft."""
