@@ -32,7 +32,7 @@ def at(digests: Sequence[float], rank: int) -> Digest:
 def find_divergent(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
     """Members whose digest is not the one that most witnesses have, and, where that is a single one, most of all. All members where there
     is no such digest: they differ, and nobody can tell who is right. Empty: there is no difference."""
-    return _odd_ones(tuple(digests), tuple(members)) if any(digests) else ()  # as a rule nothing is compared
+    return _odd_ones(tuple(digests), tuple(members)) if any(digests) else ()
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

@@ -44,22 +44,23 @@ class LocalContribution:
             event = Computed(before.tokens + event.tokens, before.loss_sum + event.loss_sum, able, kept)
         self.computed = event
 
-    def is_usable(self, slots: Sequence[int]) -> bool:
-        """Whether there is something in them to learn from. They are computed, all of them."""
+    def tail(
+        self, slots: Sequence[int], dealt: Iterable[int], *, change: bool, digests: int
+    ) -> tuple[tuple[float, ...], bool]:
+        """Returns the values of the StepControl that this group adds to the sums beside its gradients, and whether these are of use: there
+        is something in `slots`, all of which are computed, to learn from. `dealt`: all slots of the step; `digests`: numbers to leave
+        room for."""
         able = self.computed is None or self.computed.able
-        return bool(slots) and able and any(self.tokens[slot] > 0 for slot in slots)
-
-    def tail(self, slots: Sequence[int], dealt: Iterable[int], *, change: bool, digests: int) -> StepControl:
-        """What this group adds to the sums beside its gradients. dealt: all slots of the step; digests: figures to leave room for."""
-        usable = self.is_usable(slots)
+        usable = able and any(self.tokens[slot] > 0 for slot in slots)
         if usable:
             figures = {slot: self.tokens[slot] if self.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if self.excused else 0.0)
-        return StepControl(
+        control = StepControl(
             tokens=tuple(map(float, {**dict.fromkeys(dealt, 0.0), **figures}.values())),
             loss_sum=self.computed.loss_sum if usable and self.computed else 0.0,
             ok=1.0 if usable or self.excused or not slots else 0.0,
             change=1.0 if change else 0.0,
             digests=(0.0,) * digests,
         )
+        return control.values, usable

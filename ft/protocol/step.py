@@ -104,6 +104,8 @@ class Step:
         self._agains = 0
         self._failures = 0
         self._width = 0  # slots in the tail of this step
+        self._slots: tuple[int, ...] = ()  # of the deal, this group's in this attempt
+        self._digests = 0  # numbers in the tail of this step that are digests
         self._share = LocalContribution()  # of this group
         self._healing = Healing(config.group_rank, config.heal_backlog)
         self._failure: m.ReduceFailed | None = None
@@ -198,7 +200,7 @@ class Step:
         call = m.RankCall(
             self.config.group_rank, member, "", known, self._failed, shape=self.config.shape, number=self._questions
         )
-        self._emit(m.AskQuorum(call))  # with whom this rank cannot work, its driver adds
+        self._out.append(m.AskQuorum(call))  # with whom this rank cannot work, its driver adds
 
     def _on_part(self, part: Part, now_s: float) -> None:
         same = part.known and self.part is not None and part.reference[0] == self._place
@@ -213,7 +215,7 @@ class Step:
         else:
             self._agree_on_deal(part)
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
-        self._emit(m.Configure(part, self._attempt))
+        self._out.append(m.Configure(part, self._attempt))
         early, self._early = self._early, []
         for notice in early:
             _ALWAYS[type(notice)](self, notice, now_s)
@@ -226,7 +228,7 @@ class Step:
         else:
             self.ledger.drop()
             self.ledger.deal(part.participants)
-        if not self._share.tokens.keys() <= set(self._slots()):
+        if not self._share.tokens.keys() <= set(self._owned_slots()):
             self._drop_gradients()
 
     def _become_void(self, part: Part) -> None:
@@ -246,9 +248,10 @@ class Step:
         self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else event.reason or self._doomed
 
     def _on_agreed(self, outcome: Outcome, now_s: float) -> None:
-        if not self._is_current(outcome, "configured"):
+        if outcome.kind != "configured" or not self._is_current(outcome):
             return
-        self._heal_if_said(outcome)
+        if outcome.healed and self._healing.open:
+            self._take_state()
         if outcome.verdict == "yes":
             self._start()
         else:
@@ -261,11 +264,14 @@ class Step:
         assert self.part is not None
         self._tail = self._failure = None
         self.phase = Phase.COMPUTING
-        slots, missing = self._slots(), self._missing()
-        if missing:
+        interval = self.config.digest_interval
+        compares = interval > 0 and (self._place + 1) % interval == 0
+        self._digests = FIGURES * len(self.part.members) if compares else 0
+        self._slots = slots = self._owned_slots()
+        if missing := self._missing:
             self._share.excused = False  # of what is new the others know nothing
             self.reason = f"step {self._place}: slots {missing}"
-            self._emit(m.Compute(self._place, missing, self._attempt))
+            self._out.append(m.Compute(self._place, missing, self._attempt))
             return
         self.reason = f"step {self._place}: " + (
             "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
@@ -274,8 +280,8 @@ class Step:
             self._wants_change = "healed, to be dealt"
         self._launch(again=bool(slots))
 
-    def _slots(self) -> tuple[int, ...]:
-        """Of the deal, this group's."""
+    def _owned_slots(self) -> tuple[int, ...]:
+        """Of the deal, this group's: the same from the start of an attempt to its outcome."""
         if self.void or self._late or self.part is None:
             return ()
         return self._share.slots(self.ledger.pending, self.part.replica_id)
@@ -288,9 +294,10 @@ class Step:
         alone = len(self.part.heals) == len(self.part.members) - 1
         return alone and bool(self.part.heals or self._wants_change)
 
+    @property
     def _missing(self) -> tuple[int, ...]:
         """Of this group's slots, those that are still to be computed."""
-        return tuple(slot for slot in self._slots() if slot not in self._share.tokens)
+        return tuple([slot for slot in self._slots if slot not in self._share.tokens])
 
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None
@@ -300,18 +307,18 @@ class Step:
             )
             self._vote_on_commit()
             return
-        slots, dealt = self._slots(), range(self._width) if self.void else self.ledger.pending
+        slots, dealt = self._slots, range(self._width) if self.void else self.ledger.pending
         self._told_leaving = (self._leaving and not self._is_only_holder) or self._place + 1 == self._last
-        usable, change = self._share.is_usable(slots), bool(self._wants_change) or self._told_leaving
-        tail = self._share.tail(slots, dealt, change=change, digests=self._digests)
+        change = bool(self._wants_change) or self._told_leaving
+        tail, usable = self._share.tail(slots, dealt, change=change, digests=self._digests)
         knows = self._digests > 0 and not self.void and self.step == self._place
-        place = len(tail.values) - self._digests + FIGURES * self.part.replica_rank
-        self._emit(
+        place = len(tail) - self._digests + FIGURES * self.part.replica_rank
+        self._out.append(
             m.LaunchTail(
                 self.part.quorum_id,
                 self._attempt,
                 self._place,
-                tail.values,
+                tail,
                 not usable,
                 again=again and usable,
                 digest_at=place if knows else 0,
@@ -320,7 +327,7 @@ class Step:
         )
 
     def _on_computed(self, event: m.Computed, now_s: float) -> None:
-        missing = self._missing()
+        missing = self._missing
         if not missing:
             return
         self._share.add(missing, event)
@@ -331,7 +338,7 @@ class Step:
             self._launch(again=False)
 
     def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
-        if not self._at(event) or self._missing():
+        if not self._is_current(event) or self._missing:
             return
         tail = StepControl.of(event.tail, self._digests)
         if tail.is_sound:
@@ -342,10 +349,10 @@ class Step:
         self._vote_on_commit()
 
     def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
-        if not self._at(event):
+        if not self._is_current(event):
             return
         self._failure, self.reason = self._failure or event, event.reason
-        if not self._missing():
+        if not self._missing:
             self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
@@ -360,27 +367,21 @@ class Step:
         self.reason = (
             "all sums are there" if able else f"{round(self._tail.ok)} of {len(self.part.members)} groups were able"
         )
-        odd = find_divergent(self._tail.digests, self.part.members) if able else ()
+        odd = find_divergent(self._tail.digests, self.part.members) if able and any(self._tail.digests) else ()
         if odd:
-            self._emit(m.WeightsDiffer(self.step, () if odd == self.part.members else odd))
+            self._out.append(m.WeightsDiffer(self.step, () if odd == self.part.members else odd))
         change = self._tail.change > 0 or bool(odd)
         self._vote("commit", "yes" if able else "again", change=change, reason=self.reason, blame=odd)
-
-    @property
-    def _digests(self) -> int:
-        """Figures in the tail of this step that are digests."""
-        interval = self.config.digest_interval
-        due = interval > 0 and (self._place + 1) % interval == 0
-        return FIGURES * len(self.part.members) if due and self.part else 0
 
     # ---- the outcome
 
     def _on_decided(self, outcome: Outcome, now_s: float) -> None:
-        if not self._is_current(outcome, "commit"):
+        if outcome.kind != "commit" or not self._is_current(outcome):
             return
         if outcome.verdict == "yes" and not self.void:  # void: of a heal that failed, other ranks may not have heard
             self._apart = False
-        self._heal_if_said(outcome)
+        if outcome.healed and self._healing.open:
+            self._take_state()
         if outcome.verdict == "failed" or self._tail is None:
             self._fail(outcome.reason, now_s)
         elif outcome.verdict == "again":
@@ -389,7 +390,8 @@ class Step:
             self._stop(f"after step {self.step} the groups hold different weights, and nobody can tell whose are right")
         else:
             assert self.part is not None
-            self._copied &= at(self._tail.digests, self.part.replica_rank) == NONE
+            if self._copied:
+                self._copied = at(self._tail.digests, self.part.replica_rank) == NONE
             self._commit_or_hold(self._tail, change=outcome.change, now_s=now_s)
             if self.part and self.part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:
                 self._distrust()
@@ -428,7 +430,7 @@ class Step:
             self._place += 1
             assert self.part is not None
             self._width = self.ledger.width(len(self.part.participants))
-            self._emit(m.HoldSums(self._place))
+            self._out.append(m.HoldSums(self._place))
             self._go_on(now_s)
         else:
             self._commit(tail)
@@ -438,7 +440,7 @@ class Step:
         part = self.part
         assert part is not None
         if self._offering and not held:
-            self._emit(m.Fence(self.step))
+            self._out.append(m.Fence(self.step))
             self._offering = False
         owners = self.ledger.pending
         entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
@@ -450,7 +452,7 @@ class Step:
         slots = tuple(zip(entry.contributed, gave, strict=True))
         contributors = _ranks_of(gave, part.members)
         loss, leave = tail.loss_sum / tail.divisor, self.step == self._last or (self._told_leaving and not held)
-        self._emit(
+        self._out.append(
             m.CommitStep(
                 step=self.step,
                 commit_id=self.commit_id,
@@ -477,14 +479,14 @@ class Step:
         self._failed, self._due = True, True
         self._failures += 1
         if self.part:
-            self._emit(m.AbandonGeneration(self.part.quorum_id))
+            self._out.append(m.AbandonGeneration(self.part.quorum_id))
         self._return_deal_unless_kept()
         if self.config.max_failures is not None and self._failures > self.config.max_failures:
             self._stop(
                 f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
             )
         elif self._healing.open and not self._healing.open.agreed:
-            self._cast(self._healing.give_up(why))
+            self._vote_on_heal(self._healing.give_up(why))
             self.phase, self.reason = Phase.CLOSING, why
         else:
             if self._healing.open:
@@ -502,13 +504,13 @@ class Step:
 
     def _drop_gradients(self) -> None:
         if self._share.computed:
-            self._emit(m.DropGradients())
+            self._out.append(m.DropGradients())
         self._share.clear()
 
     # ---- healing
 
     def _on_heal_ended(self, event: m.HealEnded, now_s: float) -> None:
-        self._cast(self._healing.ended(event))
+        self._vote_on_heal(self._healing.ended(event))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
         """A state that has arrived is taken where all ranks of the group are at the same place: where they wait for nothing else, or with
@@ -532,10 +534,6 @@ class Step:
         self._return_deal_unless_kept()  # it may have come with the state
         self._ask(why)
 
-    def _heal_if_said(self, outcome: Outcome) -> None:
-        if outcome.healed and self._healing.open:
-            self._take_state()
-
     def _take_state(self) -> None:
         """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
         assert self.part is not None
@@ -544,7 +542,7 @@ class Step:
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
-        self._emit(m.LoadState(self.step))
+        self._out.append(m.LoadState(self.step))
         held, due = self._healing.release(), self._due
         for tail, self._due in held:
             self._commit(tail, held=True)
@@ -560,13 +558,13 @@ class Step:
 
     def _drop_held(self) -> None:
         if self._healing.release() or (self.void and self.part is not None):
-            self._emit(m.DropHeld())
+            self._out.append(m.DropHeld())
 
     # ---- checkpoints
 
     def _on_wants_restore(self, event: m.WantsRestore, now_s: float) -> None:
         self._drop_gradients()
-        self._emit(m.LoadCheckpoint(event.settled))
+        self._out.append(m.LoadCheckpoint(event.settled))
         self.reason = f"step {event.settled} was settled, and nobody holds it any more"
 
     def _on_restored(self, event: m.Restored, now_s: float) -> None:
@@ -584,7 +582,7 @@ class Step:
     def _settle(self, step: int) -> None:
         if step > self.settled:
             self.settled = step
-            self._emit(m.Settled(step))
+            self._out.append(m.Settled(step))
 
     # ---- what may come at any time
 
@@ -595,7 +593,7 @@ class Step:
         self._doomed = f"{type(notice).__name__}: {notice.reason}"
         self.reason = self._doomed
         if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
-            self._emit(m.InterruptCollectives(notice.quorum_id, self._doomed))
+            self._out.append(m.InterruptCollectives(notice.quorum_id, self._doomed))
         elif self.phase is Phase.AWAITING:
             self._fail(self._doomed, now_s)
 
@@ -625,7 +623,7 @@ class Step:
     def _on_tick(self, event: m.Tick, now_s: float) -> None:
         if self.phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
             why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
-            self._emit(m.GiveUp(why))
+            self._out.append(m.GiveUp(why))
             self._fail(why, now_s)
 
     # ---- small things
@@ -635,11 +633,12 @@ class Step:
     ) -> None:
         assert self.part is not None
         rank, why = self.config.group_rank, "" if verdict == "yes" else reason
-        self._cast(Vote(rank, kind, self.part.quorum_id, self._attempt, self._place, verdict, change, why, blame))
+        vote = Vote(rank, kind, self.part.quorum_id, self._attempt, self._place, verdict, change, why, blame)
+        self._out.append(m.CastVote(vote))
 
-    def _cast(self, vote: Vote | None) -> None:
+    def _vote_on_heal(self, vote: Vote | None) -> None:
         if vote:
-            self._emit(m.CastVote(vote))
+            self._out.append(m.CastVote(vote))
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
         if outcome.kind == "healed":
@@ -649,19 +648,13 @@ class Step:
         elif self.phase is Phase.VOTING:
             self._on_decided(outcome, now_s)
 
-    def _is_current(self, outcome: Outcome, kind: str) -> bool:
-        return outcome.kind == kind and self._at(outcome)
-
-    def _at(self, event: Outcome | m.Reduced | m.ReduceFailed) -> bool:
+    def _is_current(self, event: Outcome | m.Reduced | m.ReduceFailed) -> bool:
         where = (event.quorum_id, event.attempt, event.step)
         return self.part is not None and where == (self.part.quorum_id, self._attempt, self._place)
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
-        self._emit(m.Stop(why, slots))
-
-    def _emit(self, effect: Effect) -> None:
-        self._out.append(effect)
+        self._out.append(m.Stop(why, slots))
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

@@ -20,9 +20,12 @@ class StepControl:
     digests: tuple[float, ...] = ()  # of weights, per member (compare.py), in the steps where they are compared
 
     @staticmethod
-    def of(values: Sequence[float], digests: int = 0) -> StepControl:
+    @lru_cache(64)  # the same for all ranks that a process drives
+    def of(values: tuple[float, ...], digests: int = 0) -> StepControl:
         """`digests`: how many of the values they are."""
-        return _tail_of(tuple(values), digests)
+        end = len(values) - digests
+        loss_sum, ok, change = values[end - 3 : end]
+        return StepControl(values[: end - 3], loss_sum, ok, change, values[end:])
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -41,13 +44,6 @@ class StepControl:
     def is_empty(self) -> bool:
         """Nobody is left who was dealt a slot, and nobody was unable: there is no step here, only a deal to be made anew."""
         return not any(self.tokens)
-
-
-@lru_cache(64)  # the same for all ranks that a process drives
-def _tail_of(values: tuple[float, ...], digests: int) -> StepControl:
-    end = len(values) - digests
-    loss_sum, ok, change = values[end - 3 : end]
-    return StepControl(values[: end - 3], loss_sum, ok, change, values[end:])
 
 
 @lru_cache(64)  # the same for all ranks that a process drives
