@@ -229,8 +229,8 @@ class Run:
                     long_phase_s=config.comm.init_timeout_seconds,
                     shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
                     restore=self.restore,
-                    accounts=self.progress,
-                    happened=self.events,
+                    phase_timer=self.progress,
+                    on_event=self.events,
                 )
             )
         )

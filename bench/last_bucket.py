@@ -64,9 +64,9 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
 
     torch.set_num_threads(1)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
-    wish = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+    config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
     manager = Manager(
-        ProcessGroupGloo(), wish, Options(init_sync=False), gradients=Told(bucket_bytes=BUCKET_BYTES), seen=seen
+        ProcessGroupGloo(), config, Options(init_sync=False), gradients=Told(bucket_bytes=BUCKET_BYTES), seen=seen
     )
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])

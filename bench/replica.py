@@ -100,8 +100,8 @@ def ours(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool
     from ft.rpc.access import Access
 
     lighthouse = os.environ["TORCHFT_LIGHTHOUSE"]
-    wish = ReplicaGroupConfig(str(group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
-    manager = Manager((ProcessGroupBabyGloo if baby else ProcessGroupGloo)(), wish, Options())
+    config = ReplicaGroupConfig(str(group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    manager = Manager((ProcessGroupBabyGloo if baby else ProcessGroupGloo)(), config, Options())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.register("optimizer", optimizer.state_dict, optimizer.load_state_dict)

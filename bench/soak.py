@@ -173,10 +173,10 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                     folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
                 )
                 with closing(relay):
-                    wish = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+                    config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
                     options = Options(init_sync=False, dies_with_group=False)
                     group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
-                    manager = Manager(group, wish, options, restore=lambda: checkpointer.load())
+                    manager = Manager(group, config, options, restore=lambda: checkpointer.load())
                     states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
                     manager.register("model", model.state_dict, self._heal)
                     manager.register("figures", relay.state_dict, relay.load_state_dict)

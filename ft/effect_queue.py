@@ -8,11 +8,12 @@ touched by two threads, and the loop of the trainer stays a loop.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 from ft.protocol import messages as m
-from ft.rpc.driver import Machine, Seen, now_s
+from ft.rpc.driver import Machine, Seen
 
 TICK_S = 0.5
 
@@ -32,7 +33,7 @@ class EffectQueue:
     def feed(self, event: m.Event) -> None:
         """From any thread."""
         with self._news:
-            now = now_s()
+            now = time.monotonic()
             out = self._machine.handle(event, now)
             if self._seen:
                 self._seen(now, event, out)
@@ -62,6 +63,9 @@ class EffectQueue:
 
     def take(self) -> m.Effect:
         """The next thing to do. Waits for it, and tells the machine that time goes by. Raises what `fail` was given."""
+        with self._news:
+            if self._effects and self._error is None:
+                return self._effects.popleft()
         effect = self.take_unless(lambda: False)
         assert effect is not None
         return effect

@@ -61,12 +61,12 @@ class GroupCalls:
     def __init__(
         self,
         client: GroupClient,
-        wish: ReplicaGroupConfig,
+        config: ReplicaGroupConfig,
         gone: threading.Event,
         word: ServersWord,
         agreement: Agreement | None = None,
     ) -> None:
-        self._client, self._wish, self._gone = client, wish, gone
+        self._client, self._config, self._gone = client, config, gone
         self._word, self._agreement = word, agreement
 
     def quorum(self, call: m.RankCall, within_s: float | None) -> m.Event | None:
@@ -86,12 +86,12 @@ class GroupCalls:
                 if not self._word.is_fresh:
                     log.info("no quorum for %.0f s: other ranks of this group have yet to ask for one", waited_s)
             except Refused as error:
-                timeout_s = self._wish.times.heartbeat_timeout_s
+                timeout_s = self._config.times.heartbeat_timeout_s
                 ends = (
                     isinstance(error, NameTaken) and time.monotonic() - asked_s < timeout_s
                 )  # who has it may fall silent
                 if not ends:
-                    raise BadInput(f"group {self._wish.name} cannot take part: {error}") from None
+                    raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
                 if self._gone.wait(GONE_S):
                     return None
             except RuntimeError as error:
@@ -128,20 +128,14 @@ class GroupCalls:
         tries = 0
         while tries < VOTE_TRIES:
             try:
-                return self._vote(vote)
+                return self._client.vote(vote, VOTE_S)
             except TimeoutError:
                 if self._word.is_fresh:
                     continue
+            except Stale as error:
+                raise GroupEnded(f"the group has gone on without this rank: {error}") from None
+            except RuntimeError as error:
+                raise GroupEnded(f"the group's server does not count votes any more: {error}") from None
             tries += 1
             log.info("no outcome yet of the vote on %s of step %d", vote.kind, vote.step)
         raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
-
-    def _vote(self, vote: m.Vote) -> m.Outcome:
-        try:
-            return self._client.vote(vote, VOTE_S)
-        except TimeoutError:
-            raise
-        except Stale as error:
-            raise GroupEnded(f"the group has gone on without this rank: {error}") from None
-        except RuntimeError as error:
-            raise GroupEnded(f"the group's server does not count votes any more: {error}") from None

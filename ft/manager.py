@@ -104,7 +104,7 @@ class Manager:
     """`group`: the process group to other groups' ranks; configured and closed here. `store`: this group's own, where it has several ranks.
     `restore`: loads the newest valid checkpoint, and with it this manager's state (load_state_dict), or does nothing if there is none.
     `agreement`: of the ranks of this group, if there are several; without it each of them votes on each step at the group's server.
-    `accounts`, `happened`: are told where the time goes, and what happened (phase_timer.py).
+    `phase_timer`, `on_event`: are told where the time goes, and what happened (phase_timer.py).
     `seen`: gets every event of the machine with what came of it.
 
     Raises RuntimeError where the group's server does not start.
@@ -113,7 +113,7 @@ class Manager:
     def __init__(
         self,
         group: ProcessGroup,
-        wish: ReplicaGroupConfig,
+        config: ReplicaGroupConfig,
         options: Options,
         *,
         store: Store | None = None,
@@ -122,17 +122,22 @@ class Manager:
         gradients: Gradients | None = None,
         shape: Sequence[tuple[str, str]] = (),
         restore: Callable[[], object] | None = None,
-        accounts: PhaseTimer | None = None,
-        happened: Events = ignore_event,
+        phase_timer: PhaseTimer | None = None,
+        on_event: Events = ignore_event,
         seen: Seen | None = None,
     ) -> None:
-        self._group, self._wish, self._options, self._shape, self._restore = group, wish, options, tuple(shape), restore
-        self._seen = seen
-        self._teller = ManagerTelemetry(
-            wish.group_rank,
+        self._group, self._config, self._options, self._shape, self._restore = (
+            group,
+            config,
+            options,
+            tuple(shape),
+            restore,
+        )
+        self._telemetry = ManagerTelemetry(
+            config.group_rank,
             lambda: self._step * options.inner_steps,
-            accounts or NoPhaseTimer(),
-            happened,
+            phase_timer or NoPhaseTimer(),
+            on_event,
             lambda *what: self._client.happened(*what),
             options.inner_steps,
             options.long_phase_s,
@@ -143,25 +148,23 @@ class Manager:
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
         self._state = State()
-        self._membership = join(wish, store)
+        self._membership = join(config, store)
         self.replica_id = self._membership.replica_id
-        heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=wish.times.heal_grace_s)
-        self._prober = Prober(wish.host, PROBE * wish.times.heartbeat_timeout_s)
+        heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
+        self._prober = Prober(config.host, PROBE * config.times.heartbeat_timeout_s)
         self._healer = Healer(
             self._state,
-            transport or HttpTransport(wish.host, self.replica_id, wish.access, heal),
-            group_rank=wish.group_rank,
-            access=wish.access,
-            grace_s=wish.times.heal_grace_s,
-            hear=lambda event: self._inbox.hear(event),
+            transport or HttpTransport(config.host, self.replica_id, config.access, heal),
+            group_rank=config.group_rank,
+            access=config.access,
+            grace_s=config.times.heal_grace_s,
+            hear=lambda event: self._effects.hear(event),
             unlike=self._meet_unlike_state,
         )
         self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
-        self._client = GroupClient(self._membership.address, wish.group_rank, wish.access)
-        self._word = ServersWord(wish.group_rank)
-        self._calls = GroupCalls(self._client, wish, self._gone, self._word, agreement)
-        self._machine: Step
-        self._inbox: EffectQueue
+        self._client = GroupClient(self._membership.address, config.group_rank, config.access)
+        self._word = ServersWord(config.group_rank)
+        self._calls = GroupCalls(self._client, config, self._gone, self._word, agreement)
         self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
         self._part: m.Part | None = None
         self._launched = 0  # reductions in the newest quorum
@@ -172,7 +175,8 @@ class Manager:
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
         self._weights: list[Tensor] = []
         self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
-        self._deal: DataAssignment | None = None
+        self._until: int | None = None  # the step after which this group has told the machine that it leaves
+        self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
         self.settled = 0  # up to this step there is one history
         self._saved: bool | None = None  # the last step of the run is; None: it is not over
@@ -196,36 +200,32 @@ class Manager:
             m.GiveUp: self._give_up,
             m.Stop: self._stop,
         }
-        self._new_machine()
-        self._prober.start(lambda: group.waits_since_s, self._cut)
-        pid = None if options.dies_with_group else 0
-        self._client.watch(self._hear, self._ended, pid=pid, on_waits=self._word.hear)
-        threading.Thread(
-            target=self._teller.report_for_ever,
-            args=(wish.times.beat_s, self._closed, self._report, self._news),
-            name="ft-report",
-            daemon=True,
-        ).start()
-
-    def _new_machine(self) -> None:
-        options, wish = self._options, self._wish
-        config = StepConfig(
-            group_rank=wish.group_rank,
+        step_config = StepConfig(
+            group_rank=config.group_rank,
             keep_gradients=options.keep_gradients,
-            every_step=wish.every_step,
+            every_step=config.every_step,
             heal_backlog=options.heal_backlog,
-            heal_grace_s=wish.times.heal_grace_s,
+            heal_grace_s=config.times.heal_grace_s,
             zeros_wait=options.zeros_wait,
             digest_interval=options.digest_interval,
             leave_if_odd=options.leave_if_odd,
             max_failures=options.max_failures,
-            restores=self._restore is not None,
+            restores=restore is not None,
             skip_unable=options.skip_unable,
             init_sync=options.init_sync,
         )
-        self._machine = Step(config, Ledger(options.slot_size, options.slots_per_step))
-        self._inbox = EffectQueue(self._machine, self._stop_waiting, self._seen)
+        self._machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
+        self._effects = EffectQueue(self._machine, self._interrupt, seen)
         self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine takes it by itself
+        self._prober.start(lambda: group.waits_since_s, self._cut)
+        pid = None if options.dies_with_group else 0
+        self._client.watch(self._hear, self._ended, pid=pid, on_waits=self._word.hear)
+        threading.Thread(
+            target=self._telemetry.report_for_ever,
+            args=(config.times.beat_s, self._closed, self._report, self._news),
+            name="ft-report",
+            daemon=True,
+        ).start()
 
     # ------------------------------------------------------------------------------------------------ the seam
 
@@ -267,11 +267,11 @@ class Manager:
     def last_pass(self, slot: int | None = None) -> AbstractContextManager[None]:
         """Around the last backward of a slot: gradients go out as they get ready. Without it, all of them in `reduce`. None: there is but
         one slot."""
-        if slot is None or self._deal is None:
+        if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
             return self.gradients.last_pass(self._places[slot])
-        return self.gradients.last_pass() if slot == self._deal.slots[-1] else nullcontext()
+        return self.gradients.last_pass() if slot == self._assignment.slots[-1] else nullcontext()
 
     @property
     def _places(self) -> dict[int, int]:
@@ -280,32 +280,38 @@ class Manager:
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
-        if self._deal is None:
-            if until is not None:
-                self._inbox.feed(m.Leaving(until))
-            if self._machine.phase is Phase.BOUNDARY and self._inbox.next() is None:
-                self._inbox.feed(m.Begin())
+        if self._assignment is None:
+            if until is not None and until != self._until:
+                self._effects.feed(m.Leaving(until))
+                self._until = until
+            if self._machine.phase is Phase.BOUNDARY and self._effects.next() is None:
+                self._effects.feed(m.Begin())
             turn = self._pump()
             assert turn is not None
             if isinstance(turn, m.Compute):
-                places = self._places
-                self.gradients.begin([places[slot] for slot in turn.slots])
-                self._deal = DataAssignment(turn.step, turn.slots)
+                if self._options.deterministic_reduce:
+                    places = self._places
+                    self.gradients.begin([places[slot] for slot in turn.slots])
+                else:
+                    self.gradients.begin()
+                self._assignment = DataAssignment(turn.step, turn.slots)
             else:
-                self._deal = DataAssignment(turn.step - 1, ())
-            if until is not None and self._deal.step >= until:
+                self._assignment = DataAssignment(turn.step - 1, ())
+            if until is not None and self._assignment.step >= until:
                 self.left = True  # nothing is left to train, nor for the others, who go on from the same state
-        return self._deal
+        return self._assignment
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """Returns when all sums are there, in whatever generation: a death on the way costs time, and no step."""
         turn = self._turn
         if isinstance(turn, m.Compute):
             self._turn = None
-            if self._part and self._healer.all_is_sent:
+            if self._part and self._part.heals and self._healer.all_is_sent:
                 # their own word would come a step later: what they launch in this one, they launched before they had the state
-                self._inbox.feed(m.ChangeAnnounced(self._part.quorum_id, "who heals from this group has been sent all"))
-            self._inbox.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite))
+                self._effects.feed(
+                    m.ChangeAnnounced(self._part.quorum_id, "who heals from this group has been sent all")
+                )
+            self._effects.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite))
             turn = self._pump(before_vote=True)
         if turn is None:
             tail = self._machine.tail
@@ -316,14 +322,14 @@ class Manager:
         return StepTotals((turn.divisor,), turn.mean_loss * turn.divisor, True)
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        turn, deal, self._deal = self._pump(), self._deal, None
+        turn, assignment, self._assignment = self._pump(), self._assignment, None
         if not isinstance(turn, m.CommitStep):
             return None
-        if deal and deal.slots and not {slot for slot, _ in turn.slots}.intersection(deal.slots):
-            self._teller.lost()
+        if assignment and assignment.slots and not {slot for slot, _ in turn.slots}.intersection(assignment.slots):
+            self._telemetry.lost()
         self._turn, self._step, self._commit_id = None, turn.step, turn.commit_id
         self._has_committed = True
-        self._teller.committed(turn.mean_loss)
+        self._telemetry.committed(turn.mean_loss)
         self.left = self.left or turn.leave
         return Commit(
             turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size, slots=turn.slots, holes=turn.holes
@@ -336,7 +342,7 @@ class Manager:
         self._restored = from_checkpoint(state)
         self._step, self._commit_id = self._restored["step"], self._restored["commit_id"]
         if self._machine.phase is Phase.BOUNDARY:
-            self._inbox.feed(m.Restored(self._restored))
+            self._effects.feed(m.Restored(self._restored))
 
     @property
     def confirmed_s(self) -> float:
@@ -347,7 +353,7 @@ class Manager:
 
     def leave(self) -> None:
         """The next step tells the others; `left` says when it has. To be called by all ranks of the group at the same step's boundary."""
-        self._inbox.feed(m.Leaving())
+        self._effects.feed(m.Leaving())
 
     @property
     def is_broken(self) -> bool:
@@ -359,11 +365,11 @@ class Manager:
 
     def regroup(self, until: int) -> None:
         """Forms a generation anew after the last step. A step that was dealt beyond it is not computed: it goes with the old one."""
-        deal = self._deal
-        if deal is None:
+        assignment = self._assignment
+        if assignment is None:
             self.begin_step(until=until)
         else:
-            self.commit(self.reduce([0.0] * len(deal.slots), 0.0, True))
+            self.commit(self.reduce([0.0] * len(assignment.slots), 0.0, True))
             self.begin_step(until=until)
 
     def finish(self, *, saved: bool) -> None:
@@ -392,19 +398,24 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ carrying out
 
     def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
-        """Does what the machine wants until it is the trainer's turn, and says what for. before_vote: or until all that is left is this
-        rank's own word that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
-        while self._turn is None and not (before_vote and _says_that_it_holds(self._inbox.next())):
-            with self._teller.spends("heal" if self._machine.phase in HEALS else ""):
-                effect = self._inbox.take()
-            with self._teller.spends(SPENDS.get(type(effect), "")):
-                self._carry[type(effect)](effect)
+        """Carries out effects until it is the trainer's turn, and returns what for. before_vote: or until all that is left is this rank's
+        own vote that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
+        telemetry, machine = self._telemetry, self._machine
+        while self._turn is None:
+            vote = self._effects.next() if before_vote and machine.phase is Phase.VOTING else None
+            if isinstance(vote, m.CastVote) and vote.vote.kind == "commit" and vote.vote.verdict == "yes":
+                break
+            with telemetry.spends("heal") if machine.phase in HEALS else nullcontext():
+                effect = self._effects.take()
+            kind = type(effect)
+            with telemetry.spends(SPENDS[kind]) if kind in SPENDS else nullcontext():
+                self._carry[kind](effect)
         return self._turn
 
     def _take_compute(self, effect: m.Compute) -> None:
         assert self._part is not None
         self._open((self._part.quorum_id, effect.attempt, effect.step))
-        self._teller.computes()
+        self._telemetry.computes()
         self._turn = effect
 
     def _take_commit(self, effect: m.CommitStep) -> None:
@@ -437,27 +448,27 @@ class Manager:
         if isinstance(event, m.Go):
             raise Going(holds=not self._machine.void)
         if event is not None:
-            self._inbox.feed(event)
+            self._effects.feed(event)
 
     def _configure(self, effect: m.Configure) -> None:
         """The fetch begins last: its start takes milliseconds of this process, and the others wait for the group, not for the state."""
         part = self._part = effect.part
         self.replica_id = part.replica_id
         self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
-        self._teller.quorum(part)
-        with self._teller.spends("heal"):
+        self._telemetry.quorum(part)
+        with self._telemetry.spends("heal"):
             self._healer.offer(part)
         if not part.known:
             self._launched = 0
         configured = m.Configured(part.quorum_id, ok=True) if part.known else self._form(part)
         self._membership.sweep(part.quorum_id)
         if part.heal:
-            with self._teller.spends("heal"):
+            with self._telemetry.spends("heal"):
                 self._healer.fetch(part)
-        self._inbox.feed(configured)
+        self._effects.feed(configured)
 
     def _form(self, part: m.Part) -> m.Configured:
-        store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._wish.group_rank}"
+        store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._config.group_rank}"
         try:
             self._group.configure(
                 store,
@@ -488,7 +499,7 @@ class Manager:
         elif self._was_in:
             log.error("%s: this is rank %d, which waits until the others are like it", why, part.replica_rank)
         else:
-            raise BadInput(f"group {self._wish.name} cannot take part: {why}; it is rank {part.replica_rank}")
+            raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {part.replica_rank}")
 
     def _meet_unlike_state(self, why: str) -> None:
         """All that hold the state have one of another layout than this rank's: no matter of time. As `_meet_strangers`; a member is one
@@ -496,7 +507,9 @@ class Manager:
         if self._has_committed:
             log.error("%s: this group waits until the others' state is like its own", why)
         else:
-            self._inbox.fail(BadInput(f"group {self._wish.name} cannot take part, its state is not the others': {why}"))
+            self._effects.fail(
+                BadInput(f"group {self._config.name} cannot take part, its state is not the others': {why}")
+            )
 
     @property
     def _alike(self) -> m.Shape:
@@ -508,7 +521,7 @@ class Manager:
         """With whom this rank cannot work now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._strangers]))
 
-    def _stop_waiting(self, effect: m.InterruptCollectives) -> None:
+    def _interrupt(self, effect: m.InterruptCollectives) -> None:
         """From any thread: whoever waits on that generation is woken, however late this comes. What is complete stays so."""
         self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
         self._group.interrupt(effect.reason, effect.quorum_id)
@@ -523,7 +536,7 @@ class Manager:
             self._group.interrupt(why, part.quorum_id)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
-        self._teller.failed(self._machine.reason)
+        self._telemetry.failed(self._machine.reason)
         free = self.gradients.give_up() if self._attempt else None
         self._attempt = None
         self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
@@ -544,53 +557,53 @@ class Manager:
         except (
             RuntimeError
         ) as error:  # the caller's to mend, and who goes on all the same gets it again: nothing was launched
-            self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
-            self._deal = None
+            self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
+            self._assignment = None
             raise
         try:
-            with self._teller.waits("heal" if self._machine.void else "waiting"):
+            with self._telemetry.waits("heal" if self._machine.void else "waiting"):
                 tail = self.gradients.wait()
         except GroupError as error:
-            self._inbox.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
+            self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
         else:
-            self._inbox.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
+            self._effects.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         """The tail, with what this rank's weights are, where others are to compare it."""
         if not (at := effect.digest_at):
             return effect.tail
         figures = in_tail(digest(self._weights), copied=effect.copied)
-        self._teller.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
+        self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *figures, *effect.tail[at + len(figures) :])
 
     def _drop_gradients(self, effect: m.DropGradients) -> None:
         self.gradients.drop()
-        self._teller.lost()
+        self._telemetry.lost()
 
     def _tell_of_difference(self, effect: m.WeightsDiffer) -> None:
         assert self._part is not None
-        self._teller.difference(effect, self._part.members)
+        self._telemetry.difference(effect, self._part.members)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
         """Waits for the group's word; not where other ranks may need this one first (Step.waits_aside), nor before what is to be done."""
         vote = effect.vote
-        aside, busy = self._machine.votes_in_background(vote), self._inbox.next() is not None
+        aside, busy = self._machine.votes_in_background(vote), self._effects.next() is not None
         outcome = None
-        with self._teller.votes() if vote.kind == "commit" else nullcontext():
+        with self._telemetry.votes() if vote.kind == "commit" else nullcontext():
             if self._machine.is_for_all(vote):
                 outcome = self._calls.agreed(vote, able=not busy)
             if outcome is None and not aside and not busy:
                 outcome = self._calls.outcome(vote)
         if outcome is not None:
-            self._inbox.feed(outcome)
+            self._effects.feed(outcome)
         else:
             threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
 
     def _vote_aside(self, vote: m.Vote) -> None:
         try:
-            self._inbox.hear(self._calls.outcome(vote))
+            self._effects.hear(self._calls.outcome(vote))
         except RuntimeError as error:
-            self._inbox.fail(error)
+            self._effects.fail(error)
 
     # ---- state
 
@@ -600,7 +613,7 @@ class Manager:
 
     def _fence(self, effect: m.Fence) -> None:
         """Takes as long as readers may, and a copy: no sign that this group hangs, though all others wait for it."""
-        with self._teller.sends(2 * self._wish.times.heal_grace_s):
+        with self._telemetry.sends(2 * self._config.times.heal_grace_s):
             self._healer.fence()
 
     def _drop_held(self, effect: m.DropHeld) -> None:
@@ -611,14 +624,14 @@ class Manager:
         assert self._part is not None
         self._healer.load()
         self._step, self._commit_id = effect.step, self._part.reference[2]
-        self._teller.healed(self._healer.received_bytes)
+        self._telemetry.healed(self._healer.received_bytes)
 
     def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
         self._healer.drop()
         self._restored = None
         if self._restore:
             self._restore()
-        self._inbox.feed(m.Restored(self._restored))
+        self._effects.feed(m.Restored(self._restored))
 
     def _settle(self, effect: m.Settled) -> None:
         self.settled = effect.step
@@ -636,7 +649,7 @@ class Manager:
         """In the stream's thread. A generation that is over takes its offer along: else a commit waits for readers that are dead."""
         if isinstance(event, m.MemberLost | m.Abandoned):
             self._healer.end_offer(event.quorum_id, event.reason)
-        self._inbox.hear(event)
+        self._effects.hear(event)
 
     def _ended(self, why: str) -> None:
         """The server is gone, or has ended the group: nobody may wait for anything any more. In the stream's thread."""
@@ -645,7 +658,7 @@ class Manager:
             if self._part is not None:
                 self._healer.end_offer(self._part.quorum_id, why)
             self._group.interrupt(why)
-            self._inbox.fail(GroupEnded(why))
+            self._effects.fail(GroupEnded(why))
             self._gone.set()
 
     def _news(self, status: Status) -> object:
@@ -661,7 +674,7 @@ class Manager:
             commit_quorum_id=machine.commit_quorum_id,
             waiting=status.waiting,
             phase_limit_s=status.phase_limit_s,
-            median_step_s=self._teller.median_step_s,
+            median_step_s=self._telemetry.median_step_s,
             settled=self.settled,
             launched=self._launched,
             blame=self._blame,
@@ -676,7 +689,3 @@ class Manager:
             heal_total_bytes=total_bytes,
             **figures,
         )
-
-
-def _says_that_it_holds(effect: m.Effect | None) -> bool:
-    return isinstance(effect, m.CastVote) and effect.vote.kind == "commit" and effect.vote.verdict == "yes"

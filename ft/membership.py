@@ -62,51 +62,53 @@ class Membership:
             self.server.close()
 
 
-def join(wish: ReplicaGroupConfig, store: Store | None) -> Membership:
+def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     """`store`: the group's own; needed by groups of several ranks. Raises RuntimeError where the server does not start, or rank 0 says
     nothing of it; ValueError for a lighthouse that cannot do what is wished, or does not take the token; ConnectionError where there is
     none."""
-    key = f"ft/{wish.attempt}"
-    if wish.group_rank == 0:
-        made = _start(wish)
-        if store is not None and wish.world_size > 1:
+    key = f"ft/{config.attempt}"
+    if config.group_rank == 0:
+        made = _start(config)
+        if store is not None and config.world_size > 1:
             said = {"replica_id": made.replica_id, "address": made.address}
             PrefixStore(key, store).set("group", json.dumps(said))
         return made
     if store is None:
-        raise RuntimeError(f"rank {wish.group_rank} of {wish.world_size} has no store to find its group's server by")
+        raise RuntimeError(
+            f"rank {config.group_rank} of {config.world_size} has no store to find its group's server by"
+        )
     try:
         own = PrefixStore(key, store)
-        own.wait(["group"], timedelta(seconds=wish.contact_s + START_S))
+        own.wait(["group"], timedelta(seconds=config.contact_s + START_S))
         return Membership(**json.loads(own.get("group")))
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank 0 did not start the group's server within {wish.contact_s + START_S:g} s: {error}"
+            f"rank 0 did not start the group's server within {config.contact_s + START_S:g} s: {error}"
         ) from None
 
 
-def _start(wish: ReplicaGroupConfig) -> Membership:
-    torchfts = is_torchfts(wish.lighthouse, wish.access, wish.contact_s)
-    if torchfts and not wish.every_step:
+def _start(config: ReplicaGroupConfig) -> Membership:
+    torchfts = is_torchfts(config.lighthouse, config.access, config.contact_s)
+    if torchfts and not config.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
         )
-    meeting = serve(wish.host)
-    tls = wish.access.tls
+    meeting = serve(config.host)
+    tls = config.access.tls
     settings = Settings(
-        replica_id=f"{wish.name}:{secrets.token_hex(4)}",
-        world_size=wish.world_size,
-        lighthouse=wish.lighthouse,
-        store_address=str(Endpoint(wish.host, meeting.port)),
+        replica_id=f"{config.name}:{secrets.token_hex(4)}",
+        world_size=config.world_size,
+        lighthouse=config.lighthouse,
+        store_address=str(Endpoint(config.host, meeting.port)),
         wire="torchft" if torchfts else "pharos",
-        host=wish.host,
-        port=wish.port,
-        token=wish.access.token,
-        insecure=wish.access.insecure,
+        host=config.host,
+        port=config.port,
+        token=config.access.token,
+        insecure=config.access.insecure,
         tls=(str(tls.cert or ""), str(tls.key or ""), str(tls.ca or "")) if tls else None,
-        times=wish.times,
-        retries=wish.retries,
-        spares_above=wish.spares_above,
+        times=config.times,
+        retries=config.retries,
+        spares_above=config.spares_above,
     )
     server = GroupProcess(settings)
     return Membership(settings.replica_id, server.address, server, meeting)

@@ -35,7 +35,7 @@ class RecordingManager(Manager):
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"diary.{self._wish.group_rank}.jsonl").open("a", encoding="utf-8")
+        self._file = (folder / f"diary.{self._config.group_rank}.jsonl").open("a", encoding="utf-8")
         self._untold: dict[str, Any] | None = None  # a commit whose weights are not there yet
         self._thrown = False  # gradients that had been computed for the step
         self._write_line("start")

@@ -30,13 +30,13 @@ def open_manager(
     long_phase_s: float = 0.0,
     shape: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
-    accounts: PhaseTimer | None = None,
-    happened: Events = ignore_event,
+    phase_timer: PhaseTimer | None = None,
+    on_event: Events = ignore_event,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the device that has the gradients.
     `shape`: what all groups must have alike, by name. `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most
-    that a first step or a checkpoint may take. `restore`: loads the newest valid checkpoint, and with it this manager's state. `accounts`,
-    `happened`: see phase_timer.py.
+    that a first step or a checkpoint may take. `restore`: loads the newest valid checkpoint, and with it this manager's state.
+    `phase_timer`, `on_event`: see phase_timer.py.
     Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
     RuntimeError where the group's server does not start."""
     if not settings.enable:
@@ -51,7 +51,7 @@ def open_manager(
     from ft.semi_sync_manager import SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
-    wish = ReplicaGroupConfig(
+    config = ReplicaGroupConfig(
         name=environment.name,
         group_rank=environment.group_rank,
         world_size=environment.world_size,
@@ -82,7 +82,7 @@ def open_manager(
     group = process_group(settings, device_type)
     manager = make(
         group,
-        wish,
+        config,
         options,
         store=store,
         agreement=agreement,
@@ -91,8 +91,8 @@ def open_manager(
         if settings.semi_sync_method == "none"
         else FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize),
         restore=restore,
-        accounts=accounts,
-        happened=happened,
+        phase_timer=phase_timer,
+        on_event=on_event,
     )
     if settings.semi_sync_method == "none":
         return manager

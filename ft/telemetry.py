@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,13 +56,13 @@ class ManagerTelemetry:
         self,
         group_rank: int,
         step: Callable[[], int],
-        accounts: PhaseTimer,
-        happened: Events,
+        phase_timer: PhaseTimer,
+        on_event: Events,
         tell: Callable[[str, int, str], None],
         inner_steps: int = 1,
         long_phase_s: float = 0.0,
     ) -> None:
-        self._group_rank, self._step, self._accounts, self._happened = group_rank, step, accounts, happened
+        self._group_rank, self._step, self._phase_timer, self._on_event = group_rank, step, phase_timer, on_event
         self._tell, self._inner_steps, self._long_phase_s = tell, inner_steps, long_phase_s
         self._stands = NOWHERE
         self._sums_began_s = 0.0
@@ -82,8 +82,8 @@ class ManagerTelemetry:
         return statistics.median(self._steps) if self._steps else 0.0
 
     def spends(self, account: str) -> AbstractContextManager[None]:
-        """Time inside is that account's; none's where it has no name."""
-        return self._accounts.phase(account) if account else nullcontext()
+        """Time inside is that account's."""
+        return self._phase_timer.phase(account)
 
     @contextmanager
     def waits(self, account: str) -> Iterator[None]:
@@ -91,13 +91,13 @@ class ManagerTelemetry:
         self._sums_began_s = began_s = time.monotonic()
         self._stands = Stands("sums", began_s)
         try:
-            with self._accounts.phase(account):
+            with self._phase_timer.phase(account):
                 yield
         finally:
             self._stands = NOWHERE
         self._waits.append(time.monotonic() - began_s)
         # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
-        self._accounts.move(min(self._waits), account, "reduce")
+        self._phase_timer.move(min(self._waits), account, "reduce")
 
     @contextmanager
     def votes(self) -> Iterator[None]:
@@ -131,13 +131,13 @@ class ManagerTelemetry:
 
     def lost(self) -> None:
         """What was computed for this step was for nothing."""
-        self._accounts.lose()
+        self._phase_timer.lose()
         self.event("lost work")
 
     def event(self, name: str, **what: object) -> None:
         """Of what all ranks of the group see, one tells."""
         if self._group_rank == 0:
-            self._happened(name, self._step(), **what)
+            self._on_event(name, self._step(), **what)
 
     def failed(self, reason: str) -> None:
         """A generation; with it the attempt at a step, if there was one."""
@@ -164,7 +164,7 @@ class ManagerTelemetry:
 
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
         rank, odd, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
-        self._happened("weights differ", step, rank=rank, groups=[*map(name_of, odd)])
+        self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, odd)])
         whose = " and ".join(map(name_of, odd or members))
         others = len(members) - len(odd)
         than = f"the same rank of {others} others" if odd else "each other, and nobody can tell whose are right"
@@ -196,7 +196,7 @@ class ManagerTelemetry:
         return Status(waiting, waiting and stands.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
     def _long_phase(self, now_s: float) -> tuple[str, float] | None:
-        if (phase := self._accounts.long_phase()) is not None:
+        if (phase := self._phase_timer.long_phase()) is not None:
             return phase
         first_s = self._first_began_s
         return None if first_s is None or first_s == math.inf else ("first step", now_s - first_s)
@@ -218,7 +218,7 @@ class ManagerTelemetry:
                 continue
             sent, sent_s = said, now_s
             figures = {
-                "goodput_s": self._accounts.goodput_s,
+                "goodput_s": self._phase_timer.goodput_s,
                 "wall_s": now_s - self._began_s,
                 "mean_loss": self._mean_loss,
             }

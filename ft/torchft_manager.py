@@ -131,7 +131,7 @@ class Manager(Driver):
                 f"heartbeat_interval = {times.beat_s:g} s: must be below {limit_s:g} s, after which silence is a loss"
             )
         spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
-        wish = ReplicaGroupConfig(
+        config = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
             world_size=environment.world_size if world_size is None else world_size,
@@ -146,7 +146,7 @@ class Manager(Driver):
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
         options = Options(
-            keep_gradients=wish.world_size == 1,  # an error that one rank reports must drop the step in all of them
+            keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step in all of them
             max_failures=max_retries,
             skip_unable=True,  # slots mean nothing here: the data is the user's
             init_sync=init_sync,
@@ -157,9 +157,9 @@ class Manager(Driver):
         pg.timeout_s = max(pg.timeout_s, _seconds(environment.timeout_s, timeout) or 0.0, times.stall_s)
         super().__init__(
             pg,
-            wish,
+            config,
             options,
-            store=_store(wish, store_addr or environment.master_addr, store_port or environment.master_port),
+            store=_store(config, store_addr or environment.master_addr, store_port or environment.master_port),
             transport=checkpoint_transport,
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
@@ -205,8 +205,8 @@ class Manager(Driver):
         if timeout is not None:
             self._options = replace(options, quorum_s=timeout.total_seconds())
         if self._turn is None and self._zeros is None:
-            if self._machine.phase is Phase.BOUNDARY and self._inbox.next() is None:
-                self._inbox.feed(m.Begin())
+            if self._machine.phase is Phase.BOUNDARY and self._effects.next() is None:
+                self._effects.feed(m.Begin())
             self._pump()
         self._options = options
         self._body, self._used, self._over = True, False, False
@@ -394,7 +394,7 @@ class Manager(Driver):
         self._over = True
         zeros, self._zeros = self._zeros, None
         if zeros is not None and self._left:
-            self._inbox.feed(
+            self._effects.feed(
                 m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, "the body was left before its end")
             )
         elif zeros is not None:
@@ -413,11 +413,11 @@ class Manager(Driver):
         assert self._part is not None
         why = self._why_it_fails(self._part)
         if why:
-            self._inbox.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, why))
+            self._effects.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, why))
         self._turn = None
         tokens = (1.0,) + (0.0,) * (len(turn.slots) - 1)  # a body is one batch, whatever it was dealt
         kept = not why and self.gradients.can_repeat
-        self._inbox.feed(m.Computed(tokens, 0.0, self._error is None, kept))
+        self._effects.feed(m.Computed(tokens, 0.0, self._error is None, kept))
 
     def _why_it_fails(self, part: m.Part) -> str:
         """Why the generation cannot be used for this step, if so."""
@@ -425,7 +425,7 @@ class Manager(Driver):
             return "the body was left before its end"
         if len(part.members) < self._min_replica_size:
             return f"{len(part.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
-        if self._error is not None and (len(part.members) == 1 or self._wish.world_size > 1):
+        if self._error is not None and (len(part.members) == 1 or self._config.world_size > 1):
             return f"reported: {self._error}"
         return ""
 
@@ -458,7 +458,7 @@ class Manager(Driver):
     def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
         """None: it is the body's turn, and zeros are to go out at its end."""
         while self._turn is None:
-            effect = self._inbox.take_unless(self._zeros_are_next)
+            effect = self._effects.take_unless(self._zeros_are_next)
             if effect is not None:
                 self._carry[type(effect)](effect)
             elif not self._machine.void:
@@ -487,7 +487,7 @@ class Manager(Driver):
         assert self._zeros is not None
         zeros, self._zeros = self._zeros, None
         why = "the state did not come"
-        self._inbox.feed(m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, why))
+        self._effects.feed(m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, why))
 
     def _open(self, attempt: Attempt) -> None:
         assert self._part is not None
@@ -566,9 +566,9 @@ def _number_of(hostname: str) -> str:
         ) from None
 
 
-def _store(wish: ReplicaGroupConfig, address: str, port: int | None) -> Store | None:
+def _store(config: ReplicaGroupConfig, address: str, port: int | None) -> Store | None:
     """Of this group. None where it has one rank, which needs none."""
-    if wish.world_size == 1:
+    if config.world_size == 1:
         return None
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(local_gradients(parameters), 2, dtype=torch.float32)
-    once = [norm for norm, p in zip(norms, parameters, strict=True) if _first_to_hold(p)]
+    once, device = [], "cpu"  # the kind of device whose backend serves the ranks
+    for norm, parameter in zip(norms, parameters, strict=True):
+        assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
+        mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
+        place = mesh.get_coordinate()
+        assert place is not None
+        # No rank before this one holds the same piece: it is first on every axis that replicates the parameter.
+        if all(here == 0 for here, kind in zip(place, parameter.placements, strict=True) if kind.is_replicate()):
+            once.append(norm)
     square = torch.stack(once).square().sum() if once else torch.zeros(())
-    square = square.to(_device(parameters))  # offloaded shards lie elsewhere than where ranks meet
+    square = square.to(device)  # offloaded shards lie elsewhere than where ranks meet
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     return square.sqrt()
@@ -34,16 +42,3 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's shards of the gradients that exist."""
     return [g.to_local() if isinstance(g := p.grad, DTensor) else g for p in parameters if p.grad is not None]
-
-
-def _first_to_hold(parameter: nn.Parameter) -> bool:
-    """Whether no rank before this one holds the same piece: it is first on every axis that replicates the parameter."""
-    assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
-    place = parameter.device_mesh.get_coordinate()
-    assert place is not None
-    return all(here == 0 for here, kind in zip(place, parameter.placements, strict=True) if kind.is_replicate())
-
-
-def _device(parameters: Sequence[nn.Parameter]) -> str:
-    """The kind of device whose backend serves the ranks."""
-    return next((p.device_mesh.device_type for p in parameters if isinstance(p, DTensor)), "cpu")

@@ -127,7 +127,7 @@ class Rank(Trained):
     def _train(self) -> None:
         self.progress = Progress()
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
-        wish = ReplicaGroupConfig(
+        config = ReplicaGroupConfig(
             name=self.name,
             group_rank=self.group_rank,
             world_size=self.world_size,
@@ -140,12 +140,12 @@ class Rank(Trained):
         options = Options(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
         self.manager = self.make(
             self.group(),
-            wish,
+            config,
             options,
             store=self.store,
             agreement=self.agreement() if self.agrees else None,
-            accounts=self.progress,
-            happened=lambda event, step, **what: self.told.append((event, step, what)),
+            phase_timer=self.progress,
+            on_event=lambda event, step, **what: self.told.append((event, step, what)),
             seen=lambda *what: self.seen.append(what),
         )
         self.manager.register("model", self.model.state_dict, self.model.load_state_dict)

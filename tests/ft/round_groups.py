@@ -104,7 +104,7 @@ class Group(Trained):
     def _train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
-        wish = ReplicaGroupConfig(
+        config = ReplicaGroupConfig(
             name=self.name,
             group_rank=0,
             world_size=1,
@@ -116,7 +116,7 @@ class Group(Trained):
         window = BATCH * self.schedule.inner_steps
         self.manager = Manager(
             ProcessGroupGloo(),
-            wish,
+            config,
             Options(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
             gradients=FragmentGradients(quantized=self.quantized, bucket_bytes=self.bucket_bytes),
             seen=lambda now_s, event, out: self.events.append(event),

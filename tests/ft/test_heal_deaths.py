@@ -175,7 +175,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
             manager._state.snapshot = wrong.snapshot  # type: ignore[method-assign]
             manager._healer._unlike = told
             manager._machine.void = True
-            manager._inbox.feed(m.ChangeAnnounced(manager.part.quorum_id, "the test says so"))  # type: ignore[union-attr]
+            manager._effects.feed(m.ChangeAnnounced(manager.part.quorum_id, "the test says so"))  # type: ignore[union-attr]
         elif refused.is_set() and not manager._machine.void:
             manager.leave()
 

@@ -147,7 +147,7 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
     def late(rank: Rank, step: int) -> None:
         if rank.manager.part and rank.manager.part.quorum_id not in quorums:
             quorums.append(rank.manager.part.quorum_id)
-            rank.manager._stop_waiting(m.InterruptCollectives(min(quorums[0], quorums[-1] - 1), "b was lost"))
+            rank.manager._interrupt(m.InterruptCollectives(min(quorums[0], quorums[-1] - 1), "b was lost"))
         if step == 2 and not newcomer:
             newcomer.extend(made.group("b", steps=4, together=2))
 
@@ -356,7 +356,7 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
     caplog.set_level("INFO", "pharos")
     state = {"step": 5, "commit_id": "c", "commit_quorum_id": 3, "ledger": {"position": 5 * SLOT}}
     with job(min_replicas=1) as made:
-        wish = ReplicaGroupConfig(
+        config = ReplicaGroupConfig(
             name="a",
             group_rank=0,
             world_size=1,
@@ -367,7 +367,7 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
         )
         manager = Manager(
             ProcessGroupGloo(),
-            wish,
+            config,
             Options(slot_size=SLOT, dies_with_group=False),
             restore=lambda: manager.load_state_dict(to_checkpoint(state)),
         )

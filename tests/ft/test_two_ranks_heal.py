@@ -40,10 +40,10 @@ class Split(Manager):
         hear = self._healer._hear
 
         def late(event: m.Event) -> None:
-            if self._wish.group_rank == 1:
+            if self._config.group_rank == 1:
                 assert self.deciding.wait(LIMIT_S)
             hear(event)
-            if self._wish.group_rank == 1:
+            if self._config.group_rank == 1:
                 self.heard.set()
 
         self._healer._hear = late
@@ -54,20 +54,20 @@ class Split(Manager):
         return {1: 1, 2: 2}.get(step - part.reference[0] + 1, 0) if part is not None and part.heal else 0
 
     def _launch(self, effect: m.LaunchTail) -> None:
-        if self._wish.group_rank == 1 and self._held_step(effect.step) == 2:
-            with self._inbox._news:
+        if self._config.group_rank == 1 and self._held_step(effect.step) == 2:
+            with self._effects._news:
                 heal = self._machine._healing.open
-                assert heal is not None and self._inbox._news.wait_for(lambda: heal.agreed, LIMIT_S)
+                assert heal is not None and self._effects._news.wait_for(lambda: heal.agreed, LIMIT_S)
         super()._launch(effect)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
         kind, place = effect.vote.kind, self._held_step(effect.vote.step)
-        if self._wish.group_rank == 0 and (kind, place) == ("commit", 2):
+        if self._config.group_rank == 0 and (kind, place) == ("commit", 2):
             self.voted.set()
-        if self._wish.group_rank == 1 and (kind, place) == ("commit", 1):
+        if self._config.group_rank == 1 and (kind, place) == ("commit", 1):
             self.deciding.set()
             assert self.heard.wait(LIMIT_S)
-        if self._wish.group_rank == 1 and kind == "healed":
+        if self._config.group_rank == 1 and kind == "healed":
             assert self.voted.wait(LIMIT_S)
         super()._cast_vote(effect)
 

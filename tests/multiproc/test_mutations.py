@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Partial
 
 from bench import parity, parity_worker
 from bench.parity_worker import Case, Seen, Task, beside, local
 from models import llama, ops
-from parallelisms import clip, context, parallelize, pipeline
+from parallelisms import context, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_parity import case, task
@@ -94,7 +95,15 @@ def every_rank_counts_its_targets(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(clip, "_first_to_hold", lambda parameter: True)
+    """Each rank as if it were the first on every axis."""
+    right = parity_worker.gradient_norm
+
+    def gradient_norm(parameters: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(DeviceMesh, "get_coordinate", lambda mesh: [0] * mesh.ndim)
+            return right(parameters)
+
+    patch.setattr(parity_worker, "gradient_norm", gradient_norm)
 
 
 def queries_aligned_with_the_first_keys(patch: pytest.MonkeyPatch) -> None:

@@ -67,9 +67,9 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
         if any(isinstance(effect, m.AbandonGeneration) for effect in out.effects):
             seen.given_up.append(manager.step)
 
-    wish = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
+    config = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
     options = Options(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
-    manager = Manager(between, wish, options, store=store, gradients=Gradients(bucket_bytes=2000), seen=notes)
+    manager = Manager(between, config, options, store=store, gradients=Gradients(bucket_bytes=2000), seen=notes)
     parallel = pipeline(schedule)
     parameters = [parameter for part in parallel.parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.02)

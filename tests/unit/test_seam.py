@@ -17,8 +17,8 @@ from ft.seam import Stopped
 
 def group_of_one(lighthouse: str, slot_size: int) -> Seam:
     """A replica group that is alone in its job."""
-    wish = ReplicaGroupConfig("only", 0, 1, lighthouse, "127.0.0.1", Access(), Times())
-    return Manager(ProcessGroupGloo(), wish, Options(slot_size=slot_size, dies_with_group=False))
+    config = ReplicaGroupConfig("only", 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    return Manager(ProcessGroupGloo(), config, Options(slot_size=slot_size, dies_with_group=False))
 
 
 MANAGERS: dict[str, Callable[[str, int], Seam]] = {
