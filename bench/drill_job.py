@@ -9,7 +9,6 @@ import math
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -23,13 +22,13 @@ from bench.drill_net import HUB, HUB_ADDRESS, Network
 from bench.job import descendants
 from scripts.replicas import (
     ENABLED,
-    Group,
+    ReplicaSupervisor,
     devices_of_groups,
+    environment,
     prepare,
     seen,
     start_lighthouse,
     threads_per_group,
-    token_file,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,19 +80,12 @@ class Job:
         self.folder = self.run / "groups"
         self.checkpoints = self.run / self.config.checkpoint.folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._env = {
-            **os.environ,
-            "NUM_REPLICA_GROUPS": str(groups),
-            "PHAROS_TOKEN_FILE": str(token_file(self.run).resolve()),
-            "PHAROS_DRILL": str(int(drilled)),
-            "MAX_RESTARTS": "0",
-        }
+        self._env = {**environment(self.run, groups), "PHAROS_DRILL": str(int(drilled))}
         if disk:
             self._env["TMPDIR"] = str(disk.temporary)
-        self._env.pop("PHAROS_TOKEN", None)
         self._env.setdefault("OMP_NUM_THREADS", threads_per_group(groups))
         self._dealt: dict[str, int] = {}  # which of `_devices` a group has
-        self.groups: dict[str, Group] = {}  # all that ever were
+        self.groups: dict[str, ReplicaSupervisor] = {}  # all that ever were
         self.diaries: dict[str, Diary] = {}
         self.gone: set[str] = set()  # on purpose
         self.away: set[str] = set()  # not to be started again for now
@@ -126,14 +118,15 @@ class Job:
         group.start()
         return name
 
-    def group(self, name: str, *overrides: str) -> Group:
+    def group(self, name: str, *overrides: str) -> ReplicaSupervisor:
         """One that is yet to be started, and is none of the job's."""
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
-        through = [*(self.network.through(name) if self.network else []), *self._under]
-        command = [*through, sys.executable, str(ROOT / "scripts" / "launch.py"), *argv, *overrides]
-        env = {**self._env, **self._seen(name), "TORCHFT_LIGHTHOUSE": self.address, "REPLICA_GROUP_ID": name}
-        return Group(name, command, env, self.folder / f"{name}.log", self._restarts, shown=False)
+        env = {**self._env, **self._seen(name), "TORCHFT_LIGHTHOUSE": self.address}
+        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts)
+        group.command[:0] = [*(self.network.through(name) if self.network else []), *self._under]
+        group.shown = False
+        return group
 
     def _seen(self, name: str) -> dict[str, str]:
         """A group's own devices. One that comes later takes those of a group that has left; where none has, the first's, which

@@ -18,7 +18,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -38,8 +38,8 @@ ENABLED = "--fault_tolerance.enable=true"
 
 
 @dataclass
-class Group:
-    """One of them over all its starts."""
+class ReplicaSupervisor:
+    """One replica group over all its starts: its process, its output, and when it may start again."""
 
     name: str
     command: list[str]
@@ -54,6 +54,12 @@ class Group:
     short_lives: int = 0
     restarted_s: list[float] = field(default_factory=list)  # within the last RESTARTS_WITHIN_S
     readers: list[threading.Thread] = field(default_factory=list)
+
+    @staticmethod
+    def here(name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path, restarts: int) -> ReplicaSupervisor:
+        """A group of this machine, yet to be started. `argv`: of launch.py; `folder`: for its log."""
+        command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv]
+        return ReplicaSupervisor(name, command, {**env, "REPLICA_GROUP_ID": name}, folder / f"{name}.log", restarts)
 
     def start(self) -> int:
         """Its process number."""
@@ -93,7 +99,7 @@ class Group:
                     lost += 1
 
     def look(self, now_s: float) -> str:
-        """Starts it again where that is due; what is to be said of it."""
+        """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self.code is not None:
             return ""
         if self.process is None:
@@ -137,8 +143,8 @@ class Group:
             reader.join(5)
 
 
-class Lighthouse:
-    """The job's, over all its starts: it comes again at the same address, and goes on with its state file."""
+class LighthouseSupervisor:
+    """The job's lighthouse over all its starts: it comes again at the same address, and goes on with its state file."""
 
     def __init__(
         self,
@@ -159,7 +165,7 @@ class Lighthouse:
         self._failures, self._again_at_s = 0, 0.0
 
     def look(self, now_s: float) -> str:
-        """Starts it again where that is due; what is to be said of it."""
+        """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self._process.poll() is None or now_s < self._again_at_s:
             return ""
         self._failures += 1
@@ -211,60 +217,58 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
-    folder = config.run_folder / "groups"
-    env = {**os.environ, "NUM_REPLICA_GROUPS": str(number), "PHAROS_TOKEN_FILE": str(token_file(config.run_folder))}
-    env.pop("PHAROS_TOKEN", None)
-    env.setdefault("OMP_NUM_THREADS", threads_per_group(number))
-    lighthouse = Lighthouse(config, env, opens=OPEN in argv)
-    groups = [
-        Group(
-            str(name),
-            [sys.executable, str(ROOT / "scripts" / "launch.py"), *rest, ENABLED],
-            {
-                **env,
-                **seen(devices[name], str(name)),
-                "TORCHFT_LIGHTHOUSE": lighthouse.address,
-                "REPLICA_GROUP_ID": str(name),
-                "MAX_RESTARTS": "0",
-            },
-            folder / f"{name}.log",
-            restarts,
-        )
-        for name in range(number)
-    ]
-    try:
+    with closing(lock):
+        env = environment(config.run_folder, number)
+        env.setdefault("OMP_NUM_THREADS", threads_per_group(number))
+        lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
+        env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
+        groups = [
+            ReplicaSupervisor.here(str(name), [*rest, ENABLED], {**env, **seen(its, str(name))}, folder, restarts)
+            for name, its in enumerate(devices)
+        ]
         return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
-    finally:
-        for group in groups:
-            group.end()
-        lighthouse.close()
-        lock.close()
 
 
-def tell_each(groups: Sequence[Group]) -> None:
+def tell_each(groups: Sequence[ReplicaSupervisor]) -> None:
     for group in groups:
         group.tell(signal.SIGTERM)
 
 
 def run(
-    groups: Sequence[Group],
-    lighthouse: Lighthouse,
-    wishes: PendingSignals,
+    groups: Sequence[ReplicaSupervisor],
+    lighthouse: LighthouseSupervisor,
+    asked: PendingSignals,
     grace_s: float,
-    ask: Callable[[Sequence[Group]], None] = tell_each,
+    ask: Callable[[Sequence[ReplicaSupervisor]], None] = tell_each,
 ) -> int:
-    """Until all have ended for good. A first wish has them asked to save and leave; a second, or the end of the grace, kills."""
+    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave;
+    a second one, or the end of the grace, kills."""
+    try:
+        return _run(groups, lighthouse, asked, grace_s, ask)
+    finally:
+        for group in groups:
+            group.end()
+        lighthouse.close()
+
+
+def _run(
+    groups: Sequence[ReplicaSupervisor],
+    lighthouse: LighthouseSupervisor,
+    asked: PendingSignals,
+    grace_s: float,
+    ask: Callable[[Sequence[ReplicaSupervisor]], None],
+) -> int:
     started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
     say(f"lighthouse at {lighthouse.address}; groups: {started}")
-    parts: list[Lighthouse | Group] = [lighthouse, *groups]
+    parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
     told = False
     while any(group.code is None for group in groups):
-        if wishes.came and not told:
+        if asked.came and not told:
             told = True
             for group in groups:
                 group.restarts = 0
             ask(groups)
-        if told and (len(wishes.came) > 1 or time.monotonic() > wishes.came[0][1] + grace_s):
+        if told and (len(asked.came) > 1 or time.monotonic() > asked.came[0][1] + grace_s):
             say("the groups did not end in time")
             return 1
         for part in parts:
@@ -345,6 +349,14 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
     plan, config = Plan.read(os.environ), load(argv)
     check(config, world_size=(ranks or ranks_here(plan)) * nodes, environ=env)
     return config, plan.max_restarts if "MAX_RESTARTS" in os.environ else 100, plan.grace_s
+
+
+def environment(run_folder: Path, groups: int) -> dict[str, str]:
+    """The environment of a job's lighthouse and groups; writes the token's file. A rank that dies is started again with its whole group."""
+    token = str(token_file(run_folder).resolve())
+    env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "PHAROS_TOKEN_FILE": token, "MAX_RESTARTS": "0"}
+    env.pop("PHAROS_TOKEN", None)
+    return env
 
 
 def token_file(run_folder: Path) -> Path:

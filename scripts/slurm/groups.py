@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,13 +31,13 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from scripts.replicas import (  # noqa: E402 (our packages first)
     ENABLED,
-    Group,
-    Lighthouse,
+    LighthouseSupervisor,
     PendingSignals,
+    ReplicaSupervisor,
+    environment,
     prepare,
     run,
     say,
-    token_file,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Nodes:
         return set(ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
 
 
-class Step(Group):
+class Step(ReplicaSupervisor):
     """A group, and the srun that runs it: a step of the job."""
 
     def __init__(
@@ -161,41 +162,27 @@ def main(argv: list[str]) -> int:
         port = _whole(os.environ, "LIGHTHOUSE_PORT", 0, least=0)
         config, restarts, grace_s = prepare([*argv, ENABLED], len(nodes.of), nodes=nodes.per_group)
         lock = RunLock(config.run_folder / "groups")
-    except ValueError as error:
+        folder, before = config.run_folder / "groups", saved(config)
+        env = environment(config.run_folder, len(nodes.of))
+        lighthouse = LighthouseSupervisor(config, env, bind=f"[::]:{port}", http="")
+    except (ValueError, RuntimeError) as error:
         say(str(error))
-        return 2
-    except RuntimeError as error:
-        say(str(error))
-        return 1
-    folder, before = config.run_folder / "groups", saved(config)
-    env = {**os.environ, "NUM_REPLICA_GROUPS": str(len(nodes.of)), "MAX_RESTARTS": "0"}
-    env["PHAROS_TOKEN_FILE"] = str(token_file(config.run_folder).resolve())
-    env.pop("PHAROS_TOKEN", None)
-    try:
-        lighthouse = Lighthouse(config, env, bind=f"[::]:{port}", http="")
-    except RuntimeError as error:
-        say(str(error))
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     # By the name that Slurm reaches this node by, which other nodes know; a host name need not be one.
     here = next(iter(nodes.addresses.values()))
     lighthouse.address = f"http://{f'[{here}]' if ':' in here else here}:{lighthouse.port}"
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
     steps = [Step(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
-    try:
+    with closing(lock):
         code = run(steps, lighthouse, wishes, grace_s, lambda groups: tell_all(groups, nodes.job))
-    finally:
-        for step in steps:
-            step.end()
-        lighthouse.close()
-        lock.close()
     asked = {number for number, _ in wishes.came}
     if asked - {signal.SIGUSR1} or code == 2 or (code and not asked) or finished(config):
         return code
     return again(nodes.job, before, saved(config))
 
 
-def tell_all(groups: Sequence[Group], job: str) -> None:
+def tell_all(groups: Sequence[ReplicaSupervisor], job: str) -> None:
     """SIGTERM to all steps by Slurm: an srun that gets one kills its step."""
     subprocess.run(["scancel", "--signal=TERM", job], check=False)
     for group in groups:

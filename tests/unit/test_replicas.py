@@ -22,8 +22,8 @@ from scripts.plan import RESTARTS_WITHIN_S
 from scripts.replicas import (
     SHORT_LIFE_S,
     SHORT_LIVES,
-    Group,
-    Lighthouse,
+    LighthouseSupervisor,
+    ReplicaSupervisor,
     deal_devices,
     main,
     read_groups,
@@ -34,13 +34,13 @@ from scripts.replicas import (
 from training.runlock import RunLock
 
 
-def group(tmp_path: Path, program: str, restarts: int = 100) -> Group:
-    made = Group("0", [sys.executable, "-c", program], {}, tmp_path / "0.log", restarts)
+def group(tmp_path: Path, program: str, restarts: int = 100) -> ReplicaSupervisor:
+    made = ReplicaSupervisor("0", [sys.executable, "-c", program], {}, tmp_path / "0.log", restarts)
     made.start()
     return made
 
 
-def ended(one: Group, now_s: float) -> str:
+def ended(one: ReplicaSupervisor, now_s: float) -> str:
     """What is said of it once its process is gone."""
     assert one.process is not None
     one.process.wait()
@@ -77,7 +77,7 @@ class Process:
 
 def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """MAX_RESTARTS is a rate: what happened the day before is forgiven."""
-    one = Group("0", [], {}, tmp_path / "0.log", restarts=2)
+    one = ReplicaSupervisor("0", [], {}, tmp_path / "0.log", restarts=2)
     dead: Any = Process()
     monkeypatch.setattr(one, "start", lambda: setattr(one, "process", dead) or 7)
     now_s = 0.0
@@ -129,7 +129,7 @@ class Config:
 def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
     config: Any = Config(tmp_path)
     env = {**os.environ, "PHAROS_TOKEN_FILE": str(token_file(tmp_path))}
-    with closing(Lighthouse(config, env)) as one:
+    with closing(LighthouseSupervisor(config, env)) as one:
         assert one.look(0.0) == ""
         first = one._process
         first.kill()
@@ -225,10 +225,12 @@ def test_each_group_is_started_with_its_own_devices(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(
-        replicas, "Lighthouse", lambda *_, **__: SimpleNamespace(address="http://127.0.0.1:1", close=lambda: None)
+        replicas,
+        "LighthouseSupervisor",
+        lambda *_, **__: SimpleNamespace(address="http://127.0.0.1:1", close=lambda: None),
     )
     monkeypatch.setattr(replicas, "PendingSignals", lambda *_: None)
-    started: list[Group] = []
+    started: list[ReplicaSupervisor] = []
     monkeypatch.setattr(replicas, "run", lambda groups, *_: started.extend(groups) or 0)
     assert main(["a.toml", "--groups=2"]) == 0
     assert [one.env["CUDA_VISIBLE_DEVICES"] for one in started] == ["4,5", "6,7"]
@@ -250,7 +252,7 @@ def test_a_drills_groups_have_devices_of_their_own(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(drill_job, "prepare", lambda argv, groups, *, ranks: (config, 0, float(ranks)))
     monkeypatch.setattr(drill_job, "start_lighthouse", lambda *_, **__: (None, "http://127.0.0.1:1"))
-    monkeypatch.setattr(Group, "start", lambda self: 7)
+    monkeypatch.setattr(ReplicaSupervisor, "start", lambda self: 7)
     job = drill_job.Job(["a.toml"], 2)
     assert job.ranks == job.grace_s == 2
     job.gone.add("1")
