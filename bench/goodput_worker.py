@@ -91,7 +91,7 @@ def rank(side: str, folder: str) -> None:
     # as long as it takes, without a pause: validation and checkpoints are not in train_step
     config = load([str(CONFIG), f"--job.dump_folder={folder}", "--training.steps=1000000", *SETTINGS[side]])
     log = Log(global_rank=launched_rank(), stream=sys.stderr)
-    log.adopt("pharos")
+    log.attach_to("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         run = Run(config, Environment.read(os.environ), world, signals, log, cleanup)
         print(json.dumps({"seconds": _steps(run.train_step, 1)}), flush=True)

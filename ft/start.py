@@ -99,6 +99,14 @@ def open_manager(
     return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings))
 
 
+def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
+    """Environment for collectives between replica groups, to be set before the first process group is made. `device_type`: as in
+    `open_manager`."""
+    from ft.process_groups.nccl import process_settings
+
+    return process_settings(settings.group_kind(device_type), settings.rendezvous_s)
+
+
 def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
     """Of semi_sync_method. The mean of weights needs none."""
     from torch.optim import SGD

@@ -7,6 +7,7 @@ memory is read on logging steps only, from counters on the host.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -16,12 +17,15 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from training.extras import need
-from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration
+from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
 from training.sinks import Sinks
 
 if TYPE_CHECKING:
     from parallelisms.device import Device
     from training.log import Log
+
+
+FIRST_ESTIMATE = 3  # commits of a start
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class Meter:
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
         self._first_step: int | None = None  # of this start
+        self._commits = 0  # of this start
+        self._resumed: tuple[int, int] | None = None  # step and tokens before its first commit
+        self._loss = math.nan
+        self._validation_loss: float | None = None  # the newest
         self._after_first_s = 0.0
         self._interval = _Interval()
         self._spent = self._clocks()
@@ -108,6 +116,8 @@ class Meter:
         such as quorum_size; charted on logging steps and wherever they change.
         """
         lap = self._lap()
+        self._resumed = self._resumed or (step - steps, self.tokens)
+        self._commits, self._loss = self._commits + 1, loss
         self.tokens += tokens
         self._interval = self._interval.plus(lap, tokens, steps)
         first = self._first_step is None
@@ -151,6 +161,7 @@ class Meter:
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
         """A look at held-out text after `step`: nats per token, bits per byte, valid tokens and seconds it took."""
+        self._validation_loss = loss
         self._log.info(
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
             f"{bits_per_byte:.4f} bits per byte  {tokens:,} tokens in {seconds:.1f} s"
@@ -185,6 +196,25 @@ class Meter:
             if steps > 1:
                 row["steps"] = steps
             sink.write(step, row)
+
+    def print_estimate(self, step: int) -> None:
+        """Says once, early in a start, how long it will take: on slow hardware one wants to know at once."""
+        if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
+            self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
+
+    def print_summary(self, step: int, **words: str) -> None:
+        """The closing lines of a start that has come to `step`. `words`: see progress.summary."""
+        first_step, first_tokens = self._resumed or (step, self.tokens)
+        lines = summary(
+            self._progress,
+            steps=step,
+            first_step=first_step,
+            tokens=self.tokens - first_tokens,
+            loss=self._loss,
+            validation_loss=self._validation_loss,
+            **words,
+        )
+        self._log.info("%s", lines)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens}

@@ -83,10 +83,10 @@ class Sinks(NamedTuple):
 
 def open_sinks(
     run_folder: Path,
+    resumed_step: ResumedStep | int | None = None,
     *,
     tensorboard_folder: str = "",
     wandb: bool = False,
-    resumed_step: ResumedStep | int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
     """Cuts what lies past `resumed_step` (None: a fresh start, all of it) and opens the sinks asked for.

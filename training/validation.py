@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
-from torch import Tensor
 
 from ft.device import on_host
 from parallelisms.means import sum_over_ranks
 from training.loss import IGNORED
+
+if TYPE_CHECKING:
+    from parallelisms.parallelize import Parallelized
+    from training.data.loader import BatchSource
+    from training.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,30 +33,27 @@ class ValidationLoss:
     """Means over the held-out tokens; bits per byte compares across tokenizers."""
 
     nats_per_token: float
-    nats_per_byte: float
     bits_per_byte: float
     tokens: int
 
 
 def validate(
-    batches: Iterable[Any],
-    evaluate: Callable[[Tensor, Tensor], Tensor],
-    token_bytes: Tensor,
+    model: Parallelized,
+    loader: BatchSource,
+    tokenizer: Tokenizer,
     device: torch.device,
     *,
+    slots: Iterable[int],
     counts: bool,
 ) -> ValidationLoss:
-    """Every rank passes its own batches, the same number each; the result is over all of them. Of the ranks that see the same
-    sequences one `counts` them.
-
-    `token_bytes` [V] int64 on `device`: how many bytes of text each token id stands for (0 for BOS, EOS, PAD).
-    """
+    """The loss on `slots` of the held-out documents, over all ranks. Of the ranks that see the same sequences one `counts` them."""
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)  # [V] int64; 0 for BOS, EOS, PAD
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, valid tokens, bytes
-    for batch in batches:
+    for batch in loader.load(slots):
         inputs, labels = batch.inputs.to(device), batch.labels.to(device)
         valid = labels[labels != IGNORED] if counts else labels.new_empty(0)
-        nats = evaluate(inputs, labels)
+        nats = model.evaluate(inputs, labels)
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
     nats, tokens, byte_count = on_host(sum_over_ranks(sums)).tolist()  # the one sync of a look
     per_byte = nats / max(byte_count, 1)
-    return ValidationLoss(nats / max(tokens, 1), per_byte, per_byte / math.log(2), round(tokens))
+    return ValidationLoss(nats / max(tokens, 1), per_byte / math.log(2), round(tokens))

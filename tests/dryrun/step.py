@@ -127,7 +127,7 @@ class Run(train.Run):
         gradients.launch, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
         return manager
 
-    def tell(self, *_: Any) -> None: ...
+    def log_step(self, *_: Any) -> None: ...
 
     def sum_over_group(self, *given: Any) -> tuple[list[float], float, bool]:
         """Values that nobody computed are one, and that would say that a loss is not a number."""

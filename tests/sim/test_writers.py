@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import train
 from tests.sim import writers
-from training import checkpoint, checkpoint_dues, checkpoint_files, last_save
+from training import checkpoint, checkpoint_dues, checkpoint_files, saver
 from training import metrics_writer as relay
 
 SEEDS = range(min(300, int(os.environ.get("PHAROS_SEEDS", "300"))))
@@ -123,12 +122,12 @@ def drops_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def raises_into_the_loop(patch: pytest.MonkeyPatch) -> None:
-    def save(self: train.Run) -> None:
-        if self.manager.writes:
-            with self.progress.phase("checkpoint"):
-                self.write_checkpoint()
+    def save(self: saver.Saver) -> None:
+        if self._manager.writes:
+            with self._progress.phase("checkpoint"):
+                self.write()
 
-    patch.setattr(train.Run, "save", save)
+    patch.setattr(saver.Saver, "save", save)
 
 
 def looks_in_the_step(patch: pytest.MonkeyPatch) -> None:
@@ -136,13 +135,13 @@ def looks_in_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:
-    real = last_save.LastSave._word
+    real = saver.Saver._word
 
-    def word(self: last_save.LastSave, step: int, asked: bool) -> last_save.Word:
+    def word(self: saver.Saver, step: int, asked: bool) -> saver.Word:
         found = real(self, step, asked)
         return "wait" if found == "regroup" else found
 
-    patch.setattr(last_save.LastSave, "_word", word)
+    patch.setattr(saver.Saver, "_word", word)
 
 
 def hears_by_rows_only(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Groups that save, and die, over storage that fails: the loop of train.py, LastSave, Checkpointer, Dues, Claim, Relay, Scribe and sinks as
+"""Groups that save, and die, over storage that fails: the loop of train.py, Saver, Checkpointer, Dues, Claim, Relay, Scribe and sinks as
 they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its weights tell its history.
 
 In place of ft/manager.py stands Manager: whoever is first of those that hold the state writes; a death moves the role; who comes back heals
@@ -32,9 +32,9 @@ from tests.unit.checkpoint_job import Lines
 from training import appended, checkpoint_dcp, checkpoint_dues, checkpoint_files, checkpoint_ranks, scribe, sinks
 from training import metrics_writer as relay
 from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
-from training.last_save import GRACE_S, PAUSE_S, LastSave
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
 from training.progress import Progress
+from training.saver import GRACE_S, PAUSE_S, Saver
 from training.scribe import Scribe
 from training.signals import STOP
 from training.writer_lease import WriterLease
@@ -304,7 +304,7 @@ class Nothing:
     def step_done(self) -> None:
         pass
 
-    def eta_s(self, step: int) -> None:
+    def print_estimate(self, step: int) -> None:
         pass
 
 
@@ -362,7 +362,7 @@ class Group(Process):
 
 
 class Trainer(train.Run):
-    """Its loop, save, finish and go are train.py's."""
+    """Its loop is train.py's."""
 
     def __init__(self, job: Job, group: Group) -> None:
         plan, clock = job.plan, job.baton.time
@@ -382,9 +382,8 @@ class Trainer(train.Run):
         self.world, self.seat = SimpleNamespace(global_rank=0), SimpleNamespace(counts=True)  # type: ignore[assignment]
         self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
-        self.commits = self.wishes = 0
-        self.save_fails = False
-        self.scribe = Scribe(self.tell_of_storage, clock=clock)
+        self.wishes = 0
+        self.scribe = Scribe(self.report_storage, clock=clock)
         writes = lambda: group.manager.writes  # noqa: E731
         self.relay = LeaderMetricsWriter(
             group.folder,
@@ -405,6 +404,7 @@ class Trainer(train.Run):
                 claim=WriterLease(group.folder, writes),
                 clock=clock,
             )
+            self.saver = Saves(self)
             self.exported = self.checkpointer.exported_step() or 0
             if self.exported < plan.steps <= (self.checkpointer.newest_step() or 0):
                 self.checkpointer.load()
@@ -428,36 +428,19 @@ class Trainer(train.Run):
         super().restore()
         self.job.loaded(self.group)
 
-    def write_checkpoint(self, *, last: bool = False) -> None:
-        self.job.save_begins(self.group, last=last)
-        super().write_checkpoint(last=last)
-
-    def save(self) -> None:
-        began_s, background = self.job.baton.now_s, self.checkpointer._background
-        joins = background is not None and background._work is not None and not background._work.done()
-        super().save()
-        self.job.held_up(self.group, self.job.baton.now_s - began_s, joins=joins)
-
-    def finish(self, *, asked: bool = False) -> None:
-        self.job.end_begins(self.group)
-        super().finish(asked=asked)
-
-    def tell_of_storage(self, words: str) -> None:
+    def report_storage(self, words: str) -> None:
         self.group.said.append(words)
 
     def sample(self) -> None:
         pass
 
-    def print_summary(self, verb: str, *, next_command: str) -> None:
+    def print_summary(self, verb: str, next_command: str) -> None:
         self.verb = verb
         if verb == "finished":
             self.job.finished(self.group)
 
     def start_monitoring(self) -> Any:
-        return Nothing(), Nothing(), Nothing()
-
-    def corruption(self) -> Any:
-        return Nothing()
+        return Nothing(), Nothing(), Nothing(), Nothing()
 
     def close(self) -> None:
         """As main() closes what it has opened, last first."""
@@ -475,6 +458,39 @@ class Trainer(train.Run):
                 failure = error
         if failure is not None:
             raise failure
+
+
+class Saves(Saver):
+    """Of a Trainer; the job hears of each."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        job = self.job = trainer.job
+        self.trainer, self.group = trainer, trainer.group
+        super().__init__(
+            trainer.checkpointer,
+            trainer.manager,
+            trainer.progress,
+            sync=trainer.meter.sync,
+            tell=trainer.report_storage,
+            say=trainer.log.info,
+            clock=job.baton.time,
+            sleep=job.baton.sleep,
+        )
+
+    def write(self, *, last: bool = False, settled: bool = True) -> None:
+        if settled:
+            self.job.save_begins(self.group, last=last)
+        super().write(last=last, settled=settled)
+
+    def save(self) -> None:
+        began_s, background = self.job.baton.now_s, self.trainer.checkpointer._background
+        joins = background is not None and background._work is not None and not background._work.done()
+        super().save()
+        self.job.held_up(self.group, self.job.baton.now_s - began_s, joins=joins)
+
+    def save_last(self, asked: Callable[[], bool]) -> None:
+        self.job.end_begins(self.group)
+        super().save_last(asked)
 
 
 # ------------------------------------------------------------------------------------------------ the job
@@ -508,7 +524,6 @@ class Job:
     def play(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "sum_over_ranks", lambda values: values)
-            patch.setattr(train, "LastSave", partial(LastSave, clock=self.baton.time, sleep=self.baton.sleep))
             fake = Threading(self.baton)
             patch.setattr(scribe, "threading", fake)
             patch.setattr(checkpoint_dues, "threading", fake)

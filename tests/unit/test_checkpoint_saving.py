@@ -17,13 +17,11 @@ import pytest
 import torch
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
-from train import Run
 from training import checkpoint_files
 from training.checkpoint import RETRY_S, CheckpointFailed
 from training.checkpoint_dcp import Snapshot
-from training.log import Log
-from training.metrics import Meter, MetricsConfig
 from training.progress import Progress
+from training.saver import Saver
 
 # What is kept
 
@@ -238,7 +236,11 @@ def test_a_checkpoint_that_storage_does_not_show_now_is_neither_counted_nor_remo
 class Leaving:
     """The part of a manager that a save asks."""
 
-    step, writes, left = 3, ("epoch", 1), True
+    step, writes, left, is_broken, finished = 3, ("epoch", 1), True, False, False
+
+    def regroup(self, until: int) -> None: ...
+
+    def finish(self, *, saved: bool) -> None: ...
 
 
 def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) -> None:
@@ -247,12 +249,9 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
     with largest_file(0):
         job.step_and_save(2)
         job.checkpointer._background._thread.submit(int).result()  # type: ignore[union-attr] # it has failed by now
-    run = Run.__new__(Run)
-    run.manager, run.checkpointer, run.progress = Leaving(), job.checkpointer, Progress()  # type: ignore[assignment]
-    run.meter = Meter(MetricsConfig(), log=Log(), progress=run.progress, steps=4)
-    run.save_fails = False
+    saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, tell=print, say=print)
     job.train(1)
-    run.save()
+    saver.save()
     job.checkpointer.wait()
     assert steps_in(tmp_path) == [3]
 

@@ -35,15 +35,20 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp", "prometheus_client"}),
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
     "ft.dashboard": ({"ft"}, {"aiohttp"}),
-    "ft.materialise": (set(), {"torch"}),  # training/ takes these three without the rest
+    "ft.materialise": (set(), {"torch"}),  # training/ takes these four without the rest
     "ft.device": (set(), {"torch"}),
     "ft.children": (set(), set()),
+    "ft.seam": (set(), set()),
     "ft": (set(), {"torch", "grpc", "google"}),
     "models": (set(), {"torch"}),
     # the contract, and the kernels that all models share
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
-    "training": ({"parallelisms", "models", "ft.materialise", "ft.device", "ft.children"}, None),
+    "training": ({"parallelisms", "models", "ft.materialise", "ft.device", "ft.children", "ft.seam"}, None),
+    "training.components": (
+        {*PACKAGES},
+        None,
+    ),  # a part of train.py, on its floor: see test_components_are_of_the_top_floor
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
 }
@@ -54,6 +59,12 @@ def test_floors():
         f"{path}:{line}: {module} imports {name}" for path, module, line, name in _imports() if not _may(module, name)
     ]
     assert not bad, "\n".join(bad)
+
+
+def test_components_are_of_the_top_floor():
+    """They may import all that train.py may, for it alone imports them."""
+    users = {module for _, module, _, name in _imports() if name.startswith("training.components")}
+    assert users == {"train"}
 
 
 def test_no_cycles():

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 
+from ft.seam import Going
 from tests.unit.checkpoint_job import steps_in
 from tests.unit.test_checkpoint_groups import Group
 from training.checkpoint import CheckpointFailed
-from training.last_save import GRACE_S, PAUSE_S, LastSave
 from training.progress import Progress
+from training.saver import GRACE_S, PAUSE_S, Saver
 
 LAST = 4
 
 
 class Manager:
-    """What a LastSave asks of one. `group` writes where its quorum is a number."""
+    """What a Saver asks of one. `group` writes where its quorum is a number."""
+
+    step, left = LAST, True
 
     def __init__(self, group: Group) -> None:
         self.group, self.is_broken, self.finished = group, False, False
@@ -30,10 +33,12 @@ class Manager:
     def writes(self) -> tuple[str, int] | None:
         return None if self.group.quorum is None else ("epoch", self.group.quorum)
 
-    def regroup(self) -> bool:
+    def regroup(self, until: int) -> None:
+        assert until == LAST
         self.is_broken = False
         self.regroups()
-        return self.stays
+        if not self.stays:
+            raise Going(holds=True)
 
     def finish(self, *, saved: bool) -> None:
         self.told.append(saved)
@@ -50,24 +55,21 @@ class End:
         self.fails: Exception | None = None
 
     def make(self) -> None:
-        LastSave(
+        Saver(
             self.group.checkpointer,
             self.manager,
             Progress(),
-            save=self._save,
-            regroup=self.manager.regroup,
-            asked=lambda: self.asked,
+            sync=self._sync,
             tell=self.told.append,
             say=self.said.append,
             clock=lambda: self.now_s,
             sleep=self._sleep,
-        ).make(LAST)
+        ).save_last(lambda: self.asked)
 
-    def _save(self) -> None:
+    def _sync(self) -> None:
         self.tries += 1
         if self.fails:
             raise self.fails
-        self.group.checkpointer.save(LAST, last=True)
 
     def _sleep(self, seconds: float) -> None:
         assert self.now_s < 3600, "it waits for ever"

@@ -1,0 +1,255 @@
+"""The parts of a run: data, model, manager, metrics, checkpoints, and what watches the loop of train.py."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import nn
+
+from configs.check import gradients_lie_on
+from configs.saved import save, to_toml, what_groups_share
+from configs.schema import Config
+from ft.agreement import Agreement
+from ft.config import Environment, group_folder
+from ft.seam import BadInput
+from ft.start import open_manager
+from parallelisms.distributed import BACKSTOP_S, World, host_group
+from parallelisms.mesh import build_mesh, degrees
+from parallelisms.parallelize import parallelize
+from parallelisms.precision import choose_precision
+from parallelisms.seeds import make_deterministic
+from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState, Stateful
+from training.data.dataset import DataState, open_data
+from training.drill import Corruption
+from training.events import Events
+from training.garbage import GarbageCollection
+from training.log import Log
+from training.loss import cross_entropy_sum
+from training.metrics import Meter
+from training.metrics_writer import LeaderMetricsWriter
+from training.optimizer import build_optimizer
+from training.profiling import Profiler
+from training.progress import Progress
+from training.runlock import RunLock
+from training.saver import Saver
+from training.scribe import Scribe
+from training.signals import Signals
+from training.sinks import open_sinks
+from training.tokenizer import build_tokenizer
+from training.watchdog import Watchdog, dump_flight_recorder
+from training.writer_lease import WriterLease
+
+TRACES = (
+    "comm_traces"  # of collectives before a hang, by the flight recorder; inside the folder of the run, or of its group
+)
+
+
+class Components:
+    """The parts of one start of a run on one rank, made from the top down; train.Run is the loop over them."""
+
+    HEALED: tuple[str, ...] = ("model", "optimizer")  # of the states, what a group must receive to equal the others
+
+    def __init__(
+        self, config: Config, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
+    ) -> None:
+        """`cleanup` closes what is opened here, last first."""
+        self.config, self.environment, self.world = config, environment, world
+        self.signals, self.log, self.cleanup = signals, log, cleanup
+        self.device, self.progress, self.wishes = world.device.torch_device, Progress(), 0
+        self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
+        self.scribe = cleanup.enter_context(closing(Scribe(self.report_storage)))
+        self.events = Events(self.group_folder, self.scribe)
+        with self.progress.phase("start"):
+            if config.job.description:
+                log.info("about     %s", config.job.description)
+            if config.job.print_config:
+                log.info("%s", to_toml(config))
+            if config.training.deterministic:
+                make_deterministic()
+            self.build_data()
+            self.build_model()
+            self.build_manager()
+            self.resume()
+
+    def build_data(self) -> None:
+        """Tokens of a step by position."""
+        config, training, world = self.config, self.config.training, self.world
+        self.tokenizer = build_tokenizer(config.model.tokenizer_path)
+        self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size
+        self.degrees = degrees(config.parallelism, world.world_size)
+        self.seat, dp_size = self.degrees.seat(world.global_rank), self.degrees.data_parallel
+        self.slot_size = max(0, training.global_batch_size) or training.local_batch_size * dp_size
+        cache = config.run_folder.parent / "data_cache"
+        self.data = open_data(training, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size)
+        self.log.info("data      %s", self.data.summary())
+        open_loader = partial(
+            self.data.loader,
+            slot_size=self.slot_size,
+            dp_rank=self.seat.dp_rank,
+            dp_size=dp_size,
+            pin_memory=world.device.differences.pins_batches,
+        )
+        self.loader = self.cleanup.enter_context(closing(open_loader("train")))
+        if config.validation.enable:
+            self.held_out = self.cleanup.enter_context(closing(open_loader("validation")))
+
+    def build_model(self) -> None:
+        """The model as this rank has it, and its optimizer."""
+        config, training, device_type = self.config, self.config.training, self.device.type
+        architecture = importlib.import_module(f"models.{config.model.name}")
+        with torch.device("meta"):
+            model = architecture.build(config.model, vocab_size=self.vocab_size, max_seq_len=training.seq_len)
+        self.flops_per_token = model.flops_per_token(training.seq_len)
+        self.weight_count = sum(p.numel() for p in model.parameters())
+        self.precision = choose_precision(
+            training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, self.world.device
+        )
+        self.model = parallelize(
+            model,
+            build_mesh(self.degrees, device_type),
+            cross_entropy_sum,
+            config.layout(self.precision, vocab_size=self.vocab_size, device_type=device_type),
+            local_batch_size=training.local_batch_size,
+            seq_len=training.seq_len,
+            device=self.device,
+            seed=training.seed,
+        )
+        self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+
+    def build_manager(self) -> None:
+        """The manager that decides whether a step holds."""
+        config, settings, world = self.config, self.config.fault_tolerance, self.world
+        # A rank may wait for another one that is in either of these.
+        longest_s = max(settings.collective_s, config.comm.init_timeout_seconds)
+        hosts = host_group(world, timeout_s=longest_s + BACKSTOP_S) if settings.enable else None
+        manager = open_manager(
+            settings,
+            self.environment,
+            slot_size=self.slot_size,
+            folder=self.group_folder,
+            device_type=gradients_lie_on(config, self.device.type),
+            store=world.store,
+            agreement=Agreement(hosts) if hosts else None,
+            long_phase_s=config.comm.init_timeout_seconds,
+            shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
+            restore=self.restore,
+            phase_timer=self.progress,
+            on_event=self.events,
+        )
+        self.manager = self.cleanup.enter_context(closing(manager))
+        self.manager.attach(self.model.parts)
+        self.signals.when_asked_to_stop(self.manager.want_to_leave)
+        name, ranks, tokens = config.model.name, world.world_size, self.slot_size * config.training.seq_len
+        self.log.info("model     %s, %s parameters, %d tokens a step", name, f"{self.weight_count:,}", tokens)
+        self.log.info("devices   %d rank%s, %s", ranks, "s" * (ranks > 1), world.device.name)
+        if ranks > 1:
+            self.log.info("layout    %s", self.degrees)
+        self.log.info("numbers   %s", self.precision)
+
+    def resume(self) -> None:
+        """Metrics and checkpoints, and the step that is gone on from."""
+        config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
+        first = self.world.global_rank == 0
+        if first:
+            self.cleanup.enter_context(closing(RunLock(self.group_folder)))
+        self.meter = Meter(
+            config.metrics,
+            log=self.log,
+            progress=self.progress,
+            steps=config.training.steps,
+            device=self.world.device,
+            world_size=self.world.world_size,
+            flops_per_token=self.flops_per_token,
+        )
+        states: dict[str, Stateful] = {
+            **self.weights(),
+            "optimizer": OptimizerState(self.model.parts, self.optimizer),
+            "ledger": self.manager,
+            "meter": self.meter,
+            "data": DataState(self.data),
+            "loader": self.loader,
+        }
+        metrics = config.metrics
+        sinks = partial(
+            open_sinks,
+            folder,
+            tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
+            wandb=metrics.enable_wandb,
+            settings=asdict(config),
+        )
+        writer = LeaderMetricsWriter(folder, lambda: self.manager.writes, sinks, self.scribe, shared=shared)
+        if shared:
+            states[FIGURES] = writer
+        for name in (*self.HEALED, "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
+            self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
+        claim = WriterLease(folder, lambda: self.manager.writes) if shared else None
+        self.checkpointer = self.cleanup.enter_context(
+            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, claim=claim))
+        )
+        self.saver = Saver(
+            self.checkpointer,
+            self.manager,
+            self.progress,
+            sync=self.meter.sync,
+            tell=self.report_storage if first else lambda words: None,
+            say=self.log.info,
+        )
+        self.exported = self.checkpointer.exported_step() or 0  # a finished run may hold nothing else of its end
+        finished = self.exported >= config.training.steps
+        seed = config.checkpoint.create_seed_checkpoint
+        healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
+        if not (finished or healed):  # healed, or see `restore`
+            self.checkpointer.load()
+        if first:
+            save(config, folder, batch=self.slot_size)
+            self.meter.open(writer.sinks())
+        self.cleanup.enter_context(closing(self.meter))
+
+    def weights(self) -> dict[str, Stateful]:
+        """The model's states in a checkpoint."""
+        return {"model": ModelState(self.model.parts)}
+
+    def restore(self) -> None:
+        """From the newest checkpoint: of several groups none holds anything, so there is nothing to heal from. Raises BadInput."""
+        with self.progress.phase("checkpoint"):
+            try:
+                self.checkpointer.load()
+            except ValueError as error:
+                raise BadInput(self.config.origin.explain(str(error))) from None
+
+    def report_storage(self, words: str) -> None:
+        """Trouble with files, and its end. In the scribe's thread, mostly."""
+        self.log.warning("storage: %s", words)
+        self.events("storage", self.log.step or 0, words=words)
+        if hasattr(self, "manager"):  # else it has yet to be made
+            self.manager.tell("storage", words)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for part in self.model.parts for parameter in part.parameters()]
+
+    def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, Corruption]:
+        config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
+        watchdog = Watchdog(
+            self.progress,
+            world.watch_store,
+            global_rank=world.global_rank,
+            world_size=world.world_size,
+            timeout_s=config.comm.train_timeout_seconds,
+            long_timeout_s=config.comm.init_timeout_seconds,
+            log=self.log,
+            record=lambda: dump_flight_recorder(folder / TRACES, world.global_rank),
+            confirmed_s=lambda: self.manager.confirmed_s,
+        )
+        cleanup.enter_context(closing(watchdog)).start()
+        cuda, rank, drill = world.device.differences.has_allocator, world.global_rank, self.environment.drill
+        profiler = cleanup.enter_context(Profiler(config.profiling, folder, global_rank=rank, log=self.log, cuda=cuda))
+        garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
+        return watchdog, profiler, garbage, Corruption(folder, rank, self.parameters, enabled=drill, log=self.log)
+
+    def print_summary(self, verb: str, next_command: str) -> None:
+        saved, groups = str(self.checkpointer.folder), self.events.summary()
+        self.meter.print_summary(self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups)
