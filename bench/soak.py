@@ -150,7 +150,9 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
             """By its server, and in its store."""
             mine = self.manager._membership
             return (
-                {**_of(mine.server.pid), "store keys": mine.meeting.num_keys()} if mine.server and mine.meeting else {}
+                {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
+                if mine.server and mine.rendezvous
+                else {}
             )
 
         def cut(self) -> int:

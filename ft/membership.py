@@ -45,17 +45,17 @@ class ReplicaGroupConfig:
 
 @dataclass(frozen=True)
 class Membership:
-    """Of one rank. `server` and `meeting` are rank 0's to close."""
+    """Of one rank. `server` and `rendezvous` are rank 0's to close."""
 
     replica_id: str
     address: str  # of the group's server
     server: GroupProcess | None = None
-    meeting: TCPStore | None = None
+    rendezvous: TCPStore | None = None
 
     def sweep(self, quorum_id: int) -> None:
         """That generation stands, or was given up: what those before it left in the store goes, in a thread."""
-        if self.meeting is not None:
-            threading.Thread(target=sweep, args=(self.meeting, quorum_id), name="ft-sweep", daemon=True).start()
+        if self.rendezvous is not None:
+            threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
 
     def close(self) -> None:
         if self.server:
@@ -93,13 +93,13 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
         )
-    meeting = serve(config.host)
+    rendezvous = serve(config.host)
     tls = config.access.tls
     settings = Settings(
         replica_id=f"{config.name}:{secrets.token_hex(4)}",
         world_size=config.world_size,
         lighthouse=config.lighthouse,
-        store_address=str(Endpoint(config.host, meeting.port)),
+        store_address=str(Endpoint(config.host, rendezvous.port)),
         wire="torchft" if torchfts else "pharos",
         host=config.host,
         port=config.port,
@@ -111,4 +111,4 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         spares_above=config.spares_above,
     )
     server = GroupProcess(settings)
-    return Membership(settings.replica_id, server.address, server, meeting)
+    return Membership(settings.replica_id, server.address, server, rendezvous)

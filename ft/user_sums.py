@@ -23,7 +23,7 @@ from ft.quantized import CollectiveQueue, Feedback
 
 class ManagedAllreduce:
     """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: when it was
-    handed over, the backward was over. `quantized`, `feedback`: as in Lane.sum_quantized."""
+    handed over, the backward was over. `quantized`, `feedback`: as in CollectiveQueue.sum_quantized."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from ft.process_groups import shared
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.commands import DROPPED, ENDED, FAILED, READY, Form, Map, MapDevice, Start, Unmap
 from ft.process_groups.errors import GroupError, RendezvousFailed
-from ft.process_groups.fork_server import Child, ForkServer, nursery_of_this_process
+from ft.process_groups.fork_server import Child, ForkServer, fork_server_of_this_process
 from ft.process_groups.group_init import Ended, Engine, GroupInit
 from ft.process_groups.operations import Operation
 from ft.process_groups.rendezvous import address_of
@@ -38,8 +38,8 @@ class ProcessGroupBaby(ProcessGroup):
     ) -> None:
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self._interface = interface
-        self._nursery: ForkServer = nursery_of_this_process()
-        self._nursery.warm()  # imports torch while this process goes on
+        self._fork_server: ForkServer = fork_server_of_this_process()
+        self._fork_server.warm()  # imports torch while this process goes on
         self.device = (
             current_device() if self.NATIVE == "nccl" else None
         )  # now: a generation is formed in another thread
@@ -53,12 +53,12 @@ class ProcessGroupBaby(ProcessGroup):
         return shared.empty(shape, dtype, device)
 
     def prepare(self) -> None:
-        self._nursery.prepare()
+        self._fork_server.prepare()
 
-    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        address = store if isinstance(store, str) else _address(formation, store, rank)
-        child = self._nursery.child()
-        formation.at_giving_up(child.kill)
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        address = store if isinstance(store, str) else _address(group_init, store, rank)
+        child = self._fork_server.child()
+        group_init.at_giving_up(child.kill)
         self.child = child
         engine = ChildEngine(child, self.device)
         try:
@@ -71,15 +71,15 @@ class ProcessGroupBaby(ProcessGroup):
                     self.rendezvous_s,
                     self._interface,
                     self.device,
-                    formation.shape,
-                    formation.holders,
+                    group_init.shape,
+                    group_init.holders,
                 )
             )
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
-                formation.absent = error.absent
+                group_init.absent = error.absent
                 if error.strangers:
-                    formation.refuse(error.strangers, str(error))
+                    group_init.refuse(error.strangers, str(error))
             engine.wake()
             engine.end()
             raise
@@ -123,16 +123,16 @@ class ChildEngine:
             raise self._problem
 
     def start(self, operation: Operation, ended: Ended) -> None:
-        loan = shared.PoolLease()
+        lease = shared.PoolLease()
         with self._order:
-            placed = operation.each(lambda tensor, read, written: self._memory.lend(tensor, read, written, loan))
+            placed = operation.each(lambda tensor, read, written: self._memory.lend(tensor, read, written, lease))
             with self._lock:
                 if self._gone:
                     raise GroupError("the child process is gone")
                 self._count += 1
                 number = self._count
-                self._under_way[number] = (ended, loan, operation)
-            self._send(Start(number, placed, _written(operation, loan)))
+                self._under_way[number] = (ended, lease, operation)
+            self._send(Start(number, placed, _written(operation, lease)))
 
     def wake(self) -> None:
         self._child.kill()
@@ -181,15 +181,15 @@ class ChildEngine:
 
     def _ended(self, number: int, error: str | None, source: int) -> None:
         with self._lock:
-            ended, loan, operation = self._under_way.pop(number)
+            ended, lease, operation = self._under_way.pop(number)
         try:
-            self._memory.give_back(loan, complete=error is None)
+            self._memory.give_back(lease, complete=error is None)
         except RuntimeError as problem:  # of torch: a tensor that cannot be written into
             error = str(problem)
         ended(None if error is None else GroupError(f"{type(operation).__name__}: {error}"), source)
 
 
-def _written(operation: Operation, loan: shared.PoolLease) -> tuple[int, bytes] | None:
+def _written(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes] | None:
     """For tensors on a GPU: an event that the child waits for before it reads them."""
     devices = {tensor.device for tensor in operation.tensors_flat() if tensor.is_cuda}
     if not devices:
@@ -197,17 +197,17 @@ def _written(operation: Operation, loan: shared.PoolLease) -> tuple[int, bytes] 
     [device] = devices
     event = torch.cuda.Event(interprocess=True)
     event.record(torch.cuda.current_stream(device))
-    loan.kept.append(event)
+    lease.kept.append(event)
     return device.index, event.ipc_handle()
 
 
-def _address(formation: GroupInit, store: Store, rank: int) -> str:
+def _address(group_init: GroupInit, store: Store, rank: int) -> str:
     """The child needs a connection of its own, and torch does not tell a store's prefix: the members agree on a new one."""
     host, port = address_of(store)
     if rank == 0:
         store.set("child/prefix", uuid.uuid4().hex)
     while not store.check(["child/prefix"]):
-        if formation.given_up.wait(0.01):
+        if group_init.given_up.wait(0.01):
             raise RendezvousFailed("given up", (0,))
     host = f"[{host}]" if ":" in host else host
     return f"{host}:{port}/{store.get('child/prefix').decode()}"

@@ -1,12 +1,12 @@
 """The child's program: a group of torch that may be killed at any moment, without loss to the process that trains.
 
-The process that trains starts this program once (`python -m ft.process_groups.baby_worker DESCRIPTOR`), as its *nursery*: it imports
+The process that trains starts this program once (`python -m ft.process_groups.baby_worker DESCRIPTOR`), as its *fork server*: it imports
 torch, starts no thread, and waits. For each generation it is asked for a child. It forks, and the pages of torch are shared; but a fork of
 so large a process, and the first writes of the child to pages that it shares, take tens of milliseconds on a busy machine. So one child,
 the spare, is always forked ahead, when nobody waits: it gets its socket when it is asked for.
 
-Nobody outlives the process that trains: Linux kills the nursery with the thread that started it, and each child with the nursery; and
-elsewhere, or should that fail, all leave when their socket ends.
+Nobody outlives the process that trains: Linux kills the fork server with the thread that started it, and each child with it; and elsewhere, or
+should that fail, all leave when their socket ends.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def main() -> None:
     import ft.process_groups.shared  # noqa: F401
 
     gc.freeze()  # the pages stay shared: a collection in a child does not write on them
-    Nursery(control).serve()
+    ForkServerProcess(control).serve()
 
 
-class Nursery:
+class ForkServerProcess:
     """Hands out a child for each message, which brings the child's socket; answers with its process number."""
 
     def __init__(self, control: Any) -> None:
@@ -145,15 +145,15 @@ class Child:
         from ft.process_groups.nccl import form_nccl
         from ft.process_groups.rendezvous import Rendezvous
 
-        formation = GroupInit("child", lambda it: self._engine, shape=command.shape, holders=command.holders)
+        group_init = GroupInit("child", lambda it: self._engine, shape=command.shape, holders=command.holders)
         try:
-            meeting = Rendezvous(formation, command.store, command.rank, command.size, command.limit_s)
+            rendezvous = Rendezvous(group_init, command.store, command.rank, command.size, command.limit_s)
             if command.kind == "gloo":
-                self._engine = form_gloo(formation, meeting, command.interface)
+                self._engine = form_gloo(group_init, rendezvous, command.interface)
             else:
-                self._engine = form_nccl(formation, meeting, command.device)
+                self._engine = form_nccl(group_init, rendezvous, command.device)
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
-            self._reply(FAILED, 0, str(error), [formation.absent, formation.strangers])
+            self._reply(FAILED, 0, str(error), [group_init.absent, group_init.strangers])
         else:
             self._reply(READY, 0, None, [])
 

@@ -161,23 +161,23 @@ class ProcessGroup(Collectives):
             parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        formation = GroupInit(
+        group_init = GroupInit(
             f"{rank}", lambda it: self._build(it, store, rank, size), self.prepare, shape=shape, holders=holders
         )
         with self._state:
-            self._forming, self._rank, self._size, self._quorum_id = formation, rank, size, quorum_id
+            self._forming, self._rank, self._size, self._quorum_id = group_init, rank, size, quorum_id
             wanted = quorum_id == 0 or quorum_id != self._interrupted
         if not wanted:
-            formation.give_up("no longer wanted")
-        formation.start()
+            group_init.give_up("no longer wanted")
+        group_init.start()
         try:
-            generation = Generation(formation.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
+            generation = Generation(group_init.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
         except RendezvousFailed as error:
             self._why_none = error
-            self._drop_formation(formation)
+            self._drop_group_init(group_init)
             raise
         with self._state:
-            self._forming, stands = None, not formation.given_up.is_set()
+            self._forming, stands = None, not group_init.given_up.is_set()
             if stands:
                 self._generation = generation
         if not stands:  # abandoned in the last moment
@@ -188,11 +188,11 @@ class ProcessGroup(Collectives):
         """Who waits for this group, to form or to finish, is woken with the reason; peers that wait for it see a closed connection.
         Returns at once, from any thread. `then` is called, in another one, when no operation of it touches a tensor any more."""
         with self._state:
-            formation, generation, self._generation = self._forming, self._generation, None
+            group_init, generation, self._generation = self._forming, self._generation, None
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
-        if formation is not None:
-            formation.give_up(reason)
+        if group_init is not None:
+            group_init.give_up(reason)
         if generation is not None:
             generation.give_up(reason, self.reaper, then)
         elif then is not None:
@@ -203,13 +203,13 @@ class ProcessGroup(Collectives):
         abandon it. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
         is still to be configured or long gone; None: whatever there is."""
         with self._state:
-            formation, generation = self._forming, self._generation
+            group_init, generation = self._forming, self._generation
             if quorum_id is not None:
                 self._interrupted = max(self._interrupted, quorum_id)
                 if quorum_id != self._quorum_id:
                     return
-        if formation is not None:
-            formation.give_up(reason)
+        if group_init is not None:
+            group_init.give_up(reason)
         if generation is not None:
             generation.interrupt(reason)
 
@@ -250,15 +250,15 @@ class ProcessGroup(Collectives):
     def abort(self) -> None:
         self.abandon("aborted")
 
-    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        """Meets the others and connects; in a thread. Whatever it may block on is named to formation.at_giving_up before."""
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        """Meets the others and connects; in a thread. Whatever it may block on is named to group_init.at_giving_up before."""
         raise NotImplementedError
 
-    def _drop_formation(self, formation: GroupInit) -> None:
+    def _drop_group_init(self, group_init: GroupInit) -> None:
         with self._state:
             self._forming = None
-        formation.give_up("it failed")
-        self.reaper.take(formation.end, f"did not form: {self._why_none}")
+        group_init.give_up("it failed")
+        self.reaper.take(group_init.end, f"did not form: {self._why_none}")
 
     # ------------------------------------------------------------------------------------------------ torch's face
 

@@ -1,6 +1,6 @@
 """Where child processes come from: one process with torch imported, which forks them (baby_worker.py says how).
 
-A process that trains has one nursery, started when its first group of children is made and kept until its end, so that no generation
+A process that trains has one fork server, started when its first group of children is made and kept until its end, so that no generation
 waits for an import. A child's end is certain: Child.kill sends SIGKILL through a descriptor, never to a successor of its number.
 """
 
@@ -24,15 +24,15 @@ from ft.process_groups.errors import GroupError
 from ft.process_groups.group_init import PREPARE_S
 
 _ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 10.0  # for a nursery to hand out a child, which takes milliseconds, or a fork
+ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
 
 
 class Child:
     """A forked child, and the channel to it."""
 
-    def __init__(self, pid: int, channel: Channel, nursery: ForkServer) -> None:
+    def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel = pid, channel
-        self.nursery = nursery
+        self.fork_server = fork_server
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         self._lock = threading.Lock()
         self._closed = False
@@ -59,7 +59,7 @@ class Child:
             self._closed = True
             if self._handle is not None:
                 os.close(self._handle)
-        self.nursery.reap()
+        self.fork_server.reap()
         self.channel.close()
 
     def memory_bytes(self) -> int:
@@ -96,10 +96,10 @@ class ForkServer:
                 self._ready = message is not None and message[0] == READY
                 if not self._ready:  # it has died, or is stopped
                     self._stop()
-            raise GroupError("no nursery for child processes: it dies, or stops, before it has imported torch")
+            raise GroupError("no fork server for child processes: it dies, or stops, before it has imported torch")
 
     def child(self) -> Child:
-        """A new one: the spare, else it is forked now; where the nursery has died it is started again first."""
+        """A new one: the spare, else it is forked now; where the fork server has died it is started again first."""
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()
@@ -108,10 +108,10 @@ class ForkServer:
             if answer is not None:
                 return Child(int(answer), ours, self)
             ours.close()
-        raise GroupError("no child process: the nursery dies at once, or does not answer")
+        raise GroupError("no child process: the fork server dies at once, or does not answer")
 
     def reap(self) -> None:
-        """The nursery takes leave of children that have ended."""
+        """The fork server takes leave of children that have ended."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):
@@ -123,7 +123,7 @@ class ForkServer:
             self._stop()
 
     def _ask_for_child(self, theirs: int) -> bytes | None:
-        """Its number; None when the nursery has died, or does not answer: one that is stopped is ended, and its children with it."""
+        """Its number; None when the fork server has died, or does not answer: one that is stopped is ended, and its children with it."""
         if self._control is None:
             return None
         with suppress(OSError):
@@ -139,8 +139,8 @@ class ForkServer:
             return self._control
         self._control, theirs = Channel.pair()
         started = threading.Event()
-        # Linux kills the nursery when the thread that started it ends: so that thread stays.
-        threading.Thread(target=self._keep, args=(theirs, started), name="ft-nursery", daemon=True).start()
+        # Linux kills the fork server when the thread that started it ends: so that thread stays.
+        threading.Thread(target=self._keep, args=(theirs, started), name="ft-fork-server", daemon=True).start()
         started.wait()
         return self._control
 
@@ -183,5 +183,5 @@ class ForkServer:
 
 
 @functools.cache
-def nursery_of_this_process() -> ForkServer:
+def fork_server_of_this_process() -> ForkServer:
     return ForkServer()

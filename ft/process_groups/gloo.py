@@ -42,7 +42,9 @@ NO_TAG = (1 << 31) - 1  # of a message that nobody sends
 log = logging.getLogger("pharos.group")
 
 
-def form_gloo(formation: GroupInit, meeting: Rendezvous, interface: str | None, backstop: timedelta = NEVER) -> Engine:
+def form_gloo(
+    group_init: GroupInit, rendezvous: Rendezvous, interface: str | None, backstop: timedelta = NEVER
+) -> Engine:
     """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer.
 
     `backstop`: after which a thread of gloo that nobody can wake ends by itself. There is such a case: when a connection is reset while
@@ -51,22 +53,22 @@ def form_gloo(formation: GroupInit, meeting: Rendezvous, interface: str | None, 
     kind: Any = c10d.ProcessGroupGloo
     before = _threads_of_gloo()
     if sockets.can_be_found():
-        device, near = sockets.listening_ends(lambda: _gloo_device(interface, meeting.host))
+        device, near = sockets.listening_ends(lambda: _gloo_device(interface, rendezvous.host))
     else:
-        device, near = _gloo_device(interface, meeting.host), set()  # in a child: it is killed, not woken
-    ports = meeting.gather(sorted(near))
+        device, near = _gloo_device(interface, rendezvous.host), set()  # in a child: it is killed, not woken
+    ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
-    formation.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
+    group_init.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
-    options._timeout = timedelta(seconds=meeting.left_s() / CONNECTS)  # nobody can call it off
-    backend = kind(meeting.store, meeting.rank, meeting.size, options)
-    meeting.close()
-    _set_timeout(backend, timedelta(seconds=meeting.left_s()))
-    _hear_from_all(backend, meeting)
+    options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # nobody can call it off
+    backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
+    rendezvous.close()
+    _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
+    _hear_from_all(backend, rendezvous)
     _set_timeout(backend, backstop)
-    native = group_of(backend, "gloo", "cpu", meeting)
+    native = group_of(backend, "gloo", "cpu", rendezvous)
     return GlooEngine(native, near, far, _threads_of_gloo() - before)
 
 
@@ -76,14 +78,14 @@ def _set_timeout(backend: Any, timeout: timedelta) -> None:
     backend.set_timeout(timeout)
 
 
-def _hear_from_all(backend: Any, meeting: Rendezvous) -> None:
+def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
     """gloo takes whoever connects to its port and sends the next number, 8 bytes, for a member: a stray connection would have its place
     until a sum has waited for collective_s. So each says its rank to each other while forming may still fail. Raises RendezvousFailed.
 
     Waits for the future: torch keeps a hundred bytes for ever for each thread that has waited for a work, and this one is new each time."""
-    heard, mine = torch.empty(meeting.size, dtype=torch.int64), torch.full((meeting.size,), meeting.rank)
+    heard, mine = torch.empty(rendezvous.size, dtype=torch.int64), torch.full((rendezvous.size,), rendezvous.rank)
     backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).get_future().wait()
-    if not torch.equal(heard, torch.arange(meeting.size)):
+    if not torch.equal(heard, torch.arange(rendezvous.size)):
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
 

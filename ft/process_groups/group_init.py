@@ -27,7 +27,7 @@ class Engine(Protocol):
         """After wake: returns when nothing of it touches a tensor, and all that it had is given back. May take long, or not come back."""
 
 
-PREPARE_S = 300.0  # the longest that a nursery may take to import torch
+PREPARE_S = 300.0  # the longest that a fork server may take to import torch
 
 
 class GroupInit:
@@ -90,7 +90,7 @@ class GroupInit:
             self.strangers, self._reason = tuple(strangers), why
 
     def at_giving_up(self, wake: Callable[[], object]) -> None:
-        """`wake` is called when the formation is given up; at once, if it is already."""
+        """`wake` is called when the group is given up while it forms; at once, if it is already."""
         with self._lock:
             self._wakers.append(wake)
             late = self.given_up.is_set()
@@ -125,5 +125,5 @@ class GroupInit:
         self._prepared.set()
 
 
-def _nothing(formation: GroupInit) -> Engine:
+def _nothing(group_init: GroupInit) -> Engine:
     raise AssertionError("built twice")

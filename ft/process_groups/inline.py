@@ -31,9 +31,9 @@ class ProcessGroupGloo(ProcessGroup):
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self._interface = interface
 
-    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        meeting = Rendezvous(formation, store, rank, size, self.rendezvous_s)
-        return form_gloo(formation, meeting, self._interface, timedelta(seconds=self.timeout_s + 1))
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        rendezvous = Rendezvous(group_init, store, rank, size, self.rendezvous_s)
+        return form_gloo(group_init, rendezvous, self._interface, timedelta(seconds=self.timeout_s + 1))
 
 
 class ProcessGroupNCCL(ProcessGroup):
@@ -48,5 +48,5 @@ class ProcessGroupNCCL(ProcessGroup):
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self.device = current_device() if device is None else device
 
-    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        return form_nccl(formation, Rendezvous(formation, store, rank, size, self.rendezvous_s), self.device)
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        return form_nccl(group_init, Rendezvous(group_init, store, rank, size, self.rendezvous_s), self.device)

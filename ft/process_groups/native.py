@@ -34,9 +34,9 @@ def source_of(work: dist.Work, operation: Operation) -> int:
     return work._source_rank() if isinstance(operation, Receive) and operation.source is None else -1
 
 
-def group_of(backend: Any, name: str, device: str, meeting: Rendezvous) -> dist.ProcessGroup:
+def group_of(backend: Any, name: str, device: str, rendezvous: Rendezvous) -> dist.ProcessGroup:
     """torch's ProcessGroup around one backend: it knows all the names that collectives have."""
-    group = dist.ProcessGroup(c10d.HashStore(), meeting.rank, meeting.size)
+    group = dist.ProcessGroup(c10d.HashStore(), rendezvous.rank, rendezvous.size)
     kind = getattr(dist.ProcessGroup.BackendType, name.upper())
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)

@@ -65,24 +65,24 @@ def nonblocking_settings(rendezvous_s: float) -> dict[str, str]:
     return {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(rendezvous_s))}
 
 
-def form_nccl(formation: GroupInit, meeting: Rendezvous, number: int | None) -> Engine:
+def form_nccl(group_init: GroupInit, rendezvous: Rendezvous, number: int | None) -> Engine:
     """The engine of an NCCL group on the CUDA device of that number, once all are there and a first sum has ended."""
     if number is None or not dist.is_nccl_available():
         raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    meeting.gather(device.index)
+    rendezvous.gather(device.index)
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = NEVER
     options.config.blocking = 0
-    os.environ.update(nonblocking_settings(meeting.limit_s))
+    os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):
-        backend = c10d.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.size, options)
-    formation.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
+        backend = c10d.ProcessGroupNCCL(rendezvous.store, rendezvous.rank, rendezvous.size, options)
+    group_init.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
     backend.eager_connect_single_device(device)
-    engine = NcclEngine(group_of(backend, "nccl", "cuda", meeting), backend.abort, number)
+    engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous), backend.abort, number)
     try:
-        _sum_once(engine, formation, meeting, device)
+        _sum_once(engine, group_init, rendezvous, device)
     except BaseException:
         engine.wake()
         engine.end()
@@ -90,7 +90,7 @@ def form_nccl(formation: GroupInit, meeting: Rendezvous, number: int | None) -> 
     return engine
 
 
-def _sum_once(engine: Engine, formation: GroupInit, meeting: Rendezvous, device: torch.device) -> None:
+def _sum_once(engine: Engine, group_init: GroupInit, rendezvous: Rendezvous, device: torch.device) -> None:
     """torch connects when a communicator is first used, and whoever uses it waits with its mutex, which `abort` wants, too. So that is this
     thread, which nobody waits for and which holds no lock of ours. On a stream of its own: what trains may be queued on the other for
     long. Raises RendezvousFailed."""
@@ -100,12 +100,12 @@ def _sum_once(engine: Engine, formation: GroupInit, meeting: Rendezvous, device:
         errors.append(error)
         over.set()
 
-    formation.at_giving_up(over.set)
+    group_init.at_giving_up(over.set)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         engine.start(AllReduce([torch.ones(1, device=device)]), ended)
-        over.wait(meeting.left_s())
+        over.wait(rendezvous.left_s())
     if not errors:
-        raise RendezvousFailed(f"a first sum has not ended within {meeting.limit_s:g} s")
+        raise RendezvousFailed(f"a first sum has not ended within {rendezvous.limit_s:g} s")
     if errors[0] is not None:
         raise RendezvousFailed(f"the first sum failed: {errors[0]}")
 

@@ -4,7 +4,7 @@ torch's own constructors wait for a member that never comes, and nobody can call
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
 says who was absent. Members tell each other their shape, too: bytes of another layout would end a peer's process, not a sum.
 
-All of it runs in a thread of the formation (group_init.py), for a store may be silent as well: its host may be stopped. The connection to a
+All of it runs in a GroupInit's thread (group_init.py), for a store may be silent as well: its host may be stopped. The connection to a
 store of the form "host:port/prefix" is this meeting's own (store.py), so it can be cut to wake that thread: there the server is asked once
 and answers when the last member has come. A store of torch's cannot be called off, and is asked again and again.
 """
@@ -38,15 +38,15 @@ MEMBER_POLL_S = 0.002  # so long for each
 class Rendezvous:
     """One member's part in the rendezvous of one generation."""
 
-    def __init__(self, formation: GroupInit, store: Store | str, rank: int, size: int, limit_s: float) -> None:
+    def __init__(self, group_init: GroupInit, store: Store | str, rank: int, size: int, limit_s: float) -> None:
         self.rank, self.size = rank, size
-        self._formation = formation
+        self._group_init = group_init
         self.limit_s = limit_s
         self._until_s = time.monotonic() + limit_s
         self._own: StoreClient | None = None
         if isinstance(store, str):
             self._own = store = StoreClient(store, limit_s)
-            formation.at_giving_up(self._own.hang_up)
+            group_init.at_giving_up(self._own.hang_up)
             self._own.connect()
         self.store = store
         server = self._own or _server_behind(store)
@@ -58,7 +58,7 @@ class Rendezvous:
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns each member's word on itself (JSON), by rank, once all are there and have the same shape. Raises RendezvousFailed."""
-        shape = self._formation.shape
+        shape = self._group_init.shape
         digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
         said = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
         self._refuse_strangers([(("version of Pharos", version),) for version, _, _ in said])
@@ -69,12 +69,12 @@ class Rendezvous:
 
     def _refuse_strangers(self, shapes: Sequence[Shape]) -> None:
         """All members come to the same verdict, and nobody has connected to another before."""
-        found = strangers(shapes, self._formation.holders)
+        found = strangers(shapes, self._group_init.holders)
         if found:
             words = "; ".join(
                 f"rank {rank} has another {' and '.join(what)} than the job" for rank, what in found.items()
             )
-            self._formation.refuse(tuple(found), words)
+            self._group_init.refuse(tuple(found), words)
             raise RendezvousFailed(words)
 
     def _exchange(self, name: str, mine: str) -> list[bytes]:
@@ -88,7 +88,7 @@ class Rendezvous:
             return self._values(keys)
         except TimeoutError:
             absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
-            self._formation.absent = absent
+            self._group_init.absent = absent
             raise RendezvousFailed(f"has not formed within {self.limit_s:g} s", absent) from None
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
@@ -98,7 +98,7 @@ class Rendezvous:
             return self._own.multi_get(keys)
         pause_s, longest_s = POLL_S, min(MOST_POLL_S, MEMBER_POLL_S * self.size)
         while not self.store.check(list(keys)):
-            if self._formation.given_up.wait(pause_s):
+            if self._group_init.given_up.wait(pause_s):
                 raise RendezvousFailed("given up")
             if time.monotonic() > self._until_s:
                 raise TimeoutError

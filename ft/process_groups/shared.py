@@ -120,31 +120,31 @@ class SharedPoolOwner:
         self._count = 0
         self._closed = False
 
-    def lend(self, tensor: Tensor, read: bool, written: bool, loan: PoolLease) -> Place:
-        """Place where the child finds it. Copies it first if it must; `loan` remembers what that takes. Raises GroupError."""
+    def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> Place:
+        """Place where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
         if tensor.is_cuda and not tensor.numel():
             return Place(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
             return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.device)
         buffer = self._buffer(tensor.numel() * tensor.element_size())
-        loan.buffers.append(buffer)
+        lease.buffers.append(buffer)
         copy = torch.empty(0, dtype=tensor.dtype).set_(buffer, 0, tensor.shape, _strides(tensor.shape))
         if read:
             copy.copy_(tensor.detach())
         if written:
-            loan.back.append((tensor.detach(), copy))
+            lease.back.append((tensor.detach(), copy))
         return Place(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0, copy.device)
 
-    def give_back(self, loan: PoolLease, *, complete: bool) -> None:
+    def give_back(self, lease: PoolLease, *, complete: bool) -> None:
         """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed, which torch may still
         be writing to."""
         if not complete:
             return
-        for tensor, copy in loan.back:
+        for tensor, copy in lease.back:
             tensor.copy_(copy)
         with self._lock:
-            for buffer in loan.buffers:
+            for buffer in lease.buffers:
                 self._free.setdefault(buffer.nbytes(), []).append(buffer)
 
     def dropped(self, numbers: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ class ProcessGroupDummy(ProcessGroup):
         super().__init__()
         self.configure("localhost:1/dummy", rank, size)
 
-    def _build(self, formation: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
         return _Alone()
 
 

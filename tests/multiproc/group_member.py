@@ -32,7 +32,7 @@ class Member:
         self.kind = ""
 
     def prepare(self) -> dict[str, Any]:
-        """Returns when torch is imported here and in the nursery."""
+        """Returns when torch is imported here and in the fork server."""
         from ft.process_groups.baby import ProcessGroupBabyGloo
         from ft.process_groups.inline import ProcessGroupGloo
 
@@ -59,7 +59,7 @@ class Member:
         group = self.groups[kind]
         group.configure(store, rank, size)
         child = getattr(group, "child", None)
-        return {"child": child.pid if child else 0, "nursery": child.nursery.pid if child else 0}
+        return {"child": child.pid if child else 0, "fork_server": child.fork_server.pid if child else 0}
 
     def sums(self, count: int, elements: int, device: str = "cpu") -> dict[str, Any]:
         """Sums of this member's rank + 1, `count` of them or until one fails."""

@@ -192,58 +192,58 @@ def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
 
 
 def test_what_a_scheduler_sends_to_every_process_ends_no_child():
-    """From its first moment: the nursery still imports torch when the signals come."""
-    nursery = ForkServer()
+    """From its first moment: the fork server still imports torch when the signals come."""
+    fork_server = ForkServer()
     try:
-        nursery.warm()
+        fork_server.warm()
         for number in WISHES:
-            os.kill(nursery.pid, number)
-        child, at = nursery.child(), nursery.pid
+            os.kill(fork_server.pid, number)
+        child, at = fork_server.child(), fork_server.pid
         for number in WISHES:
             for pid in (at, child.pid):
                 os.kill(pid, number)
-        other = nursery.child()
-        assert nursery.pid == at and not select.select([child._handle], [], [], 0)[0], "one of them has ended"
+        other = fork_server.child()
+        assert fork_server.pid == at and not select.select([child._handle], [], [], 0)[0], "one of them has ended"
         for each in (child, other):
             each.kill()
             each.end()
     finally:
-        nursery.close()
+        fork_server.close()
 
 
 def test_a_spare_child_that_is_gone_is_not_given():
-    """It waits for its turn, and is killed by whoever looks for memory: the nursery forks another."""
-    nursery = ForkServer()
+    """It waits for its turn, and is killed by whoever looks for memory: the fork server forks another."""
+    fork_server = ForkServer()
     try:
-        nursery.prepare()
-        at = nursery.pid
+        fork_server.prepare()
+        at = fork_server.pid
         [spare] = Path(f"/proc/{at}/task/{at}/children").read_text().split()
         handle = os.pidfd_open(int(spare))
         os.kill(int(spare), signal.SIGKILL)
         assert select.select([handle], [], [], LIMIT_S)[0], "it has not ended"
         os.close(handle)
-        child = nursery.child()
-        assert (nursery.pid, child.pid != int(spare)) == (at, True)
+        child = fork_server.child()
+        assert (fork_server.pid, child.pid != int(spare)) == (at, True)
         assert "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
         child.kill()
         child.end()
     finally:
-        nursery.close()
+        fork_server.close()
 
 
-def test_a_nursery_that_is_stopped_is_ended_and_another_started(monkeypatch: pytest.MonkeyPatch):
+def test_a_fork_server_that_is_stopped_is_ended_and_another_started(monkeypatch: pytest.MonkeyPatch):
     """As by a debugger, or a machine that freezes what is idle: it does not answer, and who waits for it waits in a step."""
-    nursery = ForkServer()
+    fork_server = ForkServer()
     try:
-        nursery.prepare()
-        at, control = nursery.pid, nursery._control
+        fork_server.prepare()
+        at, control = fork_server.pid, fork_server._control
         assert control is not None
         os.kill(at, signal.SIGSTOP)
         monkeypatch.setattr(control, "waits", lambda limit_s: False)  # as when that time is over
-        child = nursery.child()
-        assert nursery.pid != at and not Path(f"/proc/{at}").exists()
+        child = fork_server.child()
+        assert fork_server.pid != at and not Path(f"/proc/{at}").exists()
         assert "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
         child.kill()
         child.end()
     finally:
-        nursery.close()
+        fork_server.close()

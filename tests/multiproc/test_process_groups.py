@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
-from ft.process_groups.fork_server import Child, nursery_of_this_process
+from ft.process_groups.fork_server import Child, fork_server_of_this_process
 from ft.process_groups.generation import Generation, GroupWork
 from ft.process_groups.gloo import GlooEngine
 from ft.process_groups.group_init import GroupInit
@@ -466,10 +466,10 @@ def count(what: str) -> int:
 
 
 def children() -> int:
-    """Of this process, and of those; once the nursery, if there is one, has its next spare child."""
-    nursery, until_s = nursery_of_this_process().pid, time.monotonic() + LIMIT_S
-    while (parents := parents_of_all()) and nursery in parents and nursery not in parents.values():
-        assert time.monotonic() < until_s, "the nursery makes no spare child"
+    """Of this process, and of those; once the fork server, if there is one, has its next spare child."""
+    fork_server, until_s = fork_server_of_this_process().pid, time.monotonic() + LIMIT_S
+    while (parents := parents_of_all()) and fork_server in parents and fork_server not in parents.values():
+        assert time.monotonic() < until_s, "the fork server makes no spare child"
         time.sleep(0.01)
     mine = [pid for pid, parent in parents.items() if parent == os.getpid()]
     return len(mine) + sum(parent in mine for parent in parents.values())

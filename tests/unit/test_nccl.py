@@ -188,8 +188,8 @@ def test_gloos_members_hear_from_each_other_in_the_thread_that_forms(
     seen: list[str] = []
     hear = gloo._hear_from_all
 
-    def hear_from_all(backend: Any, meeting: Rendezvous) -> None:
-        hear(backend, meeting)
+    def hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
+        hear(backend, rendezvous)
         seen.append(threading.current_thread().name)
 
     monkeypatch.setattr(gloo, "_hear_from_all", hear_from_all)

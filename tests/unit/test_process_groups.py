@@ -260,19 +260,19 @@ def test_a_wait_with_a_limit_of_its_own_leaves_the_group_alone():
 def test_a_formation_that_hangs_is_given_up_from_another_thread():
     hold, engine = threading.Event(), FakeEngine()
 
-    def build(formation: GroupInit) -> FakeEngine:
-        formation.absent = (2, 5)
+    def build(group_init: GroupInit) -> FakeEngine:
+        group_init.absent = (2, 5)
         hold.wait()
         return engine
 
-    formation = GroupInit("test", build)
-    formation.at_giving_up(hold.set)
-    formation.start()
-    threading.Thread(target=formation.give_up, args=("member x is lost",)).start()
+    group_init = GroupInit("test", build)
+    group_init.at_giving_up(hold.set)
+    group_init.start()
+    threading.Thread(target=group_init.give_up, args=("member x is lost",)).start()
     with pytest.raises(RendezvousFailed, match="member x is lost; absent: ranks 2, 5") as failure:
-        formation.wait(600)
+        group_init.wait(600)
     assert failure.value.absent == (2, 5)
-    formation.end()  # an engine that came too late is ended, too
+    group_init.end()  # an engine that came too late is ended, too
     assert (engine.woken, engine.ended) == (1, 1)
 
 
@@ -281,40 +281,40 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
     """Another member that has seen it has the generation abandoned, and that word may reach this one before or after its own."""
     refused = threading.Event()
 
-    def build(formation: GroupInit) -> FakeEngine:
+    def build(group_init: GroupInit) -> FakeEngine:
         if told_first:
-            formation.give_up("the generation failed")
-        formation.refuse((2,), "rank 2 has another optimizer.lr than the job")
+            group_init.give_up("the generation failed")
+        group_init.refuse((2,), "rank 2 has another optimizer.lr than the job")
         if not told_first:
-            formation.give_up("the generation failed")
+            group_init.give_up("the generation failed")
         refused.set()
         raise RendezvousFailed("given up")
 
-    formation = GroupInit("test", build)
-    formation.start()
+    group_init = GroupInit("test", build)
+    group_init.start()
     assert refused.wait(30)
     with pytest.raises(RendezvousFailed, match="rank 2 has another optimizer") as failure:
-        formation.wait(600)
+        group_init.wait(600)
     assert failure.value.strangers == (2,)
-    formation.end()
+    group_init.end()
 
 
 def test_a_prefix_serves_once():
     store = HashStore()
     for number in range(2):
-        formation = GroupInit("test", lambda it: FakeEngine())
-        meeting = Rendezvous(formation, PrefixStore("a", store), rank=0, size=1, limit_s=5)
+        group_init = GroupInit("test", lambda it: FakeEngine())
+        rendezvous = Rendezvous(group_init, PrefixStore("a", store), rank=0, size=1, limit_s=5)
         if number == 0:
-            assert meeting.gather("first") == ["first"]
+            assert rendezvous.gather("first") == ["first"]
         else:
             with pytest.raises(RendezvousFailed, match="in this store already"):
-                meeting.gather("second")
+                rendezvous.gather("second")
 
 
 def test_who_is_absent_is_named():
-    meeting = Rendezvous(GroupInit("test", lambda it: FakeEngine()), HashStore(), rank=1, size=3, limit_s=0.05)
+    rendezvous = Rendezvous(GroupInit("test", lambda it: FakeEngine()), HashStore(), rank=1, size=3, limit_s=0.05)
     with pytest.raises(RendezvousFailed, match=r"within 0.05 s") as failure:
-        meeting.gather("here")
+        rendezvous.gather("here")
     assert failure.value.absent == (0, 2)
 
 
@@ -348,36 +348,36 @@ def test_a_channel_carries_messages_and_descriptors():
 
 @linux
 def test_lent_tensors_are_the_same_memory():
-    borrower = shared.SharedPoolClient()
+    pool_client = shared.SharedPoolClient()
     forgotten: list[int] = []
-    lender = shared.SharedPoolOwner(
-        lambda number, size, fd: borrower.add(number, size, os.dup(fd)), borrower.add_device, forgotten.extend
+    owner = shared.SharedPoolOwner(
+        lambda number, size, fd: pool_client.add(number, size, os.dup(fd)), pool_client.add_device, forgotten.extend
     )
-    loan = shared.PoolLease()
+    lease = shared.PoolLease()
     whole = shared.empty((4, 6)).fill_(1.0)
     view = whole[1:3, ::2]
-    theirs = borrower.tensor(lender.lend(view, True, True, loan))
+    theirs = pool_client.tensor(owner.lend(view, True, True, lease))
     theirs.fill_(7.0)
-    assert view.eq(7.0).all() and whole.eq(1.0).sum() == 24 - 6 and not loan.buffers
-    assert lender.lend(whole, True, False, loan).segment == 1  # the same segment, announced once
+    assert view.eq(7.0).all() and whole.eq(1.0).sum() == 24 - 6 and not lease.buffers
+    assert owner.lend(whole, True, False, lease).segment == 1  # the same segment, announced once
     of_torch = torch.zeros(5).share_memory_()
-    borrower.tensor(lender.lend(of_torch, True, True, loan)).add_(2)
-    assert of_torch.eq(2).all() and not loan.buffers
+    pool_client.tensor(owner.lend(of_torch, True, True, lease)).add_(2)
+    assert of_torch.eq(2).all() and not lease.buffers
 
     private = torch.arange(6.0).view(2, 3).t()
-    copy = borrower.tensor(lender.lend(private, True, True, loan))
+    copy = pool_client.tensor(owner.lend(private, True, True, lease))
     assert copy.equal(private)
     copy.mul_(10)
-    lender.give_back(loan, complete=True)
+    owner.give_back(lease, complete=True)
     assert private.equal(torch.arange(6.0).view(2, 3).t() * 10)
-    empty = borrower.tensor(lender.lend(torch.empty(0, 3), True, True, again := shared.PoolLease()))
+    empty = pool_client.tensor(owner.lend(torch.empty(0, 3), True, True, again := shared.PoolLease()))
     assert empty.shape == (0, 3)
-    assert again.buffers[0].data_ptr() == loan.buffers[0].data_ptr()  # the buffer is used again
+    assert again.buffers[0].data_ptr() == lease.buffers[0].data_ptr()  # the buffer is used again
 
     del whole, view, theirs
-    lender.lend(of_torch, True, True, loan)
+    owner.lend(of_torch, True, True, lease)
     assert forgotten == [1]
-    borrower.drop(forgotten)
+    pool_client.drop(forgotten)
 
 
 @linux
@@ -414,13 +414,13 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
 
 
 def test_buffers_of_a_failed_operation_are_not_used_again():
-    lender = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, lambda _: None)
-    value, loan, again = torch.ones(3), shared.PoolLease(), shared.PoolLease()
-    lender.lend(value, True, True, loan)
-    loan.back[0][1].fill_(9)
-    lender.give_back(loan, complete=False)
-    lender.lend(value, True, True, again)
-    assert value.eq(1).all() and loan.buffers[0].data_ptr() != again.buffers[0].data_ptr()
+    owner = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, lambda _: None)
+    value, lease, again = torch.ones(3), shared.PoolLease(), shared.PoolLease()
+    owner.lend(value, True, True, lease)
+    lease.back[0][1].fill_(9)
+    owner.give_back(lease, complete=False)
+    owner.lend(value, True, True, again)
+    assert value.eq(1).all() and lease.buffers[0].data_ptr() != again.buffers[0].data_ptr()
 
 
 class FakeStorage:
@@ -467,39 +467,39 @@ def test_the_memory_of_a_gpu_is_exported_once_for_each_child(gpu_memory: type[Fa
     mapped: dict[int, tuple[Any, ...]] = {}
     dropped: list[int] = []
     for child in (1, 2):
-        lender = shared.SharedPoolOwner(lambda *_: None, mapped.__setitem__, dropped.extend)
+        owner = shared.SharedPoolOwner(lambda *_: None, mapped.__setitem__, dropped.extend)
         for number in range(1000):
             whole = scratch[number % 2]
-            place = lender.lend(FakeTensor(whole[number % 500 :]), True, True, shared.PoolLease())  # type: ignore[arg-type]
+            place = owner.lend(FakeTensor(whole[number % 500 :]), True, True, shared.PoolLease())  # type: ignore[arg-type]
             assert (place.segment, place.offset, place.strides) == (1 + number % 2, number % 500, (1,))
             assert place.device == FakeTensor.device
         assert len(gpu_memory.exports) == 2 * child and len(mapped) == 2 and not dropped
-        lender.close()  # the child was killed
+        owner.close()  # the child was killed
         assert [offset for _, offset, _ in gpu_memory.released] == list(range(1, 2 * child + 1))
         with pytest.raises(GroupError, match="gone"):
-            lender.lend(FakeTensor(scratch[0]), True, True, shared.PoolLease())  # type: ignore[arg-type]
+            owner.lend(FakeTensor(scratch[0]), True, True, shared.PoolLease())  # type: ignore[arg-type]
 
 
 def test_a_child_gives_back_itself_what_it_is_told_to_drop(gpu_memory: type[FakeStorage]):
     forgotten: list[int] = []
-    lender = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, forgotten.extend)
+    owner = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, forgotten.extend)
     kept, value = torch.zeros(10), torch.zeros(10)
     for tensor in (kept, value):
-        lender.lend(FakeTensor(tensor), True, True, shared.PoolLease())  # type: ignore[arg-type]
+        owner.lend(FakeTensor(tensor), True, True, shared.PoolLease())  # type: ignore[arg-type]
     del value, tensor
-    lender.lend(FakeTensor(kept), True, True, shared.PoolLease())  # type: ignore[arg-type]
+    owner.lend(FakeTensor(kept), True, True, shared.PoolLease())  # type: ignore[arg-type]
     assert forgotten == [2]
-    lender.dropped(forgotten)  # its answer
-    lender.close()
+    owner.dropped(forgotten)  # its answer
+    owner.close()
     assert [offset for _, offset, _ in gpu_memory.released] == [1]
 
 
 def test_an_expandable_segment_is_not_lent(gpu_memory: type[FakeStorage]):
     announced: list[int] = []
-    lender = shared.SharedPoolOwner(lambda *_: None, lambda number, _: announced.append(number), lambda _: None)
+    owner = shared.SharedPoolOwner(lambda *_: None, lambda number, _: announced.append(number), lambda _: None)
     with pytest.raises(GroupError, match="lies in an expandable segment"):
-        lender.lend(FakeTensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())  # type: ignore[arg-type]
-    lender.close()
+        owner.lend(FakeTensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())  # type: ignore[arg-type]
+    owner.close()
     assert not announced and len(gpu_memory.released) == 1
 
 
@@ -744,7 +744,7 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
         formed.append(("child", command.device))
         raise RendezvousFailed("a fake")
 
-    def form_nccl(formation: GroupInit, meeting: Rendezvous, number: int | None) -> None:
+    def form_nccl(group_init: GroupInit, rendezvous: Rendezvous, number: int | None) -> None:
         formed.append(("inline", number))
         raise RendezvousFailed("a fake")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft.protocol.words.quorum import Effect, Event, Kind, Member, Notice, Quorum, Refusal, Shape, Terms
+from ft.protocol.messages.quorum import Effect, Event, Kind, Member, Notice, Quorum, Refusal, Shape, Terms
 
 # ------------------------------------------------------------------------------------------------ events
 

@@ -9,7 +9,7 @@ each effect asks of the driver is said at its class.
     Lighthouse:      lighthouse.Lighthouse <- calls, streams, beats, ticks       -> answers, refusals, notices
 """
 
-from ft.protocol.words.group import *  # noqa: F403
-from ft.protocol.words.lighthouse import *  # noqa: F403
-from ft.protocol.words.quorum import *  # noqa: F403
-from ft.protocol.words.step import *  # noqa: F403
+from ft.protocol.messages.group import *  # noqa: F403
+from ft.protocol.messages.lighthouse import *  # noqa: F403
+from ft.protocol.messages.quorum import *  # noqa: F403
+from ft.protocol.messages.step import *  # noqa: F403

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft.protocol.words.group import Part, RankCall, Vote
-from ft.protocol.words.quorum import Effect, Event
+from ft.protocol.messages.group import Part, RankCall, Vote
+from ft.protocol.messages.quorum import Effect, Event
 
 # ------------------------------------------------------------------------------------------------ events
 

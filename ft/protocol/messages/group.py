@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ft.protocol.words.lighthouse import Call
-from ft.protocol.words.quorum import Effect, Event, Member, Notice, Quorum, Refusal, Shape, State, Terms, Times
+from ft.protocol.messages.lighthouse import Call
+from ft.protocol.messages.quorum import Effect, Event, Member, Notice, Quorum, Refusal, Shape, State, Terms, Times
 
 # ------------------------------------------------------------------------------------------------ events
 

@@ -1,1 +1,0 @@
-"""The words of the protocol, by who hears them; ft/protocol/messages.py gathers them."""
