@@ -5,8 +5,8 @@ torch, starts no thread, and waits. For each generation it is asked for a child.
 so large a process, and the first writes of the child to pages that it shares, take tens of milliseconds on a busy machine. So one child,
 the spare, is always forked ahead, when nobody waits: it gets its socket when it is asked for.
 
-Nobody outlives the process that trains: Linux kills the fork server with the thread that started it, and each child with it; and elsewhere, or
-should that fail, all leave when their socket ends.
+Nobody outlives the process that trains: Linux kills the fork server with the thread that started it and each child with it; elsewhere,
+or should that fail, all leave when their socket ends.
 """
 
 from __future__ import annotations
