@@ -3,7 +3,7 @@
     python bench/forming.py [--sizes 2,4,8,16,32,64] [--forms 5] [--starts 20] [--write docs/forming.svg]
 
 All members live on this machine and meet at one store. In-process gloo: each member is a process of its own, forked from one that has
-imported torch. Baby gloo: each member is a thread of one process, its group a child process; one fork server forks all of them. "form" is the
+imported torch. Baby gloo: each member is a thread of one process, its group a child; one fork server forks all of them. "form" is the
 first generation, "anew" the median of the next ones, each after `abandon` of the last, whose end goes on meanwhile. A figure is the
 slowest member's `configure`; all begin within a millisecond or so of each other.
 
