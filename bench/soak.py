@@ -108,8 +108,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     from ft.process_groups.inline import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
-    from training.checkpoint import Checkpointer, ModelState
-    from training.checkpoint_config import CheckpointConfig
+    from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
     from training.log import Log
     from training.metrics_writer import LeaderMetricsWriter, Row
     from training.scribe import Scribe

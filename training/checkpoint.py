@@ -1,46 +1,119 @@
 """Checkpoints: when the run is saved, and from which of them it goes on.
 
-Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_states.py names what
-there is to save, checkpoint_dcp.py moves it to files and back, checkpoint_files.py makes files appear at once or not
-at all. Nothing here knows fault tolerance: its ledger is one more state.
+Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_states.py names what there is to save,
+checkpoint_dcp.py moves it to files and back, checkpoint_files.py makes files appear at once or not at all. Nothing here knows fault
+tolerance: its ledger is one more state.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from training import checkpoint_files as files
-from training.checkpoint_config import CheckpointConfig
-from training.checkpoint_dues import RETRY_S, Dues
-from training.checkpoint_files import CheckpointFailed, Damaged, Manifest
-from training.checkpoint_ranks import Background, Ranks, Report
-from training.checkpoint_restore import (
-    LogLike,
-    initial,
-    refuse_seed_after,
-    restore,
-    steps_phrase,
-    survey,
-)
+from training.checkpoint_files import CheckpointFailed, Damaged, FileRecord, Manifest
 from training.checkpoint_states import FIGURES, ModelState, OptimizerState, Stateful
 from training.progress import Clock
 from training.writer_lease import Alone, Aside, WriterLease
 
-T = TypeVar("T")
-
 if TYPE_CHECKING:
-    from training.checkpoint_dcp import Snapshot
-    from training.checkpoint_streamed import Streamed
+    from training.checkpoint_dcp import Snapshot, Streamed
 
 __all__ = ["FIGURES", "RETRY_S", "CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
+
+RETRY_S = 30.0  # from a save that failed to the next try
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[checkpoint]: saving the run and going on from it."""
+
+    enable: Annotated[bool, "save, and go on from what was saved; false: start from nothing and leave nothing"] = True
+    folder: Annotated[str, "where, inside the run's folder"] = "checkpoint"
+    interval: Annotated[int, "steps from one checkpoint to the next", ">= 1"] = 500
+    async_mode: Annotated[
+        Literal["disabled", "async", "async_with_pinned_mem"],
+        "disabled: the step waits for the disk; async: for a copy in host memory, which is then written in the "
+        "background; async_with_pinned_mem: the copy is in pinned memory, which CUDA fills faster",
+    ] = "disabled"
+    keep_latest_k: Annotated[
+        int, "older checkpoints are removed; 0: keep all; 1 would leave none to fall back to", ">= 0", "!= 1"
+    ] = 10
+    load_step: Annotated[int, "go on from this step; -1: from the newest that is whole", ">= -1"] = -1
+    verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
+    load_only: Annotated[bool, "go on from a checkpoint, but write none"] = False
+    enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
+    # true in torchtitan. Here a finished run may be continued by raising training.steps, which needs the optimizer's
+    # state, and that is worth the space of one full checkpoint.
+    last_save_model_only: Annotated[
+        bool, "the last save holds the weights alone, in export_dtype; the run cannot be continued from it"
+    ] = False
+    export_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], "what weights are cast to where they are saved alone"
+    ] = "float32"
+    initial_load_path: Annotated[
+        str, 'checkpoint (".../step-N") with which a run that has none of its own begins; "": none'
+    ] = ""
+    initial_load_model_only: Annotated[
+        bool, "take the weights alone from initial_load_path; false: optimizer, step and data cursor too"
+    ] = True
+    exclude_from_loading: Annotated[
+        tuple[str, ...],
+        'names, or beginnings of names, that initial_load_path is not asked for, such as "model.output"',
+    ] = ()
+    create_seed_checkpoint: Annotated[
+        bool,
+        "save the freshly initialised weights as step 0, with which every layout can begin, and end; "
+        "scripts/make_seed_checkpoint.py does it for a model of any size, without the run's machines",
+    ] = False
+
+    def check(self) -> None:
+        wishes = {
+            "initial_load_path": self.initial_load_path,
+            "load_only": self.load_only,
+            "create_seed_checkpoint": self.create_seed_checkpoint,
+        }
+        for key, value in wishes.items():
+            if value and not self.enable:
+                shown = "true" if value is True else f'"{value}"'
+                raise ValueError(f"checkpoint.{key} = {shown}: needs checkpoint.enable = true")
+        if not self.folder.strip("/. "):
+            raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
+        if self.create_seed_checkpoint and self.load_only:
+            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; nearest: false")
+        if self.create_seed_checkpoint and self.initial_load_path:
+            raise ValueError(
+                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '
+                'nearest: ""'
+            )
+        if self.exclude_from_loading and not self.initial_load_path:
+            shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
+            raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
+
+    def check_files(self) -> None:
+        """Raises ValueError when initial_load_path is not a checkpoint. Opens no file."""
+        if self.initial_load_path:
+            initial_folder(self.initial_load_path)
+
+
+class LogLike(Protocol):
+    """training.log.Log or logging.Logger."""
+
+    def info(self, message: str, *args: object) -> None: ...
+
+    def warning(self, message: str, *args: object) -> None: ...
 
 
 class Checkpointer:
@@ -59,44 +132,57 @@ class Checkpointer:
         states: Mapping[str, Stateful],
         *,
         log: LogLike,
-        config_digest: str = "",
         timeout: timedelta = timedelta(minutes=30),
         claim: WriterLease | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`config_digest` goes into the manifest. `timeout`: how long a rank waits for the slowest one's files. `claim`: others have the
-        same folder, of whom one saves at a time; so what lies about is cleared away by who saves, and not by who loads."""
+        """`timeout`: how long a rank waits for the slowest one's files. `claim`: others have the same folder, of whom one saves at a time;
+        so what lies about is cleared away by the one that saves, and not by one that loads."""
         self.folder = run_folder / config.folder
-        self._config = config
-        self._states = states
-        self._log = log
-        self._config_digest = config_digest
+        self.saving: Future[None] | None = None  # in the background, until it is joined
+        self._config, self._states, self._log, self._clock = config, states, log, clock
         self._claim = claim or Alone()
         self._ranks = Ranks(timeout)
+        self._writes = config.enable and not config.load_only
         self._saved_step: int | None = None  # the newest that this group has saved
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
         self._snapshot: Snapshot | None = None
-        self._background: Background | None = None
-        self._dues = Dues(config, self.folder, self._claim, clock)
+        self._background: ThreadPoolExecutor | None = None
+        self._loaded_step = 0  # saves that were due before it were another start's
+        self._failed_at: float | None = None  # the last save; the same on all ranks
+        # On rank 0:
+        self._had_role = False
+        self._found_step: int | None = None  # the newest save in the folder, when this group took the role over
 
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a checkpoint after `step`."""
-        if not self._writes or self._dues.is_failing:  # then see `overdue`
+        if not self._writes or self._failed_at is not None:  # then see `overdue`
             return False
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
-        """On rank 0, after `step`: one that was due is not there, for its save failed RETRY_S ago, or whoever was to save it has died. The
-        others are to be told: all ranks save at the same step. It waits for no storage."""
+        """On rank 0, after `step`: a save that was due is not there, for it failed RETRY_S ago, or the group that was to make it has died.
+        The others are to be told: all ranks save at the same step. It waits for no storage."""
         if not self._writes or self._ranks.rank != 0:
             return False
-        failed = self._background is not None and self._background.has_failed
-        return failed or self._dues.missed(step)
+        if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
+            return True
+        has_role, had_role = self._claim.has_role, self._had_role
+        if self._failed_at is not None:
+            return has_role and self._clock() - self._failed_at >= RETRY_S
+        self._had_role = has_role
+        if has_role and not had_role and self._claim.shared:
+            in_thread(self._look)
+        if self._found_step is None or not has_role:
+            return False
+        found, self._found_step = self._found_step, None
+        first = self._config.enable_first_step_checkpoint and step > 0
+        return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
     def has(self, step: int) -> bool:
         """On one rank: the last save of a run that ends with `step` is there, whoever made it, or none is asked for."""
-        return not self._writes or step == self._saved_step or self._dues.newest() >= step
+        return not self._writes or step == self._saved_step or self._newest() >= step
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
         """Asks rank 0 to decide once it knows whether any rank wishes it. By all ranks."""
@@ -112,23 +198,23 @@ class Checkpointer:
         `wait` or `close`. Raises CheckpointFailed.
         """
         began = time.perf_counter()
-        self._dues.failed()  # unless it succeeds
+        self._failed_at = self._clock()  # unless it succeeds
         self.wait()
         alone = last and self._config.last_save_model_only
-        if not self._writes or (step == self._held_step and not alone):
-            self._dues.begun()
-            return time.perf_counter() - began
-        if not settled:
-            self._claim = Aside()
-        if alone:
-            self._export(step)
-        elif last or not settled or self._config.async_mode == "disabled":
-            self._write(step, "full", self._live_states())
-        else:
-            snapshot, background = self._prepared()
-            states = snapshot.take(self._live_states())
-            background.start(lambda: self._write(step, "full", states, snapshot))
-        self._dues.begun()
+        if self._writes and (alone or step != self._held_step):
+            if not settled:
+                self._claim = Aside()
+            if alone:
+                dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
+                cast = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
+                self._write(step, "model", {"model": cast})
+            elif last or not settled or self._config.async_mode == "disabled":
+                self._write(step, "full", self._live_states())
+            else:
+                snapshot, background = self._prepared()
+                states = snapshot.take(self._live_states())
+                self.saving = background.submit(self._write, step, "full", states, snapshot)
+        self._failed_at = self._found_step = None
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
@@ -152,13 +238,17 @@ class Checkpointer:
             self._ranks.first(self._tidy)
         steps = self._ranks.first(self._own_steps)
         if self._config.create_seed_checkpoint:
-            refuse_seed_after(steps, self.folder)
+            if steps and steps[-1] > 0:  # a seed is the first state of a run; another seed may be there already
+                raise ValueError(
+                    f"checkpoint.create_seed_checkpoint = true: {self.folder} holds step {steps[-1]} of a run that has begun; "
+                    "give the seed a job.name of its own"
+                )
             return None
         if steps or self._config.load_step >= 0:
             step: int | None = self._load_own(steps)
         else:
             step = self._load_initial() if self._config.initial_load_path else None
-        self._dues.since = step or 0
+        self._loaded_step = step or 0
         if self._writes and self._config.async_mode != "disabled":
             self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
         return step
@@ -173,36 +263,35 @@ class Checkpointer:
         return self._ranks.first(lambda: files.newest(self.folder))
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Raises what a save in the background failed with, once."""
-        if self._background is not None:
-            self._background.join()
+        """Returns when nothing is being written, however long that takes: a disk's time has no bound, and waiting for other ranks has one
+        of its own. Raises what a save in the background failed with, once."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            saving.result()
 
     def close(self) -> None:
         """Waits like `wait`, and raises like it; then nothing can be saved any more. May be called twice."""
-        if self._background is not None:
-            self._background.close()
+        try:
+            self.wait()
+        finally:
+            if self._background is not None:
+                self._background.shutdown()
 
-    @property
-    def _writes(self) -> bool:
-        return self._config.enable and not self._config.load_only
+    # ------------------------------------------------------------------------------------------------ saving
 
     def _live_states(self) -> dict[str, dict[str, Any]]:
         return {name: values for name, state in self._states.items() if (values := state.state_dict())}
 
-    def _prepared(self) -> tuple[Snapshot, Background]:
+    def _prepared(self) -> tuple[Snapshot, ThreadPoolExecutor]:
+        """Memory and a thread for saves in the background. The interpreter waits for the thread at exit."""
         from training.checkpoint_dcp import Snapshot
 
         if self._snapshot is None or self._background is None:
             self._snapshot = Snapshot(pinned=self._config.async_mode == "async_with_pinned_mem")
             self._snapshot.prepare(self._live_states())
-            self._background = Background()
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+            self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
         return self._snapshot, self._background
-
-    def _export(self, step: int) -> None:
-        dtype = getattr(torch, self._config.export_dtype)
-        weights = self._states["model"].state_dict()
-        cast = {name: value.to(dtype) if torch.is_floating_point(value) else value for name, value in weights.items()}
-        self._write(step, "model", {"model": cast})
 
     def _write(
         self, step: int, kind: str, states: Mapping[str, Any], planner: Snapshot | Streamed | None = None
@@ -210,9 +299,10 @@ class Checkpointer:
         """One save from begin to end. In the background too: its process group is used by nobody else meanwhile."""
         from training import checkpoint_dcp as dcp
 
-        began = time.perf_counter()
+        began, claim = time.perf_counter(), self._claim
         try:
-            partial = self._ranks.first(lambda: self._begin(step))
+            # A file is read to know whether another group is to save: not before, in the step's own thread.
+            partial = self._ranks.first(lambda: files.begin(self.folder, step, claim.name) if claim.take() else None)
             if partial is None:
                 return self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
             report = Report(dcp.write(states, partial, group=self._ranks.group, planner=planner))
@@ -228,28 +318,30 @@ class Checkpointer:
         if kind == "full":
             self._held_step = step
         self._damaged.pop(step, None)
-        what = ", the weights alone," if kind != "full" else "" if self._claim.settled else ", unsettled,"
+        what = ", the weights alone," if kind != "full" else "" if claim.settled else ", unsettled,"
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
 
     def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[Report]) -> int | None:
         """Rank 0: publishes what all have written and returns its bytes, or takes it back and raises CheckpointFailed. None: a writer that
         came after this one has cleared it away, or has saved as much."""
-        problems = sorted((report for report in reports if report.problem), key=lambda report: not report.own)
-        records = tuple(record for report in reports for record in report.records)
-        settled = self._claim.settled
-        manifest = Manifest(step, kind, states, len(reports), torch.__version__, self._config_digest, records, settled)
-        name = self._claim.name
+        claim, records = self._claim, tuple(record for report in reports for record in report.records)
+        manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, claim.settled)
+
+        def is_late() -> bool:
+            """Another group saves by now, and has saved this step, or a later one."""
+            return claim.is_over() and self._newest() >= step
+
         try:
-            if problems:
+            if problems := sorted((report for report in reports if report.problem), key=lambda report: not report.own):
                 raise OSError(problems[0].problem)
-            if self._is_late(step):
+            if is_late():
                 raise OSError("another has saved")
-            files.publish(self.folder, manifest, name)
+            files.publish(self.folder, manifest, claim.name)
         except OSError as error:
-            files.discard(self.folder, step, name)
-            with suppress(OSError):  # what is unwell may not say who saves by now, either
-                if self._is_late(step):
+            files.discard(self.folder, step, claim.name)
+            with suppress(OSError):  # what is unwell may not say which group saves by now, either
+                if is_late():
                     return None
             good = files.newest(self.folder, but=self._damaged)
             rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
@@ -258,17 +350,9 @@ class Checkpointer:
             files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=self._damaged.keys() - {step})
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
-        if self._claim.shared:
+        if claim.shared:
             self._tidy(until=step)
         return manifest.size_bytes
-
-    def _begin(self, step: int) -> Path | None:
-        """None: another group is to save. With the rest of a save it is, as a file is read for it."""
-        return files.begin(self.folder, step, self._claim.name) if self._claim.take() else None
-
-    def _is_late(self, step: int) -> bool:
-        """Another group saves by now, and has done so: this step, or a later one."""
-        return self._claim.is_over() and self._dues.newest() >= step
 
     def _tidy(self, until: int | None = None) -> None:
         """Rank 0: clears away what a killed process left. until: only of steps up to this one, which has been saved, and of no newer
@@ -279,6 +363,15 @@ class Checkpointer:
             notes = [f"could not clear away what was left ({files.reason(error)})"]
         if notes:
             self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
+
+    def _newest(self) -> int:
+        """Newest step of all that were saved, the weights alone, too; 0: none."""
+        return max(files.newest(self.folder, kind=kind) or 0 for kind in ("full", "model"))
+
+    def _look(self) -> None:
+        self._found_step = self._newest()
+
+    # ------------------------------------------------------------------------------------------------ loading
 
     def _own_steps(self) -> list[int]:
         try:
@@ -295,93 +388,183 @@ class Checkpointer:
         if wanted >= 0 and wanted not in steps:
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.folder}; {steps_phrase(steps, wanted)}")
         candidates = [wanted] if wanted >= 0 else sorted(steps, reverse=True)
-        surveyed = self._ranks.first(
-            lambda: [(step, survey(files.step_folder(self.folder, step))) for step in candidates]
-        )
-        for step, found in surveyed:
+        paths = {step: files.step_folder(self.folder, step) for step in candidates}
+        surveyed = self._ranks.first(lambda: {step: survey(path) for step, path in paths.items()})
+        for step, found in surveyed.items():
             if isinstance(found, Manifest) and found.kind == "model":
                 continue
-            path = files.step_folder(self.folder, step)
-            problem = self._problem(path, found)
-            if isinstance(found, Manifest) and not problem:
-                problem = self._restore(path, found, tuple(self._states))
-            if not problem:
-                self._held_step = step
-                if isinstance(found, Manifest) and not found.settled:
-                    self._log.info(
-                        "checkpoint: step %d was saved by a group that went while it waited for others", step
-                    )
-                return step
-            self._damaged[step] = problem
-            self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
+            if problem := self._restore(paths[step], found, tuple(self._states)):
+                self._damaged[step] = problem
+                self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
+                continue
+            self._held_step = step
+            if isinstance(found, Manifest) and not found.settled:
+                self._log.info("checkpoint: step %d was saved by a group that went while it waited for others", step)
+            return step
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
             rest = "set another load_step" if wanted >= 0 else "rename it to begin from nothing"
             raise CheckpointFailed(f"checkpoint: none in {self.folder} that could be used is whole ({listed}); {rest}")
-        return self._load_seed(steps, wanted, surveyed)
-
-    def _load_seed(self, steps: Sequence[int], wanted: int, surveyed: Sequence[tuple[int, Any]]) -> int:
-        """Where there is no full checkpoint, the weights alone are a beginning only as the seed."""
-        step, manifest = surveyed[-1]
-        if step != 0 or (wanted < 0 and len(steps) > 1):
-            newest = surveyed[0][0]
-            path = files.step_folder(self.folder, newest)
+        # There is no full checkpoint. The weights alone are a beginning only as the seed.
+        if candidates[-1] != 0 or (wanted < 0 and len(steps) > 1):
+            newest = candidates[0]
             raise ValueError(
                 f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} holds the weights alone "
                 "(checkpoint.last_save_model_only), so nothing can go on from it; another run can begin with them: "
-                f'checkpoint.initial_load_path = "{path}"'
+                f'checkpoint.initial_load_path = "{paths[newest]}"'
             )
-        path = files.step_folder(self.folder, 0)
-        if problem := self._problem(path, manifest) or self._restore(path, manifest, ("model",)):
-            raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
+        if problem := self._restore(paths[0], surveyed[0], ("model",)):
+            raise CheckpointFailed(f"checkpoint: the seed {paths[0]} is damaged: {problem}")
         return 0
 
     def _load_initial(self) -> int | None:
         """Begins with another run's checkpoint; one without a manifest (another program's) is taken as it is."""
         config = self._config
         setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
-        path, found = self._ranks.first(lambda: initial(config.initial_load_path))
+
+        def find() -> tuple[Path, Manifest | str | None]:
+            path = initial_folder(config.initial_load_path)
+            return path, survey(path) if (path / files.MANIFEST).exists() else None
+
+        path, found = self._ranks.first(find)
         if found is None:
             self._warn("%s: has no %s, so it is not verified", setting, files.MANIFEST)
-        manifest = found if isinstance(found, Manifest) else None
-        whole = manifest is not None and manifest.kind == "full"
+        whole = isinstance(found, Manifest) and found.kind == "full"
         if not config.initial_load_model_only and not whole and not isinstance(found, str):
             raise ValueError(f"{setting}: holds the weights alone; nearest: checkpoint.initial_load_model_only = true")
         whole_run = tuple(name for name in self._states if name != FIGURES)  # another run's files are not this one's
         names = ("model",) if config.initial_load_model_only else whole_run
-        problem = self._problem(path, found) or self._restore(path, manifest, names, initial=setting)
-        if problem:
+        if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
-        return manifest.step if manifest is not None and not config.initial_load_model_only else None
+        return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
 
-    def _problem(self, path: Path, found: Manifest | str | None) -> str:
-        """What is wrong with a checkpoint, "" if nothing; the ranks share the reading and agree on the answer."""
-        if not isinstance(found, Manifest) or not self._config.verify_digests:
-            return found if isinstance(found, str) else ""
+    def _restore(self, path: Path, found: Manifest | str | None, names: Sequence[str], *, initial: str = "") -> str:
+        """Verifies a checkpoint and reads the states `names` from it, by name and size. `found`: see `survey`; None: there is nothing to
+        verify. `initial`: the setting that asked for it, where it is not this run's own checkpoint: then dtypes may differ, and it may hold
+        other states. Returns why it cannot be read, or "", on all ranks. Raises ValueError where it does not fit."""
+        from training import checkpoint_dcp as dcp
+
+        if isinstance(found, str):
+            return found
+        config, ranks = self._config, self._ranks
+        if found is not None and config.verify_digests:  # the ranks share the reading
+            try:
+                files.verify(path, found, share=ranks.rank, shares=ranks.world_size)
+                problem = ""
+            except Damaged as damage:
+                problem = str(damage)
+            if problem := ranks.problem(problem):
+                return problem
+        began, stateful = time.perf_counter(), {name: self._states[name] for name in names}
+        live = {name: values for name, state in stateful.items() if (values := state.state_dict())}
         try:
-            files.verify(path, found, share=self._ranks.rank, shares=self._ranks.world_size)
-            problem = ""
-        except Damaged as damage:
-            problem = str(damage)
-        return next(filter(None, self._ranks.gather(problem)), "")
-
-    def _restore(self, path: Path, manifest: Manifest | None, names: Sequence[str], *, initial: str = "") -> str:
-        """Reads the states `names`; what kept it from doing so, "" if nothing. Raises ValueError where they do not fit.
-
-        `initial`: the setting that asked for it, where it is not this run's own checkpoint.
-        """
-        return restore(
-            {name: self._states[name] for name in names},
-            path,
-            manifest,
-            ranks=self._ranks,
-            log=self._log,
-            request=initial or f'checkpoint.folder = "{self._config.folder}": {path}',
-            exclude=self._config.exclude_from_loading if initial else (),
-            exact=not initial,
-        )
+            metadata, problem = dcp.read_metadata(path), ""
+        except Exception as error:  # noqa: BLE001 (an unverified pickle can raise anything, and the ranks must agree on it)
+            problem = f".metadata: {type(error).__name__}: {error}"
+        if problem := ranks.problem(problem):
+            return problem
+        wanted = {*names, *(found.states if found is not None and not initial else ())}
+        exclude = config.exclude_from_loading if initial else ()
+        fit = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
+        everywhere = set.intersection(*ranks.gather(fit.unknown))  # a rank may hold a part of the model only
+        # once each: ranks that hold parts of one tensor say the same of it
+        misfits = list(dict.fromkeys(misfit for listed in ranks.gather(fit.misfits) for misfit in listed))
+        misfits += [f"{name} is there and not here" for name in sorted(everywhere)]
+        if misfits:
+            more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
+            request = initial or f'checkpoint.folder = "{config.folder}": {path}'
+            raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
+        if problem := dcp.read(fit.states, path, group=ranks.group):
+            return problem
+        for name, values in fit.states.items():
+            stateful[name].load_state_dict(values)
+        size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
+        seconds = time.perf_counter() - began
+        self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(names), path, size, seconds)
+        return ""
 
     def _warn(self, message: str, *args: object) -> None:
         """Once, for what all ranks know."""
         if self._ranks.rank == 0:
             self._log.warning(message, *args)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's part of a save. `own`: the problem is this rank's, not what it heard of another's."""
+
+    records: Sequence[FileRecord] = ()
+    problem: str = ""
+    own: bool = False
+
+
+class Ranks:
+    """Agreement between the ranks, over a gloo group of its own, which DCP's collectives use, too: a save in the background must not meet
+    training."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if several else 0
+        self.world_size = dist.get_world_size() if several else 1
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values = [value] * self.world_size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def problem(self, problem: str) -> str:
+        """The first rank's that has one; "" where none has."""
+        return next(filter(None, self.gather(problem)), "")
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Rank 0 works; every rank returns what it returned or raises what it raised."""
+        if self.group is None:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = work()
+            except Exception as error:  # noqa: BLE001 (whatever it is: raised alone, it would leave the others waiting)
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Nobody waits for it, not even an end: slow storage holds up no step."""
+    threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
+
+
+def survey(path: Path) -> Manifest | str:
+    """The manifest, or what is wrong as far as one can see without reading the files."""
+    try:
+        return files.read_manifest(path)
+    except Damaged as damage:
+        return str(damage)
+
+
+def initial_folder(text: str) -> Path:
+    """The checkpoint that initial_load_path names. Raises ValueError where it is none."""
+    setting, path = f'checkpoint.initial_load_path = "{text}"', Path(text).expanduser()
+    if (path / ".metadata").is_file():
+        return path
+    for folder in (path, path / "checkpoint"):
+        if steps := files.list_steps(folder):
+            nearest = files.step_folder(folder, steps[-1])
+            raise ValueError(f'{setting}: a folder of checkpoints, not one of them; nearest: "{nearest}"')
+    if not path.exists():
+        raise ValueError(f"{setting}: no such folder; {steps_phrase(files.list_steps(path.parent), -1)}")
+    raise ValueError(f"{setting}: not a checkpoint, as it has no file .metadata")
+
+
+def steps_phrase(steps: Sequence[int], wanted: int) -> str:
+    if not steps:
+        return "there are no checkpoints in it"
+    nearest = min(steps, key=lambda step: abs(step - wanted)) if wanted >= 0 else steps[-1]
+    return f"steps there: {', '.join(map(str, steps))}; nearest: {nearest}"

@@ -11,33 +11,47 @@ not cost.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from training.checkpoint_files import Digest, FileRecord
 from training.checkpoint_states import FIGURES
-from training.checkpoint_streamed import OneAtATime, Streamed
 
 States = dict[str, dict[str, Any]]
 
 _OPTIONAL = ("optimizer.param_groups.", f"{FIGURES}.")  # may be missing here or there
 _ASIDE_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
+
+
+# A reader loads every chunk that it needs a piece of, whole. Of a tensor of gigabytes in one chunk, each of a thousand
+# ranks would read all of it.
+CHUNK_BYTES = 64 << 20
 
 
 class OtherRankFailed(RuntimeError):
@@ -58,29 +72,34 @@ def write(
     what they hold now.
     """
     _quiet()
-    file_system = _DigestingFileSystem()
     writer = OneAtATime(path) if isinstance(planner, Streamed) else FileSystemWriter(path)
-    writer.fs = file_system
+    crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # of the zip format: no reader of torch checks them
     try:
-        with _without_crc32(), file_system:
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as aside:
+            writer.fs = file_system = _DigestingFileSystem(aside)
             save(dict(states), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as failure:
         # What torch.save makes of a failed write is a RuntimeError about its own file position; the cause was kept.
         own, _ = failure.failures.get(dist.get_rank(group) if group is not None else 0, (None, None))
         cause = file_system.failure or (own if isinstance(own, OSError) else None)
         raise cause or OtherRankFailed(_first_failure(failure)) from None
-    return file_system.records
+    finally:
+        torch.serialization.set_crc32_options(crc32)
+    return list(file_system.records.values())
 
 
-def read(states: States, path: Path, *, group: dist.ProcessGroup | None) -> str:
+def read(
+    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
+) -> str:
     """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced.
 
     Every name must be in the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read
-    its part (the same on all ranks of `group`); the states are then a mixture.
+    its part (the same on all ranks of `group`); the states are then a mixture. `reader`: of `path`, where one is at hand.
     """
     _quiet()
     try:
-        load(states, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
+        load(dict(states), storage_reader=reader or FileSystemReader(path), process_group=group, no_dist=group is None)
     except CheckpointException as failure:
         return _first_failure(failure)
     return ""
@@ -89,27 +108,6 @@ def read(states: States, path: Path, *, group: dist.ProcessGroup | None) -> str:
 def read_metadata(path: Path) -> Metadata:
     """What the checkpoint holds: names, sizes, dtypes. Unpickles, so verify the file's digest first."""
     return FileSystemReader(path).read_metadata()
-
-
-class TensorByTensor:
-    """One process's look into a checkpoint, in the memory of a tensor. What it holds is read once: of a run on hundreds of ranks that
-    takes seconds. Unpickles, so verify the file's digest first."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._reader = path, _KnownMetadata(path)
-        saved = self._reader.read_metadata().state_dict_metadata
-        self.tensors = {name: value for name, value in saved.items() if isinstance(value, TensorStorageMetadata)}
-
-    def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, from all its shards, on the CPU and in the dtype it was saved in. Raises OSError."""
-        saved = self.tensors[name]
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        _quiet()
-        try:
-            load({name: tensor}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as failure:
-            raise OSError(f"{self._path}: {name}: {_first_failure(failure)}") from None
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -188,34 +186,70 @@ class Snapshot(DefaultSavePlanner):
         return buffer
 
 
-class _KnownMetadata(FileSystemReader):
-    """Reads the file of names and places the first time only."""
+class Streamed(DefaultSavePlanner):
+    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values.
 
-    _metadata: Metadata | None = None
+    `make(name)` gives the values; it is called once for each name, when DCP comes to write it, and by then the tensor
+    before has been let go. `written(count)` is told the bytes of each chunk that is done.
+    """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
+    def __init__(
+        self,
+        make: Callable[[str], torch.Tensor],
+        *,
+        written: Callable[[int], None] = lambda count: None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        super().__init__()
+        self._make, self._written, self._chunk_bytes = make, written, chunk_bytes
+        self._name, self._tensor = "", torch.empty(0)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[part for item in plan.items for part in _parts(item, self._chunk_bytes)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The values of one chunk, in memory of their own size."""
+        name, data = write_item.index.fqn, write_item.tensor_data
+        assert data is not None, f"{name}: tensors alone can be streamed"
+        if name != self._name:
+            self._tensor = torch.empty(0)  # before memory is taken for the next
+            self._name, self._tensor = name, self._make(name)
+            assert (self._tensor.shape, self._tensor.dtype) == (data.size, data.properties.dtype), name
+        chunk = self._tensor
+        if write_item.type == WriteItemType.SHARD:
+            first, rows = data.chunk.offsets[0], data.chunk.sizes[0]
+            chunk = chunk[first : first + rows].clone()  # torch.save of a view would write the whole tensor
+        self._written(chunk.nbytes)
+        return chunk
+
+
+class OneAtATime(FileSystemWriter):
+    """DCP's own writer, and its file format, but for one thing: that one keeps each tensor until the file is complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for item in plan.items:
+                begin = stream.tell()
+                torch.save(planner.resolve_data(item), cast(IO[bytes], stream))
+                length = stream.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
+            os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 class _DigestingFileSystem(FileSystem):
-    """DCP's file system for one save: hashes what passes and keeps the cause of a failure."""
+    """DCP's file system for one save: hashes what passes, `aside` where that pays, and keeps the cause of a failure."""
 
-    def __init__(self) -> None:
-        self._records: dict[str, FileRecord] = {}
+    def __init__(self, aside: ThreadPoolExecutor) -> None:
+        self.records: dict[str, FileRecord] = {}
         self.failure: OSError | None = None
-
-    def __enter__(self) -> _DigestingFileSystem:
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._aside.shutdown()
-
-    @property
-    def records(self) -> list[FileRecord]:
-        return list(self._records.values())
+        self._aside = aside
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
@@ -225,7 +259,7 @@ class _DigestingFileSystem(FileSystem):
             with Path(path).open(mode) as raw:
                 stream = _DigestingStream(raw, self._aside)
                 yield stream
-                self._records[name] = stream.digest.record(name)
+                self.records[name] = stream.digest.record(name)
         except OSError as error:
             # A failed write() carries no file name, and torch.save turns it into an error of its own.
             self.failure = self.failure or OSError(error.errno, error.strerror, str(path))
@@ -233,9 +267,9 @@ class _DigestingFileSystem(FileSystem):
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         super().rename(path, new_path)
-        record = self._records.pop(Path(path).name)
+        record = self.records.pop(Path(path).name)
         name = Path(new_path).name
-        self._records[name] = FileRecord(name, record.size_bytes, record.digests)
+        self.records[name] = replace(record, name=name)
 
 
 class _DigestingStream:
@@ -271,20 +305,25 @@ class _DigestingStream:
         self._raw.close()
 
 
+def _parts(item: WriteItem, chunk_bytes: int) -> list[WriteItem]:
+    """The item itself, or the ranges of rows, each of at most `chunk_bytes` if a row is, that make it up."""
+    data = item.tensor_data
+    if data is None or not data.size or data.size.numel() * data.properties.dtype.itemsize <= chunk_bytes:
+        return [item]
+    row, total = data.size[1:], data.size[0]
+    step = max(1, chunk_bytes // (row.numel() * data.properties.dtype.itemsize))
+    parts = []
+    for first in range(0, total, step):
+        offsets = torch.Size((first, *[0] * len(row)))
+        chunk = ChunkStorageMetadata(offsets, torch.Size((min(step, total - first), *row)))
+        index = MetadataIndex(item.index.fqn, offsets)
+        parts.append(WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk)))
+    return parts
+
+
 def _quiet() -> None:
     """DCP warns each time a single process saves or loads that it does so alone: that is what was asked for."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """torch.save without the zip format's own checksums: no reader of torch checks them, and ours cost a fraction."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _flat(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,21 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
     The work can be split: each of `shares` callers reads every `shares`-th segment.
     """
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
-    for number, (file, index) in enumerate(segments):
-        if number % shares == share:
-            _verify_segment(path, file, index)
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for file, index in islice(segments, share, None, shares):
+        first, digest = index * SEGMENT_BYTES, Digest()
+        left = min(SEGMENT_BYTES, file.size_bytes - first)
+        try:
+            with (path / file.name).open("rb", buffering=0) as stream:
+                stream.seek(first)
+                while left and (count := stream.readinto(buffer[:left])):
+                    digest.update(buffer[:count])
+                    left -= count
+        except OSError as error:
+            raise Damaged(f"{file.name}: cannot be read ({error})") from None
+        if digest.record(file.name).digests != (file.digests[index],):
+            end = min(first + SEGMENT_BYTES, file.size_bytes)
+            raise Damaged(f"{file.name}: bytes {first:,} to {end:,} are not what was written (digests differ)")
 
 
 def begin(folder: Path, step: int, name: str = "") -> Path:
@@ -322,23 +335,6 @@ def _kind(path: Path) -> str:
         if isinstance(damage.__cause__, OSError):  # it may be whole when it can be read again
             return "foreign"
         return "damaged" if (path / MANIFEST).exists() else "foreign"
-
-
-def _verify_segment(path: Path, file: FileRecord, index: int) -> None:
-    begin_byte = index * SEGMENT_BYTES
-    left = min(SEGMENT_BYTES, file.size_bytes - begin_byte)
-    digest, buffer = Digest(), memoryview(bytearray(_CHUNK_BYTES))
-    try:
-        with (path / file.name).open("rb", buffering=0) as stream:
-            stream.seek(begin_byte)
-            while left and (count := stream.readinto(buffer[:left])):
-                digest.update(buffer[:count])
-                left -= count
-    except OSError as error:
-        raise Damaged(f"{file.name}: cannot be read ({error})") from None
-    if digest.record(file.name).digests != (file.digests[index],):
-        end_byte = min(begin_byte + SEGMENT_BYTES, file.size_bytes)
-        raise Damaged(f"{file.name}: bytes {begin_byte:,} to {end_byte:,} are not what was written (digests differ)")
 
 
 @functools.cache

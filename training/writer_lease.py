@@ -82,42 +82,34 @@ class WriterLease:
         return epoch != self._taken[0] or int(number) <= self._taken[1]
 
 
-class Aside(WriterLease):
-    """Claim of a group that goes while it waits, whoever has the role: what it saves is unsettled, and its last. A checkpoint of the
+class Alone(WriterLease):
+    """The lease of one group that is all there is."""
+
+    shared, name, has_role = False, "", True
+
+    def __init__(self) -> None: ...
+
+    def take(self) -> bool:
+        return True
+
+    def is_over(self) -> bool:
+        return False
+
+    def clears(self, name: str) -> bool:
+        return True
+
+
+class Aside(Alone):
+    """The lease of a group that goes while it waits, whichever has the role: what it saves is unsettled, and its last. A checkpoint of the
     same step or a later one is worth more, and stays."""
 
-    settled = False
+    shared, settled = True, False
 
     def __init__(self) -> None:
-        self._name = f"-unsettled.{secrets.token_hex(4)}-0"
-
-    def take(self) -> bool:
-        return True
+        self.name = f"-unsettled.{secrets.token_hex(4)}-0"
 
     def is_over(self) -> bool:
         return True
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def clears(self, name: str) -> bool:
         return False
-
-
-class Alone(WriterLease):
-    shared, name = False, ""
-
-    has_role = True
-
-    def __init__(self) -> None:
-        """Of one group that is all there is."""
-
-    def take(self) -> bool:
-        return True
-
-    def is_over(self) -> bool:
-        return False
-
-    def clears(self, name: str) -> bool:
-        return True

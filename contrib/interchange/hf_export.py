@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from configs.load import load
 from configs.saved import FILE_NAME
@@ -26,12 +28,34 @@ from models import llama, llama_hf
 from models.llama_hf import Entry
 from scripts.generate import checkpoint_of
 from scripts.make_seed_checkpoint import Progress, check_room
-from training.checkpoint_dcp import TensorByTensor
+from training import checkpoint_dcp
 from training.checkpoint_files import read_manifest, verify
 from training.log import Log
 from training.tokenizer import build_tokenizer
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class TensorByTensor(FileSystemReader):
+    """A view of a checkpoint in the memory of one tensor, for one process. Unpickles, so verify the digest of its .metadata first."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata = super().read_metadata()
+        saved = self._metadata.state_dict_metadata
+        self.tensors = {name: value for name, value in saved.items() if isinstance(value, TensorStorageMetadata)}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns what was read once: of a run on hundreds of ranks that takes seconds."""
+        return self._metadata
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, from all its shards, on the CPU and in the dtype it was saved in. Raises OSError."""
+        saved = self.tensors[name]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        if problem := checkpoint_dcp.read({name: tensor}, Path(self.path), group=None, reader=self):
+            raise OSError(f"{self.path}: {name}: {problem}")
+        return tensor
 
 
 @dataclass(frozen=True)

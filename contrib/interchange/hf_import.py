@@ -30,8 +30,8 @@ from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
 from scripts.make_seed_checkpoint import Progress, check_room, for_any_machine
 from training import checkpoint_dcp, checkpoint_files
+from training.checkpoint_dcp import Streamed
 from training.checkpoint_files import CheckpointFailed, Manifest, step_folder
-from training.checkpoint_streamed import Streamed
 from training.log import Log
 from training.tokenizer import build_tokenizer
 

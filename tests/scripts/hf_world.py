@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.load import load
+from contrib.interchange.hf_export import TensorByTensor
 from scripts import hf
 from scripts.generate import load_model
 from tests.unit import test_tokenizer as tokenizers
-from training.checkpoint_dcp import TensorByTensor
 from training.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

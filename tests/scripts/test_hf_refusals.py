@@ -21,6 +21,7 @@ from torch import Tensor
 
 from configs.load import load
 from contrib.interchange import hf_export
+from contrib.interchange.hf_export import TensorByTensor
 from contrib.interchange.landing import landing
 from contrib.interchange.weights import Weights
 from scripts import make_seed_checkpoint
@@ -30,7 +31,6 @@ from tests.scripts.hf_world import (
     run,
     tokenizers_of,
 )
-from training.checkpoint_dcp import TensorByTensor
 from training.checkpoint_files import list_steps
 
 # transformers is imported, and some tests start processes, each with an import of torch

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.sim import writers
-from training import checkpoint, checkpoint_dues, checkpoint_files, saver
+from training import checkpoint, checkpoint_files, saver
 from training import metrics_writer as relay
 
 SEEDS = range(min(300, int(os.environ.get("PHAROS_SEEDS", "300"))))
@@ -77,12 +77,11 @@ def finishes_without_a_look(patch: pytest.MonkeyPatch) -> None:
 
 
 def tries_no_more(patch: pytest.MonkeyPatch) -> None:
-    real = checkpoint_dues.Dues.missed
-    patch.setattr(checkpoint_dues.Dues, "missed", lambda self, step: not self.is_failing and real(self, step))
+    patch.setattr(checkpoint, "RETRY_S", float("inf"))
 
 
 def makes_up_for_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint_dues.Dues, "_look", lambda self: None)
+    patch.setattr(checkpoint.Checkpointer, "_look", lambda self: None)
 
 
 def names_it_before_its_manifest(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +130,7 @@ def raises_into_the_loop(patch: pytest.MonkeyPatch) -> None:
 
 
 def looks_in_the_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint_dues, "in_thread", lambda work: work())
+    patch.setattr(checkpoint, "in_thread", lambda work: work())
 
 
 def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:

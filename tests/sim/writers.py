@@ -29,7 +29,7 @@ import train
 from ft.seam import Going
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.checkpoint_job import Lines
-from training import appended, checkpoint_dcp, checkpoint_dues, checkpoint_files, checkpoint_ranks, scribe, sinks
+from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
 from training import metrics_writer as relay
 from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
@@ -483,8 +483,8 @@ class Saves(Saver):
         super().write(last=last, settled=settled)
 
     def save(self) -> None:
-        began_s, background = self.job.baton.now_s, self.trainer.checkpointer._background
-        joins = background is not None and background._work is not None and not background._work.done()
+        began_s, saving = self.job.baton.now_s, self.trainer.checkpointer.saving
+        joins = saving is not None and not saving.done()
         super().save()
         self.job.held_up(self.group, self.job.baton.now_s - began_s, joins=joins)
 
@@ -526,8 +526,8 @@ class Job:
             patch.setattr(train, "sum_over_ranks", lambda values: values)
             fake = Threading(self.baton)
             patch.setattr(scribe, "threading", fake)
-            patch.setattr(checkpoint_dues, "threading", fake)
-            patch.setattr(checkpoint_ranks, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
+            patch.setattr(checkpoint, "threading", fake)
+            patch.setattr(checkpoint, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
             patch.setattr(appended, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
             patch.setattr(relay, "ROWS_KEPT", self.plan.rows_kept)
             self.disk.install(patch)

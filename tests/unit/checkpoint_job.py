@@ -71,9 +71,7 @@ class Job:
             "ledger": self.ledger,
         }
         config = CheckpointConfig(**settings)
-        self.checkpointer = Checkpointer(
-            config, folder, self.states, log=self.log, config_digest="cafe", claim=claim, clock=clock
-        )
+        self.checkpointer = Checkpointer(config, folder, self.states, log=self.log, claim=claim, clock=clock)
 
     def train(self, steps: int) -> list[float]:
         losses = []

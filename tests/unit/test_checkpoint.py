@@ -148,6 +148,6 @@ def test_the_manifest_says_what_the_checkpoint_is(tmp_path: Path) -> None:
         "states": ["model", "optimizer", "ledger"],
         "world_size": 1,
         "torch": torch.__version__,
-        "config_digest": "cafe",
+        "config_digest": "",
     }
     assert {file["name"] for file in manifest["files"]} == {".metadata", "__0_0.distcp"}

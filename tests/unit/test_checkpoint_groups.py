@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
-from training import checkpoint_dcp, checkpoint_dues, checkpoint_files
+from training import checkpoint, checkpoint_dcp, checkpoint_files
 from training.checkpoint import FIGURES, CheckpointFailed
 from training.writer_lease import CLAIM, WriterLease, claim
 
@@ -277,7 +277,7 @@ def test_a_manifest_of_before_is_of_a_settled_step():
 def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str):
     """The one before died in its save, wherever it was; the others have made a step since."""
     looks: list[Callable[[], None]] = []
-    monkeypatch.setattr(checkpoint_dues, "in_thread", looks.append)
+    monkeypatch.setattr(checkpoint, "in_thread", looks.append)
     a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4)
     for group in (a, b):
         group.train(4)
@@ -301,7 +301,7 @@ def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, monkeypatch:
 
 def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     looks: list[Callable[[], None]] = []
-    monkeypatch.setattr(checkpoint_dues, "in_thread", looks.append)
+    monkeypatch.setattr(checkpoint, "in_thread", looks.append)
     a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4)
     for group in (a, b):
         group.train(4)

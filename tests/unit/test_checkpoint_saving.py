@@ -198,7 +198,7 @@ def test_a_save_that_failed_is_due_again_after_a_pause(tmp_path: Path, async_mod
                 job.checkpointer.save(3)
         else:
             job.checkpointer.save(3)
-            job.checkpointer._background._thread.submit(int).result()  # type: ignore[union-attr] # it has failed by now
+            assert job.checkpointer.saving and job.checkpointer.saving.exception()  # it has failed by now
             assert job.checkpointer.overdue(4), "it is told at the next step, not at the next checkpoint"
             with pytest.raises(CheckpointFailed):
                 job.checkpointer.save(4)
@@ -248,7 +248,7 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
     job = Job(tmp_path, async_mode="async")
     with largest_file(0):
         job.step_and_save(2)
-        job.checkpointer._background._thread.submit(int).result()  # type: ignore[union-attr] # it has failed by now
+        assert job.checkpointer.saving and job.checkpointer.saving.exception()  # it has failed by now
     saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, tell=print, say=print)
     job.train(1)
     saver.save()
