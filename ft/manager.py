@@ -86,7 +86,7 @@ class Options:
     slots_per_step: int = 0  # each step's data is so many slots, whoever is there; 0: one for each group
     deterministic_reduce: bool = False  # sums are the same bits, whoever computed which slot; needs slots_per_step
     heal_backlog: int = 2
-    zeros_wait: bool = False  # zeros are launched when the state has come (torchft_manager.py), and not beside it
+    zeros_wait: bool = False  # zeros are launched when the state has come (ft/compat/manager.py), and not beside it
     heal_copy_bytes: int = 256 << 20
     digest_interval: int = 0  # steps between two comparisons of weights; 0: never
     leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals

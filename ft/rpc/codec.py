@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.message import DecodeError, Message
 
 from ft.protocol import messages as m
-from ft.protocol.plan import TorchftReply
 from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
@@ -343,7 +342,3 @@ def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
 
 def quorum_from_torchft(message: torchft_pb2.Quorum) -> m.Quorum:
     return m.Quorum(message.quorum_id, tuple(map(member_from_torchft, message.participants)))
-
-
-def torchft_reply_message(reply: TorchftReply) -> Any:
-    return torchft_pb2.ManagerQuorumResponse(**vars(reply))

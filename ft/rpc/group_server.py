@@ -1,7 +1,7 @@
 """The server of one group: a child process of its rank 0, without torch, so that a trainer that holds the GIL does not look dead.
 
     ranks (clients.GroupClient) -> pharos.Group           -> the machine of ft.protocol.group -> lighthouse_link.Link -> lighthouse
-    torchft's ManagerClient     -> torchft.ManagerService -> torchft_group.TorchftGroup       -> TorchftLink         -> lighthouse
+    torchft's ManagerClient     -> torchft.ManagerService -> ft.compat.group.TorchftGroup -> lighthouse
 
 group_process.py starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
 ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
@@ -31,19 +31,15 @@ from ft.rpc import codec
 from ft.rpc.access import Access, Endpoint, Tls
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2
-from ft.rpc.lighthouse_link import Link, TorchftLink
+from ft.rpc.lighthouse_link import Link, Wire
 from ft.rpc.processes import Process, this_host
 from ft.rpc.serving import Outbox, Pending, Refused, listen, refused, stream, unary
-from ft.rpc.torchft_group import BEAT_S, TorchftGroup
-from ft.rpc.torchft_lighthouse import LinkOverTorchft
 
 TICK_S = 0.5
 LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
 CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
 LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
 log = logging.getLogger("pharos.group")
-
-Wire = Literal["pharos", "torchft"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Settings:
     store_address: str = ""
     host: str = ""  # that others reach this machine by; "": the machine's name
     port: int = 0
-    wire: Wire = "pharos"  # that the lighthouse is spoken to in
+    wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
     token: str = ""
     insecure: bool = False
     tls: tuple[str, str, str] | None = None  # cert, key, ca; "" for none
@@ -161,7 +157,7 @@ class GroupService:
         access: Access,
         end: Callable[[str], None],
         *,
-        wire: Wire = "pharos",
+        wire: type[Wire] = Link,
         seen: Seen | None = None,
     ) -> None:
         self.config, self._end = config, end
@@ -196,11 +192,7 @@ class GroupService:
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link: Link | LinkOverTorchft = (
-            Link(lighthouse, access, self._hear, self.spawn, self._obey)
-            if wire == "pharos"
-            else LinkOverTorchft(lighthouse, access, self._hear, self.spawn, BEAT_S)
-        )
+        self.link = wire(lighthouse, access, self._hear, self.spawn, self._obey)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -281,7 +273,7 @@ class GroupService:
         return b""
 
     def metadata_of(self, group_rank: int) -> str | None:
-        """For torchft's healers."""
+        """Where that rank serves its state; for torchft's clients that heal from it."""
         out = self.machine.handle(m.AskMetadata(group_rank), now_s())
         return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
 
@@ -458,6 +450,10 @@ def _restore(settled: int) -> Any:
 
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
     """Serves until the group ends; "" or why. `parent` is done when whoever started this process is gone."""
+    # A group answers torchft's clients, too, and its lighthouse may be torchft's. Nothing else in ft/ imports ft/compat.
+    from ft.compat.group import TorchftGroup
+    from ft.compat.lighthouse import LinkOverTorchft
+
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def end(reason: str) -> None:
@@ -481,9 +477,9 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
         retries=settings.retries,
         spares_above=settings.spares_above,
     )
-    service = GroupService(config, settings.lighthouse, access, end, wire=settings.wire)
-    link = TorchftLink(settings.lighthouse, access)
-    torchft = TorchftGroup(config, link, kill=service.end, metadata=service.metadata_of)
+    wire = Link if settings.wire == "pharos" else LinkOverTorchft
+    service = GroupService(config, settings.lighthouse, access, end, wire=wire)
+    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of)
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))
@@ -503,7 +499,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
         if over.done() and over.result():
             _kill(service.processes, settings.parent)
         await service.close()
-        await link.close()
+        await torchft.close()
         await server.stop()
 
 

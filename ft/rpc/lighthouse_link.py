@@ -19,8 +19,7 @@ import grpc.aio
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.driver import now_s
-from ft.rpc.generated import pharos_pb2, torchft_pb2
+from ft.rpc.generated import pharos_pb2
 from ft.rpc.serving import MAX_MESSAGE
 
 CALL_S = 120.0  # of one try; a rank's own deadline is what ends its wait
@@ -64,11 +63,19 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
 
 
 class Wire(ABC):
-    """What every wire to a lighthouse has: one question at a time, and one task that tells it that we are here. `hear` gets every event,
-    `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
+    """A group server's connection to a lighthouse: one question at a time, and one task that tells it that we are here. `hear` gets every
+    event, `obey` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
 
-    def __init__(self, hear: Callable[[m.Event], None], spawn: Callable[[Any], asyncio.Task[Any]]) -> None:
-        self._hear, self._spawn = hear, spawn
+    def __init__(
+        self,
+        address: str,
+        access: Access,
+        hear: Callable[[m.Event], None],
+        spawn: Callable[[Any], asyncio.Task[Any]],
+        obey: Callable[[pharos_pb2.Order], None],
+    ) -> None:
+        self._hear, self._spawn, self._obey = hear, spawn, obey
+        self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
         self._question: asyncio.Task[None] | None = None
         self._presence: asyncio.Task[None] | None = None
 
@@ -87,6 +94,22 @@ class Wire(ABC):
     async def _ask(self, call: m.Call) -> None:
         """And hears what comes of it, whatever it is."""
 
+    @abstractmethod
+    def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
+        """In place of the one before. From then on it is kept open."""
+
+    @abstractmethod
+    async def beat(self, report: pharos_pb2.Report) -> None:
+        """Sends a heartbeat. Without a stream it sends nothing: the lighthouse then hears nothing from this group, as it should be."""
+
+    @abstractmethod
+    async def tell(self, happened: pharos_pb2.Happened) -> None:
+        """For the page. Nothing where there is no stream."""
+
+    @abstractmethod
+    async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
+        """Best effort: a lighthouse that does not hear it notices that the stream breaks."""
+
     def _stay(self, for_ever: Coroutine[Any, Any, None]) -> None:
         """In place of the one before."""
         if self._presence:
@@ -102,23 +125,14 @@ class Wire(ABC):
         for task in (self._question, self._presence):
             if task:
                 task.cancel()
+        await self._channel.close()
 
 
 class Link(Wire):
     """To a lighthouse of ours."""
 
-    def __init__(
-        self,
-        address: str,
-        access: Access,
-        hear: Callable[[m.Event], None],
-        spawn: Callable[[Any], asyncio.Task[Any]],
-        obey: Callable[[pharos_pb2.Order], None],
-    ) -> None:
-        """obey: an operator's order has come."""
-        super().__init__(hear, spawn)
-        self._obey = obey
-        self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._roster = codec.Roster()
         self._quorum: m.Quorum | None = None
         self._stream: Any = None  # open, and its hello is sent
@@ -154,7 +168,6 @@ class Link(Wire):
         return m.LighthouseAnswered(quorum, times, terms)
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
-        """Best effort: a lighthouse that does not hear it notices that the stream breaks."""
         leave = codec.to_message(m.Leave(replica_id, clean, reason[:500], finished)).SerializeToString()
         try:
             await self._unary("/pharos.Lighthouse/Leave", leave, LEAVE_S)
@@ -167,7 +180,6 @@ class Link(Wire):
     # ---- the stream
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """In place of the one before. From then on it is kept open."""
         self._stay(self._keep_open(replica_id, settled))
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
@@ -222,11 +234,9 @@ class Link(Wire):
             await self._write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
 
     async def beat(self, report: pharos_pb2.Report) -> None:
-        """Nothing where there is no stream: the lighthouse then hears nothing from us, as it should be."""
         await self._say(pharos_pb2.Up(report=report))
 
     async def tell(self, happened: pharos_pb2.Happened) -> None:
-        """For the page. Nothing where there is no stream."""
         await self._say(pharos_pb2.Up(happened=happened))
 
     async def _say(self, up: pharos_pb2.Up) -> None:
@@ -244,48 +254,6 @@ class Link(Wire):
     async def _write(self, stream: Any, up: Any) -> None:
         async with self._writing:
             await stream.write(up.SerializeToString())
-
-    async def close(self) -> None:
-        await super().close()
-        await self._channel.close()
-
-
-class TorchftLink:
-    """The same for a lighthouse of torchft's wire: Quorum, and a beat that is a call."""
-
-    def __init__(self, address: str, access: Access) -> None:
-        self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
-
-    async def quorum(self, member: m.Member, timeout_s: float) -> m.Quorum:
-        """Raises grpc.RpcError; ValueError for an answer that is none."""
-        request = torchft_pb2.LighthouseQuorumRequest(requester=codec.torchft_member(member)).SerializeToString()
-        call = self._channel.unary_unary("/torchft.LighthouseService/Quorum")
-        reply = codec.parse(
-            torchft_pb2.LighthouseQuorumResponse, await call(request, timeout=timeout_s, metadata=self._metadata)
-        )
-        return codec.quorum_from_torchft(reply.quorum)
-
-    async def beat_for_ever(
-        self, replica_id: str, every_s: float, answered: Callable[[float], None] = lambda sent_s: None
-    ) -> None:
-        """`answered` gets the time at which a beat was sent that was answered."""
-        request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
-        call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
-        said = ""
-        while True:
-            sent_s = now_s()
-            try:
-                await call(request, timeout=5.0, metadata=self._metadata)
-                said = ""
-                answered(sent_s)
-            except grpc.RpcError as error:
-                if _words(error) != said:
-                    said = _words(error)
-                    log.warning("no beat reaches the lighthouse: %s", said)
-            await asyncio.sleep(every_s)
-
-    async def close(self) -> None:
-        await self._channel.close()
 
 
 def _what_failed(error: Any, replica_id: str) -> m.Event:

@@ -31,12 +31,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from configs.check import check_settings
 from configs.load import load
+from ft.compat.process_groups import ProcessGroupDummy
 from ft.config import Environment
 from ft.device import on_host
 from ft.digest import digest
 from ft.grad_buffers import local_of
 from ft.manager import Manager
-from ft.process_groups.special import ProcessGroupDummy
 from ft.solo import SoloManager
 from ft.start import open_manager
 from models import llama

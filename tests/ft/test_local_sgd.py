@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ft import DiLoCo, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
-from ft.local_sgd import _in_buckets
+from ft.compat.local_sgd import _in_buckets
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
 from ft.sync_schedule import Schedule

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ft import LighthouseServer, Manager, ProcessGroupGloo, torchft_manager
+from ft import LighthouseServer, Manager, ProcessGroupGloo
+from ft.compat import manager as torchft_manager
+from ft.compat.manager import _Told
 from ft.manager import Stopped
 from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce
-from ft.torchft_manager import _Told
 from tests.ft.torchft_groups import LIMIT_S, Group, job
 
 A = 4.0  # the gradient

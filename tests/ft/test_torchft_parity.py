@@ -154,7 +154,7 @@ def test_a_future_that_is_late_is_reported(manager: Manager):
 
 
 def test_what_is_accepted_and_changes_nothing_is_said(manager: Manager, caplog: pytest.LogCaptureFixture):
-    from ft import torchft_manager
+    from ft.compat import manager as torchft_manager
 
     torchft_manager._SAID.clear()
     with caplog.at_level(logging.WARNING):

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
+from ft.compat.process_groups import ProcessGroupDummy
 from ft.gradients import Gradients
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
-from ft.process_groups.special import ProcessGroupDummy
 from tests.multiproc.pool import Pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")

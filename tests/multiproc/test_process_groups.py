@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from ft.compat.process_groups import ErrorSwallowingProcessGroup
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
@@ -33,7 +34,6 @@ from ft.process_groups.generation import Generation, GroupWork
 from ft.process_groups.gloo import GlooEngine
 from ft.process_groups.group_init import GroupInit
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.special import ErrorSwallowingProcessGroup
 from ft.process_groups.store import StoreClient, no_names, parse, serve
 from tests.multiproc.pool import Pool
 

@@ -1,4 +1,4 @@
-"""What each rank does in a quorum. The peer's manager.rs tests of compute_quorum_results first, then ours."""
+"""The part of each rank of our own groups in a quorum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft.protocol.messages import VOID, Member, Quorum
-from ft.protocol.plan import plan, reference_state, torchft_reply
+from ft.protocol.plan import plan, reference_state
 
 
 def quorum(*steps: int, quorum_id: int = 1, **fields: Any) -> Quorum:
@@ -19,57 +19,9 @@ def quorum(*steps: int, quorum_id: int = 1, **fields: Any) -> Quorum:
     return Quorum(quorum_id, members, reference_state(members) or (0, 0, ""), "job")
 
 
-# ------------------------------------------------------------------------------------------------ torchft's clients
-
-
-def test_peer_first_step():
-    """The first reference member is the source, for every rank of the others; stores are spread over the groups."""
-    for group_rank, store in ((0, "store-a"), (1, "store-b")):
-        a = torchft_reply(quorum(0, 0), "a:1", group_rank)
-        b = torchft_reply(quorum(0, 0), "b:1", group_rank)
-        assert (a.heal, a.recover_dst_replica_ranks, a.recover_src_replica_rank) == (False, (1,), None)
-        assert (b.heal, b.recover_src_replica_rank, b.recover_src_manager_address) == (True, 0, "http://a")
-        assert a.store_address == b.store_address == store
-        assert (a.replica_rank, b.replica_rank, a.replica_world_size, b.max_replica_rank) == (0, 1, 2, 1)
-
-
-def test_peer_recovery_of_five_with_an_offset_by_rank():
-    """Members at steps 0 1 0 1 0: b and d are whole, a c e heal from them in turns, each rank one further."""
-    five = quorum(0, 1, 0, 1, 0, quorum_id=7)
-    sources = [[torchft_reply(five, f"{name}:1", rank).recover_src_replica_rank for name in "ace"] for rank in (0, 1)]
-    assert sources == [[1, 3, 1], [3, 1, 3]]
-    b = torchft_reply(five, "b:1", 0)
-    assert (b.heal, b.recover_dst_replica_ranks, b.max_step, b.max_replica_rank, b.max_world_size) == (
-        False,
-        (0, 4),
-        1,
-        0,
-        2,
-    )
-    assert torchft_reply(five, "d:1", 1).recover_dst_replica_ranks == (0, 4)
-    assert torchft_reply(five, "a:1", 0).max_replica_rank is None
-
-
-def test_peer_skip_init_sync():
-    assert not torchft_reply(quorum(0, 0), "b:1", 0, init_sync=False).heal
-    assert torchft_reply(quorum(0, 1), "a:1", 0, init_sync=False).heal
-
-
-def test_peer_commit_failures_and_handles():
-    members = tuple(
-        Member(f"{n}:1", commit_failures=f, reconfigure_handles=(f"{n}0", f"{n}1")) for n, f in (("a", 0), ("b", 2))
-    )
-    reply = torchft_reply(Quorum(1, members), "a:1", 1)
-    assert (reply.commit_failures, reply.replica_ids, reply.reconfigure_handles) == (2, ("a:1", "b:1"), ("a1", "b1"))
-
-
-def test_peer_group_not_in_the_quorum():
-    for answer in (torchft_reply, plan):
-        with pytest.raises(KeyError, match="z:1 is not in quorum 1"):
-            answer(quorum(0, 0), "z:1", 0)
-
-
-# ------------------------------------------------------------------------------------------------ ours
+def test_a_group_not_in_the_quorum():
+    with pytest.raises(KeyError, match="z:1 is not in quorum 1"):
+        plan(quorum(0, 0), "z:1", 0)
 
 
 def test_healing_is_a_role_of_a_group_and_the_store_is_spread():

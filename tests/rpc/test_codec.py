@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
-from ft.protocol.plan import TorchftReply, plan
+from ft.protocol.plan import plan
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
@@ -169,18 +169,6 @@ def test_a_rank_can_read_what_the_lighthouse_has_taken():
     quorum = m.Quorum(1, (m.Member("a:1"), codec.from_message(m.Member, codec.to_message(member))))
     part = plan(quorum, "a:1", 0)
     assert codec.from_message(m.Part, codec.to_message(part)).handles == part.handles
-
-
-@given(st.from_type(TorchftReply))
-def test_a_reply_to_torchft(reply: TorchftReply):
-    message = codec.torchft_reply_message(reply)
-    for field in fields(reply):
-        value = getattr(reply, field.name)
-        if value is None:
-            assert not message.HasField(field.name)
-        else:
-            found = getattr(message, field.name)
-            assert (tuple(found) if isinstance(value, tuple) else found) == value
 
 
 def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:

@@ -23,8 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ft import LighthouseServer
+from ft.compat import group as torchft_group
 from ft.protocol import messages as m
-from ft.rpc import group_server, lighthouse_service, torchft_group
+from ft.rpc import group_server, lighthouse_service
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import Settings
 from tests.rpc.wire import WAIT_S, Wire, pharos_call, torchft_call

@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp", "prometheus_client"}),
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
     "ft.dashboard": ({"ft"}, {"aiohttp"}),
+    "ft.compat": ({"ft"}, {"torch", "grpc", "google"}),
     "ft.materialise": (set(), {"torch"}),  # training/ takes these four without the rest
     "ft.device": (set(), {"torch"}),
     "ft.children": (set(), set()),
@@ -53,6 +54,12 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
 }
 
+# ft/ without ft.compat is whole, but for the server of a group, which answers torchft's clients, too, and so imports these when it runs.
+COMPAT_IMPORTS = {
+    ("ft.rpc.group_server", "ft.compat.group.TorchftGroup"),
+    ("ft.rpc.group_server", "ft.compat.lighthouse.LinkOverTorchft"),
+}
+
 
 def test_floors():
     bad = [
@@ -65,6 +72,15 @@ def test_components_are_of_the_top_floor():
     """They may import all that train.py may, for it alone imports them."""
     users = {module for _, module, _, name in _imports() if name.startswith("training.components")}
     assert users == {"train"}
+
+
+def test_the_core_does_without_the_interface_for_torchft():
+    """The one exception is imported inside a function; the names that ft/__init__.py gives out are strings."""
+    found = {(module, name) for _, module, _, name in _imports() if _is_upward(module, name)}
+    assert found == COMPAT_IMPORTS
+    for module in {module for module, _ in COMPAT_IMPORTS}:
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
+        assert not [name for _, name in _imported(tree, module, head_only=True) if _is_upward(module, name)]
 
 
 def test_no_cycles():
@@ -111,7 +127,17 @@ def test_the_test_sees_a_violation():
     for module, name in (("models.x", "configs.load"), ("models.x", "grpc"), ("ft.protocol.plan", "torch")):
         assert not _may(module, name)
     assert not _may("parallelisms.x", "models.llama") and not _may("training.x", "configs.load")
+    assert _is_upward("ft.manager", "ft.compat.ddp.x") and not _is_upward("ft.compat.ddp", "ft.compat.manager.Manager")
     assert not _may("ft.protocol.plan", "ft.manager") and _may("ft.protocol.plan", "ft.protocol.group")
+
+
+def _is_upward(module: str, name: str) -> bool:
+    """True where the core of ft/ imports its interface for torchft."""
+    return (
+        f"{name}.".startswith("ft.compat.")
+        and not f"{module}.".startswith("ft.compat.")
+        and f"{module}.".startswith("ft.")
+    )
 
 
 def _may(module: str, name: str) -> bool:

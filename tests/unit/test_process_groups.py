@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from ft.compat.process_groups import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.grad_buffers import zeros
 from ft.process_groups import gloo, inline, shared, sockets
 from ft.process_groups import operations as ops
@@ -35,7 +36,6 @@ from ft.process_groups.group_init import GroupInit
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 from ft.process_groups.reaper import Reaper
 from ft.process_groups.rendezvous import Rendezvous, address_of
-from ft.process_groups.special import ErrorSwallowingProcessGroup, ProcessGroupDummy
 from ft.process_groups.store import parse, serve
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

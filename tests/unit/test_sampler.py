@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from ft.sampler import DistributedSampler
+from ft.compat.sampler import DistributedSampler
 
 GROUPS, RANKS = 3, 2
 

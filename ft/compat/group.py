@@ -1,5 +1,5 @@
 """A group whose ranks, or whose lighthouse, speak torchft: what its ManagerServer answers. No machine stands behind it, for the peer's
-rules for a group are few: ask once when all ranks have asked, and AND their votes. The plan is ft.protocol.plan.torchft_reply.
+rules for a group are few: ask once when all ranks have asked, and AND their votes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 
 import grpc
 
+from ft.compat.lighthouse import ask_quorum
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
-from ft.protocol.plan import torchft_reply
+from ft.protocol.plan import replica_rank
 from ft.rpc import codec
+from ft.rpc.access import Access
 from ft.rpc.generated import torchft_pb2
-from ft.rpc.lighthouse_link import TorchftLink
+from ft.rpc.lighthouse_link import channel
 from ft.rpc.serving import Refused, unary
 
-BEAT_S = 0.1
 RETRY_S = 0.1
 log = logging.getLogger("pharos.group")
 
@@ -39,12 +40,14 @@ class TorchftGroup:
     def __init__(
         self,
         config: GroupConfig,
-        link: TorchftLink,
+        lighthouse: str,
+        access: Access,
         *,
         kill: Callable[[str], None],
         metadata: Callable[[int], str | None],
     ) -> None:
-        self.config, self._link, self._kill, self._metadata_of = config, link, kill, metadata
+        self.config, self._kill, self._metadata_of = config, kill, metadata
+        self._lighthouse, self._credentials = channel(lighthouse, access, aio=True), access.metadata()
         self._metadata: dict[int, str] = {}
         self._quorum = _Round()
         self._votes: dict[int, _Round] = {}
@@ -75,7 +78,7 @@ class TorchftGroup:
             reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=request.init_sync)
         except KeyError as error:
             raise Refused(grpc.StatusCode.NOT_FOUND, str(error.args[0])) from None
-        return codec.torchft_reply_message(reply).SerializeToString()
+        return bytes(reply.SerializeToString())
 
     async def _ask(self, round_: _Round, last: torchft_pb2.ManagerQuorumRequest, left_s: float) -> None:
         """Tells all ranks what came of it; a failure that leaves no try at once, not at their deadlines."""
@@ -102,7 +105,7 @@ class TorchftGroup:
         pause_s, end_s = max(RETRY_S, left_s / (retries + 1) if retries > 0 else 0.0), loop.time() + left_s
         while True:
             try:
-                return await self._link.quorum(member, end_s - loop.time())
+                return await ask_quorum(self._lighthouse, self._credentials, member, end_s - loop.time())
             except grpc.RpcError:
                 if retries == 0 or loop.time() + pause_s >= end_s:
                     raise
@@ -143,10 +146,46 @@ class TorchftGroup:
         self._kill(f"killed by request: {codec.parse(torchft_pb2.KillRequest, data).msg}")
         return b""
 
+    async def close(self) -> None:
+        await self._lighthouse.close()
+
     def _rank(self, rank: int) -> int:
         if not 0 <= rank < self.config.world_size:
             raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
         return rank
+
+
+def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sync: bool = True) -> Any:
+    """The ManagerQuorumResponse for a rank whose Manager is torchft's. Steps alone count, for it has no commit ids.
+
+    As the peer's, but for one thing: *whether* a group heals is the same for all its ranks (the peer's primary of the first step is
+    another group for each rank, so that a group may end with half of its own and half of another's state). The source of each
+    rank still rotates by group_rank. Raises KeyError when `replica_id` is not in the quorum.
+    """
+    me, members = replica_rank(quorum, replica_id), quorum.members
+    max_step = max(member.step for member in members)
+    front = [rank for rank, member in enumerate(members) if member.step == max_step]
+    whole = front[:1] if init_sync and max_step == 0 else front
+    healing = [rank for rank in range(len(members)) if rank not in whole]
+    source_of = {rank: whole[(place + group_rank) % len(whole)] for place, rank in enumerate(healing)}
+    source = source_of.get(me)
+    handles = [member.reconfigure_handles for member in members]
+    return torchft_pb2.ManagerQuorumResponse(
+        quorum_id=quorum.quorum_id,
+        recover_src_manager_address="" if source is None else members[source].address,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=tuple(rank for rank in healing if source_of[rank] == me),
+        store_address=members[front[group_rank % len(front)]].store_address,
+        max_step=max_step,
+        max_replica_rank=front.index(me) if me in front else None,
+        max_world_size=len(front),
+        replica_rank=me,
+        replica_world_size=len(members),
+        heal=source is not None,
+        commit_failures=max(member.commit_failures for member in members),
+        replica_ids=quorum.ids,
+        reconfigure_handles=tuple(h[group_rank] for h in handles) if all(len(h) > group_rank for h in handles) else (),
+    )
 
 
 def _told(error: Any) -> Refused:

@@ -1,4 +1,4 @@
-"""Our own groups under torchft's lighthouse: what Link (lighthouse_link.py) is to ours, over a wire that knows neither streams nor states.
+"""Our own groups under torchft's lighthouse: what Link (lighthouse_link.py) is to ours, over a wire without streams and states.
 
 A member's state travels in `data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a reduction
 breaks or times out, so a job under torchft's lighthouse asks for a quorum before each step (every_step), as torchft does.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,11 @@ from ft.protocol import messages as m
 from ft.protocol.plan import reference_state
 from ft.protocol.rules import validate_request
 from ft.rpc import codec
-from ft.rpc.access import Access
-from ft.rpc.lighthouse_link import CALL_S, TorchftLink, Wire
+from ft.rpc.driver import now_s
+from ft.rpc.generated import torchft_pb2
+from ft.rpc.lighthouse_link import CALL_S, Wire
 
+BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
 _FIELDS: dict[str, type] = {
     "commit_id": str,
@@ -30,46 +33,61 @@ _FIELDS: dict[str, type] = {
     "deal_id": str,
     "init_sync": bool,
 }
+log = logging.getLogger("pharos.group")
 
 
 class LinkOverTorchft(Wire):
-    """The face of Link."""
-
-    def __init__(
-        self,
-        address: str,
-        access: Access,
-        hear: Callable[[m.Event], None],
-        spawn: Callable[[Any], asyncio.Task[Any]],
-        beat_s: float,
-    ) -> None:
-        super().__init__(hear, spawn)
-        self._link, self._beat_s = TorchftLink(address, access), beat_s
+    """To a lighthouse of torchft's."""
 
     async def _ask(self, call: m.Call) -> None:
         try:
-            self._hear(m.LighthouseAnswered(read(await self._link.quorum(write(call.member), CALL_S))))
+            quorum = await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S)
+            self._hear(m.LighthouseAnswered(read(quorum)))
         except grpc.RpcError as error:
-            self._hear(m.LighthouseFailed(f"{error.code().name}: {error.details()}"))
+            self._hear(m.LighthouseFailed(_status(error)))
         except ValueError as error:
             self._hear(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """There is none: beats are calls of their own, and an answer to one is all that is heard."""
-        self._stay(self._link.beat_for_ever(replica_id, self._beat_s, lambda at_s: self._hear(m.BeatAnswered(at_s))))
+        """There is none: heartbeats are calls of their own, and an answer to one is all that is heard."""
+        self._stay(self._beat_for_ever(replica_id))
+
+    async def _beat_for_ever(self, replica_id: str) -> None:
+        request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
+        call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
+        said = ""
+        while True:
+            sent_s = now_s()
+            try:
+                await call(request, timeout=5.0, metadata=self._metadata)
+                said = ""
+                self._hear(m.BeatAnswered(sent_s))
+            except grpc.RpcError as error:
+                if _status(error) != said:
+                    said = _status(error)
+                    log.warning("no beat reaches the lighthouse: %s", said)
+            await asyncio.sleep(BEAT_S)
 
     async def beat(self, report: Any) -> None:
-        """Beats go by themselves, and torchft takes no reports."""
+        """Heartbeats go by themselves, and torchft takes no reports."""
 
     async def tell(self, happened: Any) -> None:
         """torchft's page shows none of it."""
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
-        """torchft's lighthouse takes no leave: it notices that the beats end."""
+        """torchft's lighthouse takes no leave: it notices that the heartbeats end."""
 
-    async def close(self) -> None:
-        await super().close()
-        await self._link.close()
+
+async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float) -> m.Quorum:
+    """The quorum that a torchft lighthouse answers. Raises grpc.RpcError; ValueError for an answer that is none."""
+    request = torchft_pb2.LighthouseQuorumRequest(requester=codec.torchft_member(member)).SerializeToString()
+    call = to.unary_unary("/torchft.LighthouseService/Quorum")
+    reply = await call(request, timeout=timeout_s, metadata=metadata)
+    return codec.quorum_from_torchft(codec.parse(torchft_pb2.LighthouseQuorumResponse, reply).quorum)
+
+
+def _status(error: Any) -> str:
+    return f"{error.code().name}: {error.details()}"
 
 
 def write(member: m.Member) -> m.Member:

@@ -28,7 +28,7 @@ from ft.semi_sync import Fragment
 from ft.sync_schedule import Schedule
 
 if TYPE_CHECKING:
-    from ft.torchft_manager import Manager
+    from ft.compat.manager import Manager
 
 BUCKET_MB = 32.0
 

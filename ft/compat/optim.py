@@ -9,7 +9,7 @@ import torch
 from ft.materialise import materialise
 
 if TYPE_CHECKING:
-    from ft.torchft_manager import Manager
+    from ft.compat.manager import Manager
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""torchft's Manager: its names and arguments over the driver of manager.py.
+"""torchft's Manager: its names and arguments over the Manager of ft/manager.py.
 
     manager.start_quorum()            # Optimizer.zero_grad does it
     loss = model(batch); loss.backward()            # DistributedDataParallel: afterwards .grad is the mean over those who contribute
@@ -78,7 +78,7 @@ class Manager(Driver):
     backstop, as `pg`'s own is: a death is noticed at once, and a group that heals is waited for, so less than a minute means a minute.
 
     Not of torchft: `interface` (addresses.advertised), `every_step` (ask for a quorum before each step, as torchft's own lighthouse needs),
-    `insecure` (serve others without a token), `dies_with_group` and `seen` (as manager.py).
+    `insecure` (serve others without a token), `dies_with_group` and `seen` (as ft/manager.py).
 
     Raises ValueError for arguments and variables, RuntimeError where the group's server does not start. start_quorum, backward and
     should_commit raise Stopped and GroupEnded (seam.py); everything else that fails makes should_commit False.

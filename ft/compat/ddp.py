@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ft.torchft_manager import Manager
+    from ft.compat.manager import Manager
 
 log = logging.getLogger("pharos.torchft")
 
