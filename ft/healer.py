@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import Any
 
 from ft.healing.capture import Snapshot, State
-from ft.healing.format import Refused
+from ft.healing.format import FormatError
 from ft.healing.transport import HealFailed, Source, Transport
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -122,7 +122,7 @@ class Healer:
             try:
                 values = self._try(part, sources, into)
                 break
-            except (HealFailed, Refused) as error:
+            except (HealFailed, FormatError) as error:
                 log.warning("the state of step %d has not come: %s", part.reference[0], error)
                 unlike = isinstance(error, HealFailed) and error.unlike
                 if unlike and not over.is_set():
@@ -145,7 +145,7 @@ class Healer:
         return [Source(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
 
     def _try(self, part: m.Part, sources: list[Source], into: Snapshot) -> dict[str, Any]:
-        """Raises HealFailed, Refused."""
+        """Raises HealFailed, FormatError."""
         if not sources:
             raise HealFailed("no source says where its state is", touched=False)
         chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])

@@ -20,7 +20,7 @@ from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.lighthouse_link import channel
-from ft.rpc.serving import Refused, unary
+from ft.rpc.serving import CallRefused, unary
 
 RETRY_S = 0.1
 log = logging.getLogger("pharos.group")
@@ -77,7 +77,7 @@ class TorchftGroup:
         try:
             reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=request.init_sync)
         except KeyError as error:
-            raise Refused(grpc.StatusCode.NOT_FOUND, str(error.args[0])) from None
+            raise CallRefused(grpc.StatusCode.NOT_FOUND, str(error.args[0])) from None
         return bytes(reply.SerializeToString())
 
     async def _ask(self, round_: _Round, last: torchft_pb2.ManagerQuorumRequest, left_s: float) -> None:
@@ -129,7 +129,7 @@ class TorchftGroup:
             timeout_s = None if left_s is None else left_s - min(0.2, left_s / 10)
             return await asyncio.wait_for(asyncio.shield(round_.answer), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
-            raise Refused(grpc.StatusCode.CANCELLED, "Timeout expired") from None
+            raise CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired") from None
         finally:
             if len(round_.asked) < self.config.world_size and round_.asked.get(rank) is request:
                 del round_.asked[rank]
@@ -188,9 +188,9 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
     )
 
 
-def _told(error: Any) -> Refused:
+def _told(error: Any) -> CallRefused:
     if isinstance(error, ValueError):
-        return Refused(grpc.StatusCode.INTERNAL, str(error))
+        return CallRefused(grpc.StatusCode.INTERNAL, str(error))
     timed_out = error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
     code = grpc.StatusCode.CANCELLED if timed_out else grpc.StatusCode.UNAVAILABLE
-    return Refused(code, "Timeout expired" if timed_out else f"the lighthouse did not answer: {error.details()}")
+    return CallRefused(code, "Timeout expired" if timed_out else f"the lighthouse did not answer: {error.details()}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ft.device import streams_of
-from ft.healing.format import CHUNK_BYTES, Manifest, Refused, from_json, lay_out, to_json
+from ft.healing.format import CHUNK_BYTES, FormatError, Manifest, from_json, lay_out, to_json
 
 # Any bits of that size may be moved as these
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,18 +41,18 @@ class Snapshot:
         return TensorPayload(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
 
     def body_for(self, theirs: Manifest) -> TensorPayload:
-        """Where what `theirs` announces is to be received. Raises Refused, by name, where it is not what we hold: before a byte has
+        """Where what `theirs` announces is to be received. Raises FormatError, by name, where it is not what we hold: before a byte has
         been written."""
         ours = {entry.name: entry for entry in self.manifest.entries}
         given = {entry.name: entry for entry in theirs.entries}
         for name in [*given, *ours]:
             if name not in ours or name not in given:
-                raise Refused(f"{name}: only {'they have' if name in given else 'we have'} such a tensor")
+                raise FormatError(f"{name}: only {'they have' if name in given else 'we have'} such a tensor")
             if (given[name].dtype, given[name].shape) != (ours[name].dtype, ours[name].shape):
-                raise Refused(f"{name}: they have {given[name]}, we {ours[name]}")
+                raise FormatError(f"{name}: they have {given[name]}, we {ours[name]}")
         if theirs.values.keys() != self.manifest.values.keys():
             differing = sorted(theirs.values.keys() ^ self.manifest.values.keys())
-            raise Refused(f"not registered by both: {', '.join(differing)[:200]}")
+            raise FormatError(f"not registered by both: {', '.join(differing)[:200]}")
         return TensorPayload(theirs, [self.local[entry.name] for entry in theirs.entries], self.written)
 
     def values_of(self, theirs: Manifest) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class State:
         self._pairs[name] = (get, set)
 
     def snapshot(self) -> Snapshot:
-        """Raises Refused, which names the place, where something is registered that cannot be sent."""
+        """Raises FormatError, which names the place, where something is registered that cannot be sent."""
         whole: dict[str, torch.Tensor] = {}
         local: dict[str, torch.Tensor] = {}
 
@@ -182,18 +182,18 @@ class TensorPayload:
 
 
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, in memory of its own shape. Raises Refused for tensors that have no bytes of their own."""
+    """This rank's shard, in memory of its own shape. Raises FormatError for tensors that have no bytes of their own."""
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
         tensor = tensor.to_local()
     if hasattr(tensor, "wait"):  # what a functional collective still computes
         tensor = tensor.wait()
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise Refused(f"{name}: a tensor without plain memory ({tensor.layout}, {tensor.device}) cannot be sent")
+        raise FormatError(f"{name}: a tensor without plain memory ({tensor.layout}, {tensor.device}) cannot be sent")
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise Refused(f"{name}: an expanded tensor cannot be received into")
+        raise FormatError(f"{name}: an expanded tensor cannot be received into")
     if tensor.is_conj() or tensor.is_neg():
-        raise Refused(f"{name}: a lazily conjugated or negated tensor cannot be sent")
+        raise FormatError(f"{name}: a lazily conjugated or negated tensor cannot be sent")
     return tensor
 
 

@@ -43,7 +43,7 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
-class Refused(ValueError):
+class FormatError(ValueError):
     """What was received, or is to be sent, is not what this format allows. Nothing of it was used."""
 
 
@@ -101,7 +101,7 @@ class Manifest:
         return [entry.offset for entry in self.entries]
 
     def encode(self) -> bytes:
-        """Raises Refused where it would be longer than a reader takes."""
+        """Raises FormatError where it would be longer than a reader takes."""
         header = {
             "format": FORMAT,
             "byte_order": sys.byteorder,
@@ -113,44 +113,44 @@ class Manifest:
         try:
             data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
         except RecursionError:
-            raise Refused("values are nested too deep") from None
+            raise FormatError("values are nested too deep") from None
         if len(data) > MAX_HEADER_BYTES:
-            raise Refused(
+            raise FormatError(
                 f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}: large values belong into tensors"
             )
         return data
 
     @staticmethod
     def parse(data: bytes | bytearray | memoryview) -> Manifest:
-        """Raises Refused for anything that `encode` would not have written; every field is looked at before any is used."""
+        """Raises FormatError for anything that `encode` would not have written; every field is looked at before any is used."""
         if len(data) > MAX_HEADER_BYTES:
-            raise Refused(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}")
+            raise FormatError(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}")
         try:
             header = json.loads(bytes(data).decode("ascii"), parse_constant=_no_constant, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:  # JSON's and ASCII's own errors are ValueErrors
-            raise Refused(f"the header is no JSON of ours: {str(error)[:200] or type(error).__name__}") from None
+            raise FormatError(f"the header is no JSON of ours: {str(error)[:200] or type(error).__name__}") from None
         expected = {"format": FORMAT, "byte_order": sys.byteorder, "chunk_bytes": CHUNK_BYTES}
         if not isinstance(header, dict) or header.keys() != {*expected, "total_bytes", "tensors", "values"}:
-            raise Refused("the header has other fields")
+            raise FormatError("the header has other fields")
         for name, value in expected.items():
             if header[name] != value or type(header[name]) is not type(value):
-                raise Refused(f"the header's {name} is {str(header[name])[:100]!r}, ours {value!r}")
+                raise FormatError(f"the header's {name} is {str(header[name])[:100]!r}, ours {value!r}")
         entries = _entries(header["tensors"])
         manifest = Manifest(entries, _values(header["values"], len(entries)))
         if type(header["total_bytes"]) is not int or header["total_bytes"] != manifest.total_bytes:
-            raise Refused("the header's total_bytes is not what its tensors add up to")
+            raise FormatError("the header's total_bytes is not what its tensors add up to")
         return manifest
 
 
 def lay_out(named: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[Entry, ...]:
-    """Entries one after another. Raises Refused for a dtype that has no name here."""
+    """Entries one after another. Raises FormatError for a dtype that has no name here."""
     entries: list[Entry] = []
     offset = 0
     for name, dtype, shape in named:
         if dtype not in NAMES:
-            raise Refused(f"{name}: a tensor of {dtype} cannot be sent")
+            raise FormatError(f"{name}: a tensor of {dtype} cannot be sent")
         if len(name) > MAX_NAME:
-            raise Refused(f"{name[:80]}...: a name of {len(name)} characters; at most {MAX_NAME}")
+            raise FormatError(f"{name[:80]}...: a name of {len(name)} characters; at most {MAX_NAME}")
         entries.append(Entry(name, NAMES[dtype], tuple(shape), offset))
         offset = _aligned(offset + entries[-1].nbytes)
     return tuple(entries)
@@ -184,9 +184,9 @@ _WORD = (1 << 64) - 1
 def to_json(value: Any, name: str, tensor: Any) -> Any:
     """The tree as JSON. Numbers, texts, None and lists stand for themselves; what JSON lacks stands in an object of one key: `tensor`
     (its number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be whole numbers, as in a torch optimizer's state) and
-    `float` (what is no number, or infinite). Raises Refused, which names the place, for anything else."""
+    `float` (what is no number, or infinite). Raises FormatError, which names the place, for anything else."""
     if name.count("/") > MAX_DEPTH:
-        raise Refused(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
+        raise FormatError(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return {"tensor": tensor(name, value)}
@@ -197,12 +197,16 @@ def to_json(value: Any, name: str, tensor: Any) -> Any:
     if isinstance(value, dict):
         bad = next((key for key in value if type(key) not in (str, int)), None)
         if bad is not None:
-            raise Refused(f"{name}: a key of type {type(bad).__name__} cannot be sent, only texts and whole numbers")
+            raise FormatError(
+                f"{name}: a key of type {type(bad).__name__} cannot be sent, only texts and whole numbers"
+            )
         return {"dict": [[key, to_json(item, f"{name}/{_part(key)}", tensor)] for key, item in value.items()]}
     if kind in (list, tuple, torch.Size):
         items = [to_json(item, f"{name}/{index}", tensor) for index, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
-    raise Refused(f"{name}: a {kind.__name__} cannot be sent, only tensors, numbers, texts, lists, tuples and dicts")
+    raise FormatError(
+        f"{name}: a {kind.__name__} cannot be sent, only tensors, numbers, texts, lists, tuples and dicts"
+    )
 
 
 def from_json(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -231,28 +235,28 @@ def _part(key: str | int) -> str:
 
 def _entries(listed: Any) -> tuple[Entry, ...]:
     if not isinstance(listed, list):
-        raise Refused("the header's tensors are no list")
+        raise FormatError("the header's tensors are no list")
     named, offsets = [], []
     for item in listed:
         if not isinstance(item, list) or len(item) != 4:
-            raise Refused("a tensor of the header is not [name, dtype, shape, offset]")
+            raise FormatError("a tensor of the header is not [name, dtype, shape, offset]")
         name, dtype, shape, offset = item
         if type(name) is not str:
-            raise Refused("a tensor's name is no text")
+            raise FormatError("a tensor's name is no text")
         if type(dtype) is not str or dtype not in DTYPES:
-            raise Refused(f"{name[:80]}: unknown dtype {str(dtype)[:40]!r}")
+            raise FormatError(f"{name[:80]}: unknown dtype {str(dtype)[:40]!r}")
         if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-            raise Refused(f"{name[:80]}: a shape is a list of at most {MAX_DIMS} sizes")
+            raise FormatError(f"{name[:80]}: a shape is a list of at most {MAX_DIMS} sizes")
         if not all(type(number) is int and 0 <= number <= MAX_TOTAL_BYTES for number in (*shape, offset)):
-            raise Refused(f"{name[:80]}: a size of its shape, or its offset, is no count")
+            raise FormatError(f"{name[:80]}: a size of its shape, or its offset, is no count")
         named.append((name, DTYPES[dtype], shape))
         offsets.append(offset)
     entries = lay_out(named)
     if len({entry.name for entry in entries}) != len(entries):
-        raise Refused("two tensors of one name")
+        raise FormatError("two tensors of one name")
     for entry, offset in zip(entries, offsets, strict=True):
         if entry.offset != offset or offset + entry.nbytes > MAX_TOTAL_BYTES:
-            raise Refused(
+            raise FormatError(
                 f"{entry.name}: at byte {offset}, where {entry.offset} comes next, of {MAX_TOTAL_BYTES} at most"
             )
     return entries
@@ -260,51 +264,51 @@ def _entries(listed: Any) -> tuple[Entry, ...]:
 
 def _values(values: Any, tensors: int) -> Mapping[str, Any]:
     if not isinstance(values, dict):
-        raise Refused("the header's values are no object")
+        raise FormatError("the header's values are no object")
     used: set[int] = set()
     for name, tree in values.items():
         _check_tree(tree, name[:80], tensors, used, MAX_DEPTH + 2)
     if len(used) != tensors:
-        raise Refused("a tensor of the header belongs to no value")
+        raise FormatError("a tensor of the header belongs to no value")
     return values
 
 
 def _check_tree(tree: Any, name: str, tensors: int, used: set[int], depth: int) -> None:
     if not depth:
-        raise Refused(f"{name}: nested too deep")
+        raise FormatError(f"{name}: nested too deep")
     if tree is None or type(tree) in (bool, int, float, str):
         return
     kind, items = "list", tree
     if isinstance(tree, dict):
         if len(tree) != 1:
-            raise Refused(f"{name}: an object with {len(tree)} keys")
+            raise FormatError(f"{name}: an object with {len(tree)} keys")
         ((kind, items),) = tree.items()
     if kind == "tensor":
         if type(items) is not int or not 0 <= items < tensors or items in used:
-            raise Refused(f"{name}: no such tensor, or it is named twice")
+            raise FormatError(f"{name}: no such tensor, or it is named twice")
         used.add(items)
     elif kind != "float" or items not in ("nan", "inf", "-inf"):
         if kind not in ("list", "tuple", "dict") or not isinstance(items, list):
-            raise Refused(f"{name}: an object of an unknown kind")
+            raise FormatError(f"{name}: an object of an unknown kind")
         if kind == "dict":
             if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in items):
-                raise Refused(f"{name}: a dict's item is no pair of a key and a value")
+                raise FormatError(f"{name}: a dict's item is no pair of a key and a value")
             if len({key for key, _ in items}) != len(items):
-                raise Refused(f"{name}: a dict with one key twice")
+                raise FormatError(f"{name}: a dict with one key twice")
             items = [value for _, value in items]
         for item in items:
             _check_tree(item, name, tensors, used, depth - 1)
 
 
 def _no_constant(text: str) -> Any:
-    raise Refused(f"{text} is no JSON")
+    raise FormatError(f"{text} is no JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON lets a name stand twice in an object; two readers may then see different things."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise Refused("a name stands twice in an object")
+        raise FormatError("a name stands twice in an object")
     return found
 
 

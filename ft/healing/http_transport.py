@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.healing.capture import Snapshot, StagingBuffer, TensorPayload
-from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
+from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, Manifest, digest
 from ft.healing.http_requests import MAX_HEAD_BYTES, bounded_ranges, parse_reply, ranges_of, request_head
 from ft.healing.http_server import HealServer
 from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Source, Transport
@@ -191,7 +191,7 @@ class Fetch:
                 try:
                     manifest = Manifest.parse(header)
                     self._body = self.into.body_for(manifest)
-                except Refused as error:
+                except FormatError as error:
                     raise SourceUnlike(str(error)) from None
                 self._header, self._manifest = header, manifest
                 self._open = set(range(manifest.chunks))

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from ft.healing.capture import Snapshot, StagingBuffer, TensorPayload
-from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, Manifest, Refused, digest
+from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, Manifest, digest
 from ft.healing.transport import (
     SEAL_BYTES,
     CheckpointOffer,
@@ -103,7 +103,7 @@ class PgTransport(Transport):
                 return receiver.run()
             except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
-                unlike &= isinstance(error, Refused)
+                unlike &= isinstance(error, FormatError)
                 log.warning("healing from %s: %s", source.replica_id, error)
             finally:
                 touched |= receiver.touched
@@ -260,7 +260,7 @@ class _Receiver:
     def run(self) -> dict[str, Any]:
         (length,) = struct.unpack("<Q", self._receive(8))
         if not 0 < length <= MAX_HEADER_BYTES:
-            raise Refused(f"a header of {length} bytes")
+            raise FormatError(f"a header of {length} bytes")
         data = self._receive(length + SEAL_BYTES)
         manifest, seal = Manifest.parse(data[:length]), data[length:]
         body = self._into.body_for(manifest)

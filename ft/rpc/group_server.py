@@ -33,7 +33,7 @@ from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
 from ft.rpc.processes import Process, this_host
-from ft.rpc.serving import Outbox, Pending, Refused, listen, refused, stream, unary
+from ft.rpc.serving import CallRefused, Outbox, Pending, listen, refused, stream, unary
 
 TICK_S = 0.5
 LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
@@ -226,7 +226,9 @@ class GroupService:
 
     async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
         if self._calls[place[0]] >= CALLS_PER_RANK:
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
+            raise CallRefused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting"
+            )
         pending = Pending()
         self._calls[place[0]] += 1
         self._waiting.setdefault(place, []).append(pending)

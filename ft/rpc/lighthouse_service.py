@@ -26,7 +26,7 @@ from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import LOOK_EVERY_S, Outbox, Pending, Refused, refused, stream, unary
+from ft.rpc.serving import LOOK_EVERY_S, CallRefused, Outbox, Pending, refused, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -148,9 +148,9 @@ class LighthouseService:
         self._check_kind(call.kind)
         replica_id, waiting = call.member.replica_id, _Waiting(call.kind, roster)
         if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
-            raise Refused(_FULL, f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
+            raise CallRefused(_FULL, f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
         if self._waiting_bytes + size > MAX_WAITING:
-            raise Refused(_FULL, f"calls of {self._waiting_bytes} bytes in all are waiting already")
+            raise CallRefused(_FULL, f"calls of {self._waiting_bytes} bytes in all are waiting already")
         if replica_id in self.streams:
             self.streams[replica_id].told = ""  # of an earlier call's wait
         self._waiting.setdefault(replica_id, []).append(waiting)

@@ -35,7 +35,7 @@ Handler = Callable[[bytes, Any], Awaitable[bytes]]  # what it raises before ther
 StreamHandler = Callable[["Outbox"], Awaitable[None]]
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call is answered by a status and a reason."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
@@ -43,12 +43,12 @@ class Refused(Exception):
         self.code, self.reason = code, reason[:MAX_REASON]
 
 
-STOPS = Refused(grpc.StatusCode.UNAVAILABLE, "this server stops")
+STOPS = CallRefused(grpc.StatusCode.UNAVAILABLE, "this server stops")
 
 
-def refused(code: str, reason: str) -> Refused:
+def refused(code: str, reason: str) -> CallRefused:
     """As a machine of ft.protocol refuses. LOST, STALE: that id or attempt is over, and another one may be asked for."""
-    return Refused(grpc.StatusCode.ABORTED if code in ("LOST", "STALE") else grpc.StatusCode[code], reason)
+    return CallRefused(grpc.StatusCode.ABORTED if code in ("LOST", "STALE") else grpc.StatusCode[code], reason)
 
 
 class Calls:
@@ -74,10 +74,10 @@ class Calls:
                 if not self._over:
                     raise  # the caller is gone
                 refused = STOPS
-            except Refused as error:
+            except CallRefused as error:
                 refused = error
             except ValueError as error:
-                refused = Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                refused = CallRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             finally:
                 self._tasks.discard(task)
             await context.abort(refused.code, refused.reason)
@@ -226,12 +226,12 @@ class Pending:
         if not self._answer.done():
             self._answer.set_result(answer)
 
-    def fail(self, refused: Refused) -> None:
+    def fail(self, refused: CallRefused) -> None:
         if not self._answer.done():
             self._answer.set_exception(refused)
 
     def expire(self) -> None:
-        self.fail(Refused(grpc.StatusCode.CANCELLED, "Timeout expired"))
+        self.fail(CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired"))
 
     def expire_if_due(self, now_s: float) -> None:
         """now_s: of the loop."""
@@ -239,7 +239,7 @@ class Pending:
             self.expire()
 
     def wait(self, context: Any, *, looked_at: bool = False) -> Awaitable[bytes]:
-        """The answer. A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises Refused.
+        """The answer. A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises CallRefused.
         looked_at: somebody calls expire_if_due every LOOK_EVERY_S. Deadlines are hardly ever missed, and one look at those of all calls
         now and then is far cheaper than a timer for each, set and cancelled."""
         left_s = context.time_remaining()
@@ -273,7 +273,7 @@ class Outbox:
         self._over = False
         self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
         self.told = ""  # for its owner: why the reader waits, as it was told last
-        self._too_slow: Refused | None = None
+        self._too_slow: CallRefused | None = None
 
     def send(self, message: bytes) -> None:
         if self.is_over():
@@ -283,18 +283,18 @@ class Outbox:
         self._more.set()
         if len(self._messages) > OUTBOX or self._bytes > OUTBOX_BYTES:
             waiting = f"{len(self._messages)} messages of {self._bytes} bytes in all have not been read"
-            self._too_slow = Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the reader is too slow: {waiting}")
+            self._too_slow = CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the reader is too slow: {waiting}")
             self.end()
 
     async def read_hello(self) -> bytes:
-        """The first message. Raises ValueError where it does not come soon, Refused."""
+        """The first message. Raises ValueError where it does not come soon, CallRefused."""
         try:
             return await asyncio.wait_for(self.read(), FIRST_WORD_S) or b""
         except (TimeoutError, asyncio.TimeoutError):
             raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
 
     async def read(self) -> bytes | None:
-        """The next message; None: the stream is over, from either side. Raises Refused for a reader that was too slow."""
+        """The next message; None: the stream is over, from either side. Raises CallRefused for a reader that was too slow."""
         data: Any = grpc.aio.EOF
         try:
             if not self._over:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft.healing.capture import StagingBuffer, State, TensorPayload
-from ft.healing.format import CHUNK_BYTES, DTYPES, Manifest, Refused
+from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, Manifest
 from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
 
@@ -96,7 +96,7 @@ def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
         ({"m": {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(2)}}, "m/c: only we have"),
         ({"m": {"a": torch.zeros(3), "b": torch.zeros(2)}, "n": 1}, "not registered by both: n"),
     ):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(FormatError, match=words):
             Group(other).snapshot().body_for(source.snapshot().manifest)
 
 
@@ -110,7 +110,7 @@ def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
     ],
 )
 def test_tensors_without_memory_of_their_own_are_refused_by_name(tensor: torch.Tensor):
-    with pytest.raises(Refused, match=r"^x/0: "):
+    with pytest.raises(FormatError, match=r"^x/0: "):
         Group({"x": [tensor]}).snapshot()
 
 

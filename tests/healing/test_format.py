@@ -15,8 +15,8 @@ from ft.healing.format import (
     CHUNK_BYTES,
     DTYPES,
     MAX_HEADER_BYTES,
+    FormatError,
     Manifest,
-    Refused,
     digest,
     from_json,
     lay_out,
@@ -93,7 +93,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_header_is_refused(case: str):
-    with pytest.raises(Refused):
+    with pytest.raises(FormatError):
         Manifest.parse(json.dumps(HOSTILE[case]).encode())
 
 
@@ -113,7 +113,7 @@ def test_a_hostile_header_is_refused(case: str):
     }.values(),
 )
 def test_what_is_no_json_of_ours_is_refused(data: bytes):
-    with pytest.raises(Refused):
+    with pytest.raises(FormatError):
         Manifest.parse(data)
 
 
@@ -150,7 +150,7 @@ def parse_or_refuse(data: bytes) -> None:
     """What is taken is as good as ours: it lies in order, it is written back, and its values can be made."""
     try:
         manifest = Manifest.parse(data)
-    except Refused:
+    except FormatError:
         return
     assert Manifest.parse(manifest.encode()) == manifest
     end = 0
@@ -187,14 +187,14 @@ def test_values_come_back_exactly(value: Any):
     "value", [b"x", {1, 2}, object(), 1j, {(1, 2): 3}, {True: 1}, {1.5: 2}, lambda: 0, torch.float32]
 )
 def test_what_cannot_be_sent_is_refused_by_name(value: Any):
-    with pytest.raises(Refused, match=r"^opt/groups/1/.*|^opt/groups/1: "):
+    with pytest.raises(FormatError, match=r"^opt/groups/1/.*|^opt/groups/1: "):
         to_json({"groups": [0, value]}, "opt", None)
 
 
 def test_a_cycle_is_refused():
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(Refused, match="nested deeper"):
+    with pytest.raises(FormatError, match="nested deeper"):
         to_json(loop, "opt", None)
 
 

@@ -23,7 +23,7 @@ from ft.rpc.access import Access, Endpoint
 from ft.rpc.driver import Driver, PeriodicTimer
 from ft.rpc.lighthouse_flags import read_options
 from ft.rpc.lighthouse_server import Place, serve
-from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, Calls, Outbox, Pending, Refused
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Calls, Outbox, Pending
 
 
 @dataclass(frozen=True)
@@ -620,7 +620,7 @@ def test_a_far_deadline_is_told_a_little_before_it_comes_and_not_earlier():
         loop.by_s = 60.0
         for one in (pending, never_waited_for):
             one.expire_if_due(loop.time())
-        with pytest.raises(Refused, match="Timeout expired") as caught:
+        with pytest.raises(CallRefused, match="Timeout expired") as caught:
             await asyncio.wait_for(waiting, 10)
         assert caught.value.code is grpc.StatusCode.CANCELLED
 
@@ -656,7 +656,7 @@ def test_a_reader_that_lags_too_far_behind_loses_its_stream(message: bytes, most
         assert not outbox.is_over()
         outbox.send(message)
         said = f"the reader is too slow: {most + 1} messages of {(most + 1) * len(message)} bytes"
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(CallRefused, match=said):
             await reading
         outbox.send(b"x")
         assert not outbox._messages

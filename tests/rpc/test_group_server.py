@@ -31,7 +31,7 @@ from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import GroupService, RankReports, Settings
 from ft.rpc.lighthouse_link import Link
 from ft.rpc.processes import Process
-from ft.rpc.serving import Refused
+from ft.rpc.serving import CallRefused
 from tests.rpc.wire import WAIT_S, Wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +251,7 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
         call = asyncio.ensure_future(service._ask((0, None), m.RankCall(0, m.Member("")), context))
         await asyncio.sleep(0)
         late = m.Vote(0, "commit", 9, 0, 0, "yes")
-        with pytest.raises(Refused, match="a vote for quorum 9; this group is in 0"):
+        with pytest.raises(CallRefused, match="a vote for quorum 9; this group is in 0"):
             await service._ask((0, late.key), late, context)
         for _ in range(3):  # whatever was woken runs
             await asyncio.sleep(0)
