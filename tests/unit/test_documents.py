@@ -63,6 +63,14 @@ def test_settings_and_files_that_are_named_exist(page: Path):
     assert not [name for name in files if not (ROOT / name).exists() and name != "models/relu2.py"]
 
 
+def test_members_of_classes_that_are_named_exist(sources: str):
+    """`Roster.stalled`: some class of that name has it."""
+    for page in PAGES:
+        for owner, name in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(\))?`", page.read_text()):
+            bodies = re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", sources, re.MULTILINE | re.DOTALL)
+            assert any(re.search(rf"\b{name}\b", body) for body in bodies), f"{page.name}: {owner}.{name}"
+
+
 def test_the_metrics_to_watch_are_served():
     named = set(re.findall(r"`(pharos_\w+)`", (ROOT / "docs" / "operating.md").read_text()))
     served = set(re.findall(r'"(pharos_\w+)"', (ROOT / "ft" / "rpc" / "lighthouse_http.py").read_text()))
