@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
 
-from training.metrics_writer import LeaderMetricsWriter, Row  # noqa: E402
+from training.metrics_writer import LeaderMetricsWriter  # noqa: E402
 from training.scribe import Scribe  # noqa: E402
 from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks  # noqa: E402
 
@@ -66,9 +66,9 @@ def main() -> int:
         for step in range(rows - 49, new + 1):  # the last 50 the one before has written, these it has not
             if step == new:
                 writes, began_s = True, time.perf_counter()
-            for row in (Row("journals", step, FIGURES), Row("charts", step, CHART), Row("records", step, sample(step))):
+            for kind, row in (("journals", FIGURES), ("charts", CHART), ("records", sample(step))):
                 before_s = time.perf_counter()
-                relay.write(row)
+                relay.write(kind, step, row)
                 slowest_s = max(slowest_s, time.perf_counter() - before_s)
         assert scribe.flush(60) and not said, said
         taken_over_s = time.perf_counter() - began_s

@@ -110,7 +110,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     from ft.rpc.access import Access
     from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
     from training.log import Log
-    from training.metrics_writer import LeaderMetricsWriter, Row
+    from training.metrics_writer import LeaderMetricsWriter
     from training.scribe import Scribe
     from training.sinks import open_sinks
     from training.writer_lease import WriterLease
@@ -210,8 +210,8 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                         (time.time(), "commit", step, manager.commit_id[:8], slots, who, commit.contributors)
                     )
                     self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
-                    relay.write(Row("journals", step, {"loss": commit.mean_loss}))
-                    relay.write(Row("records", step, {"slots": [slot for slot, _ in commit.slots]}))
+                    relay.write("journals", step, {"loss": commit.mean_loss})
+                    relay.write("records", step, {"slots": [slot for slot, _ in commit.slots]})
                     if checkpointer.due(step):
                         checkpointer.save(step)
                 model.zero_grad()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 BLOCK_BYTES = 64 << 10  # of a file that is read from its end, at a time
 LOCK_S = 2.0  # who writes, and lives, holds a file for one write
@@ -23,54 +24,56 @@ class AppendedFile:
     """A file that grows by whole pieces: of one that finds no room, nothing stays. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._end = os.fstat(self._fd).st_size
+        self.path, self.size_bytes = path, 0
+        self._open()
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.look()
 
     def append(self, piece: bytes) -> None:
         """In one write where the system takes it whole."""
-        if (end := os.fstat(self._fd).st_size) != self._end:
-            raise OSError(None, f"has {end} bytes, and {self._end} were written", str(self.path))
+        if (end := os.fstat(self._fd).st_size) != self.size_bytes:
+            raise OSError(None, f"has {end} bytes, and {self.size_bytes} were written", str(self.path))
         try:
             left = memoryview(piece)
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
             with suppress(OSError):  # else whoever opens it next cuts it
-                os.ftruncate(self._fd, self._end)
+                os.ftruncate(self._fd, self.size_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
-        self._end += len(piece)
+        self.size_bytes += len(piece)
 
     def cut(self, end: int) -> None:
         """Keeps so many bytes."""
-        if end != self._end:
+        if end != self.size_bytes:
             os.ftruncate(self._fd, end)
-            self._end = end
+            self.size_bytes = end
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """By this process alone, as far as the file system knows locks. Raises BlockingIOError where another one does not let go."""
-        locks = True
-        try:
-            self.hold()
-        except BlockingIOError as error:
-            raise BlockingIOError(error.errno, error.strerror, str(self.path)) from None
-        except OSError:
-            locks = False  # the file system has none: whoever takes over replaces the file
+        is_locked = self.hold()
         try:
             yield
         finally:
-            if locks:
+            if is_locked:
                 self.let_go()
 
-    def hold(self) -> None:
-        """Raises BlockingIOError where another one has not let go within LOCK_S, OSError where there are no locks."""
+    def hold(self) -> bool:
+        """Locks it; False: the file system has no locks. Raises BlockingIOError where another process has not let go within LOCK_S."""
         end_s = time.monotonic() + LOCK_S
-        while time.monotonic() < end_s:
-            with suppress(BlockingIOError):
-                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError as error:
+                if time.monotonic() >= end_s:
+                    raise BlockingIOError(error.errno, error.strerror, str(self.path)) from None
+            except OSError:
+                return False
             time.sleep(0.02)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def let_go(self) -> None:
         if self._fd >= 0:
@@ -87,15 +90,11 @@ class AppendedFile:
         os.fsync(self._fd)
 
     def look(self) -> None:
-        """From here on the file is what is there now."""
-        self._end = os.fstat(self._fd).st_size
+        """Takes the file's size as it is now for what was written."""
+        self.size_bytes = os.fstat(self._fd).st_size
 
     def read(self, start: int, end: int) -> bytes:
         return os.pread(self._fd, end - start, start)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._end
 
     def close(self) -> None:
         """May be called twice."""
@@ -118,32 +117,27 @@ def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
     yield 0, rest
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part. Raises OSError."""
+    with _replacement(path) as file:
+        file.write(content)
+
+
 def replace_by_copy(path: Path, size_bytes: int) -> None:
     """Replaces the file by a copy of its first bytes; whoever had it open has the old file. Raises OSError."""
-    temporary = _beside(path)
-    try:
-        with path.open("rb") as source, temporary.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-            target.truncate(size_bytes)
-            os.fsync(target.fileno())
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with path.open("rb") as source, _replacement(path) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+        target.truncate(size_bytes)
 
 
-def _beside(path: Path) -> Path:
-    """Nobody else's: in containers all processes have the same number, and a rank's scribe and trainer note the same claim."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part."""
-    temporary = _beside(path)
+@contextmanager
+def _replacement(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` at the end. Its name is nobody else's: in containers all processes have the same number, and a
+    rank's scribe and trainer note the same claim."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

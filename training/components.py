@@ -206,7 +206,7 @@ class Components:
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
-            self.meter.open(writer.sinks())
+            self.meter.open(writer)
         self.cleanup.enter_context(closing(self.meter))
 
     def weights(self) -> dict[str, Stateful]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from training.extras import need
 from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
-from training.sinks import Sinks
+from training.sinks import Kind, MetricsSink
 
 if TYPE_CHECKING:
     from parallelisms.device import Device
@@ -74,7 +74,7 @@ class Meter:
         """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
         self._config, self._log, self._progress = config, log, progress
-        self._sinks = Sinks()
+        self._sink: MetricsSink | None = None
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
@@ -90,12 +90,12 @@ class Meter:
         self._events: Mapping[str, float] = {}
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
-    def open(self, sinks: Sinks) -> None:
-        """From here on figures go to `sinks`, on the one rank that calls this; `close` closes them.
+    def open(self, sink: MetricsSink) -> None:
+        """From here on figures go to `sink`, on the one rank that calls this; `close` closes it.
 
-        Not at construction: what sinks keep of earlier starts depends on the checkpoint, which a Meter is part of.
+        Not at construction: what it keeps of earlier starts depends on the checkpoint, which a Meter is part of.
         """
-        self._sinks = sinks
+        self._sink = sink
 
     def step(
         self,
@@ -105,15 +105,13 @@ class Meter:
         grad_norm: float,
         lr: float,
         tokens: int,
-        max_loss: float | None = None,
         groups: Mapping[str, float] | None = None,
         steps: int = 1,
     ) -> None:
         """Step `step` is committed, and `steps` - 1 before it, of which nothing was to be seen. Loss in nats per token over all ranks;
         `tokens` valid in this step, over all ranks.
 
-        `max_loss` is the largest of the ranks' own losses, where somebody measured it. `groups`: of a job of replica groups,
-        such as quorum_size; charted on logging steps and wherever they change.
+        `groups`: of a job of replica groups, such as quorum_size; charted on logging steps and wherever they change.
         """
         lap = self._lap()
         self._resumed = self._resumed or (step - steps, self.tokens)
@@ -142,7 +140,7 @@ class Meter:
         )
         events = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
         if not logging_step and events != self._events:
-            self._chart(step, events)
+            self._write("charts", step, events)
         self._events = events
         if logging_step:
             rates = self._rates()
@@ -153,10 +151,8 @@ class Meter:
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
             }
-            if max_loss is not None:
-                scalars["loss_metrics/global_max_loss"] = max_loss
             times = self._group_times() if groups else {}
-            self._chart(step, {**scalars, **rates, **times, **events, **self._memory.scalars})
+            self._write("charts", step, {**scalars, **rates, **times, **events, **self._memory.scalars})
             self._interval = _Interval()
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
@@ -173,7 +169,8 @@ class Meter:
             validation_s=seconds,
             validation_tokens=tokens,
         )
-        self._chart(
+        self._write(
+            "charts",
             step,
             {
                 "validation_metrics/loss": loss,
@@ -187,15 +184,13 @@ class Meter:
     ) -> None:
         """What step `step` was trained on: each slot, by the position of its first sequence, and whose gradients of it went in. `holes`:
         slots that were dealt and have yet to be trained on. `steps`: up to `step`, that this was for. scripts/samples.py reads it."""
-        for sink in self._sinks.records:
-            row: dict[str, Any] = {
-                "slot_size": slot_size,
-                "slots": {str(slot): owner for slot, owner in slots},
-                "holes": list(holes),
-            }
-            if steps > 1:
-                row["steps"] = steps
-            sink.write(step, row)
+        row = {
+            "slot_size": slot_size,
+            "slots": {str(slot): owner for slot, owner in slots},
+            "holes": list(holes),
+            **({"steps": steps} if steps > 1 else {}),
+        }
+        self._write("records", step, row)
 
     def print_estimate(self, step: int) -> None:
         """Says once, early in a start, how long it will take: on slow hardware one wants to know at once."""
@@ -225,11 +220,12 @@ class Meter:
 
     def sync(self) -> None:
         """What was written of the steps so far outlives the machine, as a checkpoint does."""
-        self._sinks.sync()
+        if self._sink is not None:
+            self._sink.sync()
 
     def close(self) -> None:
-        """Closes the sinks."""
-        self._sinks.close()
+        if self._sink is not None:
+            self._sink.close()
 
     def _clocks(self) -> tuple[float, float, float, float]:
         spent = self._progress.spent
@@ -289,12 +285,11 @@ class Meter:
         return (self._progress.total() - self._after_first_s) / done * (self._steps - step)
 
     def _journal(self, step: int, **scalars: float) -> None:
-        for sink in self._sinks.journals:
-            sink.write(step, {**scalars, "time": self._wall_clock()})
+        self._write("journals", step, {**scalars, "time": self._wall_clock()})
 
-    def _chart(self, step: int, scalars: dict[str, float]) -> None:
-        for sink in self._sinks.charts:
-            sink.write(step, scalars)
+    def _write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
+        if self._sink is not None:
+            self._sink.write(kind, step, scalars)
 
 
 class Memory:

@@ -24,18 +24,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from training.progress import Clock
 from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
-from training.sinks import METRICS, SAMPLES, ResumedStep, Sinks, last_rows
+from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
 from training.writer_lease import Quorum, claim, is_over
 
 ROWS_KEPT = 100  # at least: who writes is known anew with every quorum, so few steps can be missing
 SYNC_S = 5.0  # a checkpoint waits so long for rows before it: storage that is slow holds that up by itself
 ROW_BYTES = 1000  # of memory, beside its text
-
-Kind = Literal["journals", "charts", "records"]
 
 
 class Row(NamedTuple):
@@ -66,8 +64,8 @@ class _Kept(NamedTuple):
 
 
 class LeaderMetricsWriter:
-    """`open_sinks(resumed_step)` as sinks.open_sinks, into `folder`. `writes`: by which quorum this group does, now. `shared`: others have
-    the same folder, of whom one writes at a time."""
+    """A MetricsSink. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group writes, now.
+    `shared`: others have the same folder, of whom one writes at a time."""
 
     def __init__(
         self,
@@ -94,13 +92,9 @@ class LeaderMetricsWriter:
         self._sinks: Sinks | None = None
         scribe.serve("figures", self._catch_up, lambda: self.lost)
 
-    def sinks(self) -> Sinks:
-        """What metrics.py writes to."""
-        return Sinks((_End(self, "journals"),), (_End(self, "charts"),), (_End(self, "records"),))
-
-    def write(self, row: Row) -> None:
+    def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
         """Remembers it; the scribe writes it."""
-        quorum = self._writes()
+        row, quorum = Row(kind, step, dict(scalars)), self._writes()
         with self._lock:
             if row.kind != "charts":
                 if self._newest.get(row.place, row.step - 1) >= row.step:  # the job has gone back to a checkpoint
@@ -226,8 +220,7 @@ class LeaderMetricsWriter:
             if self._sinks.replaced() or (self._shared and is_over(self._folder, quorum)):
                 return False
             for row in rows:
-                for sink in getattr(self._sinks, row.kind):
-                    sink.write(row.step, row.figures)
+                self._sinks.write(*row)
         return True
 
     def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
@@ -283,20 +276,3 @@ class LeaderMetricsWriter:
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
-
-
-class _End:
-    def __init__(self, relay: LeaderMetricsWriter, kind: Kind) -> None:
-        self._relay = relay
-        self._kind: Kind = kind
-
-    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        self._relay.write(Row(self._kind, step, dict(scalars)))
-
-    def sync(self) -> None:
-        if self._kind == "journals":  # once for all, as it may wait
-            self._relay.sync()
-
-    def close(self) -> None:
-        if self._kind == "journals":
-            self._relay.close()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from training.checkpoint_files import reason
 from training.progress import Clock, duration
 
 RETRY_S = 1.0
@@ -115,7 +116,8 @@ class Scribe:
         except Exception as error:  # noqa: BLE001 (a damaged file, or W&B, raises what it likes: the thread is everybody's)
             if work.failed_at is None:
                 work.failed_at = began
-                self._say(f"{work.name} cannot be written: {_reason(error)}; kept in memory, and tried again")
+                cause = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                self._say(f"{work.name} cannot be written: {cause}; kept in memory, and tried again")
         else:
             gone, work.told_lost = work.lost() - work.told_lost, work.lost()
             if work.failed_at is not None or gone:
@@ -127,11 +129,3 @@ class Scribe:
         if self._told_slow:
             self._told_slow = False
             self._say(f"storage takes writes again: the last one took {duration(self._clock() - began)}")
-
-
-def _reason(error: Exception) -> str:
-    """The system's words, and the file."""
-    if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {error}"
-    cause = error.strerror or str(error)
-    return f"{cause} ({error.filename})" if error.filename else cause

@@ -15,11 +15,11 @@ import struct
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from training.appended import BLOCK_BYTES, AppendedFile, lines_from_end, replace_by_copy
 
@@ -31,52 +31,86 @@ _EVENT_FILES = 16  # in a row, with nothing to drop: the older ones have nothing
 _HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4  # around the data of an event file's record
 
 
+Kind = Literal["journals", "charts", "records"]
 ResumedStep = Callable[[], int | None]
 
 
-class Sink(Protocol):
-    """Takes the figures of one step; they are in the system's hands when `write` returns. Raises OSError, and has then taken nothing."""
+class MetricsSink(Protocol):
+    """Takes the metrics of a step. Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's
+    tags; records get what every step was trained on, with the keys of samples.jsonl."""
+
+    def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None: ...
+
+    def sync(self) -> None:
+        """What was written outlives the machine, too, when this returns."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ChartSink(Protocol):
+    """Takes the chart of a step; it is in the system's hands when `write` returns. Raises OSError, and has then taken nothing."""
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Journal(Sink, Protocol):
-    """A sink that is read back."""
+class JournalSink(AppendedFile):
+    """One JSON object per line, `step` first. NaN and inf become null."""
 
-    def sync(self) -> None:
-        """What was written outlives the machine, too, when this returns."""
-        ...
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        row = {"step": step, **{name: _or_null(value) for name, value in scalars.items()}}
+        self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+
+    def cut_after(self, step: int, *, is_locked: bool) -> None:
+        """Takes out the lines past `step`, and what a kill or a full disk has left of a line at the end.
+
+        A former writer, which may not know that it is one, looks whose the file is while it holds the lock. So if the lock was free, that
+        look is still to come. If not (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is
+        replaced by a copy in one step: what comes of that write goes into the old file, which nobody reads.
+        """
+        self.look()
+        kept = (start + len(line) for start, line, found in _steps_from_end(self) if found <= step)
+        end = next(kept, None) if step >= 0 else None
+        is_whole = end is None or end < self.size_bytes
+        size_bytes = 0 if end is None else min(end + 1, self.size_bytes)
+        if is_locked:
+            self.cut(size_bytes)
+        else:
+            self.close()
+            replace_by_copy(self.path, size_bytes)
+            self._open()
+        if not is_whole:
+            self.append(b"\n")
 
 
-class Sinks(NamedTuple):
-    """Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags; records get what every
-    step was trained on, with the keys of samples.jsonl."""
+class Sinks:
+    """The open sinks of a run, as a MetricsSink."""
 
-    journals: tuple[Journal, ...] = ()
-    charts: tuple[Sink, ...] = ()
-    records: tuple[Journal, ...] = ()
+    def __init__(self, metrics: JournalSink, samples: JournalSink, charts: Sequence[ChartSink]) -> None:
+        self._files, self._charts = {"journals": metrics, "records": samples}, charts
+
+    def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
+        for sink in self._charts if kind == "charts" else [self._files[kind]]:
+            sink.write(step, scalars)
 
     def replaced(self) -> bool:
         """Somebody else has opened the files of this folder since, and could not wait: what is written here reaches nobody."""
-        return any(isinstance(sink, JournalSink) and sink.replaced() for sink in (*self.journals, *self.records))
+        return any(file.replaced() for file in self._files.values())
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Around a look at whose the files are, and a write: whoever takes them over comes before it or after it."""
-        with ExitStack() as locks:
-            for sink in (*self.journals, *self.records):
-                if isinstance(sink, JournalSink):
-                    locks.enter_context(sink.file.held())
+        with self._files["journals"].held(), self._files["records"].held():
             yield
 
     def sync(self) -> None:
-        for sink in (*self.journals, *self.records):
-            sink.sync()
+        for file in self._files.values():
+            file.sync()
 
     def close(self) -> None:
-        for sink in (*self.journals, *self.charts, *self.records):
+        for sink in (*self._files.values(), *self._charts):
             with suppress(OSError):  # nothing waits in it: what could not be written has been said
                 sink.close()
 
@@ -96,12 +130,17 @@ def open_sinks(
     values) is shown by W&B. Call on one rank only. Raises OSError where the folder cannot be written.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
-    charts: list[Sink] = []
-    with ExitStack() as opened, ExitStack() as held:
-        cuts = [held.enter_context(_taking(run_folder / name)) for name in (METRICS, SAMPLES)]
+    charts, locked = list[ChartSink](), list[JournalSink]()
+    with ExitStack() as opened:
+        files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
+        for file in files:
+            with suppress(BlockingIOError):
+                if file.hold():
+                    locked.append(file)
         resumed = resumed_step() if callable(resumed_step) else resumed_step
         keep_until = -1 if resumed is None else resumed
-        journal, record = (opened.enter_context(closing(cut(keep_until))) for cut in cuts)
+        for file in files:
+            file.cut_after(keep_until, is_locked=file in locked)
         if tensorboard_folder:
             folder = run_folder / tensorboard_folder
             cut_events(folder, keep_until)
@@ -109,27 +148,9 @@ def open_sinks(
         if wandb:
             charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
         opened.pop_all()
-    return Sinks((journal,), tuple(charts), (record,))
-
-
-class JournalSink:
-    """One JSON object per line, `step` first. NaN and inf become null."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = AppendedFile(path)
-
-    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        row = {"step": step, **{name: _or_null(value) for name, value in scalars.items()}}
-        self.file.append(json.dumps(row, allow_nan=False).encode() + b"\n")
-
-    def replaced(self) -> bool:
-        return self.file.replaced()
-
-    def sync(self) -> None:
-        self.file.sync()
-
-    def close(self) -> None:
-        self.file.close()
+    for file in locked:
+        file.let_go()
+    return Sinks(files[0], files[1], charts)
 
 
 class TensorBoardSink:
@@ -200,59 +221,6 @@ class WandbSink:
         self._run.finish()
 
 
-# ------------------------------------------------------------------------------------------------ taking over
-
-
-@contextmanager
-def _taking(path: Path) -> Iterator[Callable[[int], JournalSink]]:
-    """Inside, `cut(keep_until)` gives the journal without the lines of steps past that one, and without what a kill or a full disk has left
-    of a line at its end.
-
-    Whoever had it before, and still believes so, looks whose it is while it holds the file's lock. So if the lock is to be had, that one is
-    before its look. If not (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is replaced by a
-    copy in one step: what comes of that write goes into the old file, which nobody reads.
-    """
-    sink = JournalSink(path)
-    try:
-        held = False
-        with suppress(OSError):
-            sink.file.hold()
-            held = True
-    except BaseException:
-        sink.close()
-        raise
-
-    def cut(keep_until: int) -> JournalSink:
-        nonlocal sink
-        sink.file.look()
-        end, is_whole = _cut_of(sink.file, keep_until)
-        if held:
-            sink.file.cut(end)
-        else:
-            sink.close()
-            replace_by_copy(path, end)
-            sink = JournalSink(path)
-        if not is_whole:
-            sink.file.append(b"\n")
-        return sink
-
-    try:
-        yield cut
-    except BaseException:
-        sink.close()
-        raise
-    if held:
-        sink.file.let_go()
-
-
-def cut_journal(path: Path, keep_until: int) -> None:
-    """As `open_sinks`, for whoever does not write."""
-    if path.exists():
-        with _taking(path) as cut:
-            sink = cut(keep_until)
-        sink.close()
-
-
 def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
     """Returns a journal's whole lines of the steps from `since` to `until`, the last first."""
     if not path.exists():
@@ -289,17 +257,6 @@ def cut_events(folder: Path, keep_until: int) -> None:
                 return
             continue
         whole = 0
-
-
-def _cut_of(file: AppendedFile, keep_until: int) -> tuple[int, bool]:
-    """Returns the number of bytes that are kept, and True when they end with a line's end."""
-    if keep_until < 0:
-        return 0, True
-    for start, line, step in _steps_from_end(file):
-        if step <= keep_until:
-            end = start + len(line)
-            return min(end + 1, file.size_bytes), end < file.size_bytes
-    return 0, True
 
 
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:

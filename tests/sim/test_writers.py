@@ -148,7 +148,13 @@ def hears_by_rows_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def syncs_each_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(relay._End, "sync", lambda self: self._relay.sync())
+    sync = relay.LeaderMetricsWriter.sync
+
+    def each(self: relay.LeaderMetricsWriter) -> None:
+        for _ in ("journals", "records"):
+            sync(self)
+
+    patch.setattr(relay.LeaderMetricsWriter, "sync", each)
 
 
 def claims_in_the_step(patch: pytest.MonkeyPatch) -> None:

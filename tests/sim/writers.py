@@ -312,15 +312,15 @@ class Figures(Nothing):
     """In the place of a Meter."""
 
     def __init__(self, job: Job, relay: LeaderMetricsWriter) -> None:
-        self._job, self._sinks = job, relay.sinks()
-        self.sync, self.close = self._sinks.sync, self._sinks.close
+        self._job, self._relay = job, relay
+        self.sync, self.close = relay.sync, relay.close
 
     def rows(self, history: list[str]) -> None:
         step = len(history)
-        self._sinks.journals[0].write(step, {"loss": float(step)})
+        self._relay.write("journals", step, {"loss": float(step)})
         if self._job.random.random() < 0.5:
             self._job.baton.sleep(0.001)  # the scribe is as fast as that
-        self._sinks.records[0].write(step, {"slots": {str(step): history[-1]}})
+        self._relay.write("records", step, {"slots": {str(step): history[-1]}})
 
 
 class Group(Process):

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from parallelisms.device import DIFFERENCES, Differences
 from training.log import Log
 from training.metrics import Meter, MetricsConfig, known_peak_tflops
 from training.progress import Progress
-from training.sinks import Sinks
 
 
 class Clock:
@@ -22,15 +21,24 @@ class Clock:
         return self.now
 
 
+@dataclass
 class Recorder:
-    """A sink that remembers."""
+    """The rows of one kind."""
+
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+
+class Sink:
+    """It remembers."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.kinds = {kind: Recorder() for kind in ("journals", "charts", "records")}
         self.closed = False
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.rows.append((step, dict(scalars)))
+    def write(self, kind: str, step: int, scalars: Mapping[str, float]) -> None:
+        self.kinds[kind].rows.append((step, dict(scalars)))
+
+    def sync(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True
@@ -54,7 +62,8 @@ class Run:
 
     def __init__(self, *, steps: int = 100, device: Any = None, **options: Any) -> None:
         config = MetricsConfig(**{key: options.pop(key) for key in ("log_freq", "peak_tflops") if key in options})
-        self.clock, self.journal, self.chart, self.out = Clock(), Recorder(), Recorder(), io.StringIO()
+        self.clock, self.sink, self.out = Clock(), Sink(), io.StringIO()
+        self.journal, self.chart = self.sink.kinds["journals"], self.sink.kinds["charts"]
         self.progress = Progress(self.clock)
         self.meter = Meter(
             config,
@@ -65,7 +74,7 @@ class Run:
             wall_clock=lambda: 1.7e9,
             **options,
         )
-        self.meter.open(Sinks((self.journal,), (self.chart,)))
+        self.meter.open(self.sink)
 
     def spend(self, phase: str, seconds: float) -> None:
         with self.progress.phase(phase):
@@ -184,13 +193,12 @@ def test_tags_are_torchtitans() -> None:
     run = Run(device=FakeDevice(), flops_per_token=6e9, peak_tflops=100, world_size=2)
     run.spend("data", 0.1)
     run.spend("compute", 0.9)
-    run.meter.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=4000, max_loss=2.75)
+    run.meter.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=4000)
     ((_, scalars),) = run.chart.rows
     memory = {tag: value for tag, value in scalars.items() if tag.startswith("memory/")}
     assert set(memory) == {"memory/max_active(GiB)", "memory/max_active(%)"}
     assert {tag: value for tag, value in scalars.items() if tag not in memory} == {
         "loss_metrics/global_avg_loss": 2.5,
-        "loss_metrics/global_max_loss": 2.75,
         "grad_norm": 0.5,
         "lr": 3e-4,
         "n_tokens_seen": 4000,
@@ -244,7 +252,7 @@ def test_validation() -> None:
 def test_close_closes_every_sink() -> None:
     run = Run()
     run.meter.close()
-    assert run.journal.closed and run.chart.closed
+    assert run.sink.closed
 
 
 @pytest.mark.parametrize(

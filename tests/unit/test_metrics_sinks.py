@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from training import appended
-from training.sinks import JournalSink, Sinks, TensorBoardSink, cut_events, cut_journal, open_sinks
+from training.sinks import JournalSink, Sinks, TensorBoardSink, cut_events, open_sinks
 
 TAG = "loss_metrics/global_avg_loss"
 
@@ -35,8 +35,8 @@ def events(folder: Path) -> list[tuple[int, float]]:
 
 def write(sinks: Sinks, first: int, last: int, value: float = 1.0) -> None:
     for step in range(first, last + 1):
-        for sink in (*sinks.journals, *sinks.charts):
-            sink.write(step, {TAG: value})
+        sinks.write("journals", step, {TAG: value})
+        sinks.write("charts", step, {TAG: value})
 
 
 def test_a_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -96,10 +96,13 @@ def test_a_resume_at_step_0_keeps_what_was_measured_before_the_first_step(tmp_pa
         ("", ""),
     ],
 )
-def test_cutting_the_journal(tmp_path: Path, content: str, kept: str) -> None:
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_cutting_the_journal(tmp_path: Path, content: str, kept: str, is_locked: bool) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
-    cut_journal(path, 2)
+    file = JournalSink(path)
+    file.cut_after(2, is_locked=is_locked)
+    file.close()
     assert path.read_text() == kept
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -111,7 +114,6 @@ def test_nothing_to_cut_leaves_the_charts_alone(tmp_path: Path) -> None:
     files = list((tmp_path / "tb").iterdir())
     before = [file.stat().st_ino for file in files]
     cut_events(tmp_path / "tb", 3)
-    cut_journal(tmp_path / "absent.jsonl", 3)
     cut_events(tmp_path / "absent", 3)
     assert [file.stat().st_ino for file in files] == before
 
@@ -171,7 +173,7 @@ def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "llama"
     for resumed_step in (None, 5, None):
         sinks = open_sinks(folder, wandb=True, resumed_step=resumed_step, settings={"optimizer": {"lr": 1e-3}})
-        sinks.charts[0].write(6, {TAG: 1.0})
+        sinks.write("charts", 6, {TAG: 1.0})
         sinks.close()
     starts = [call[1] for call in calls if call[0] == "init"]
     assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]

@@ -31,18 +31,17 @@ class Group:
         self.relay = LeaderMetricsWriter(
             folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe
         )
-        self.sinks = self.relay.sinks()
 
     def open(self, resumed_step: ResumedStep) -> Sinks:
         self.opens()
         return open_sinks(self.folder, tensorboard_folder="tb", resumed_step=resumed_step)
 
     def commits(self, step: int, *, looks: bool = False, of: str = "ab") -> None:
-        self.sinks.journals[0].write(step, {"loss": float(step)})
-        self.sinks.charts[0].write(step, {"loss_metrics/global_avg_loss": float(step)})
-        self.sinks.records[0].write(step, {"slots": {str(2 * step + n): owner for n, owner in enumerate(of)}})
+        self.relay.write("journals", step, {"loss": float(step)})
+        self.relay.write("charts", step, {"loss_metrics/global_avg_loss": float(step)})
+        self.relay.write("records", step, {"slots": {str(2 * step + n): owner for n, owner in enumerate(of)}})
         if looks:
-            self.sinks.journals[0].write(step, {"validation_loss": float(step)})
+            self.relay.write("journals", step, {"validation_loss": float(step)})
 
 
 def rows(folder: Path) -> list[tuple[int, bool]]:
@@ -117,7 +116,7 @@ def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Pa
         b.commits(3)
         b.relay.close()  # the job is over
         rows_of_b = rows(tmp_path)
-        a.relay._sinks.journals[0].write(3, {"loss": 3.0})
+        a.relay._sinks.write("journals", 3, {"loss": 3.0})
     assert rows(tmp_path) == rows_of_b == [(1, False), (2, False), (3, False)]
 
 
@@ -234,10 +233,10 @@ class History:
 
     def tell(self, group: Group, *steps: int) -> None:
         for step in steps:
-            group.sinks.journals[0].write(step, {"loss": float(step)})
-            group.sinks.records[0].write(step, self.rows[step])
+            group.relay.write("journals", step, {"loss": float(step)})
+            group.relay.write("records", step, self.rows[step])
             if step == LOOKS:
-                group.sinks.journals[0].write(step, {"validation_loss": float(step)})
+                group.relay.write("journals", step, {"validation_loss": float(step)})
 
 
 def lose(path: Path, lines: int) -> None:
@@ -296,7 +295,7 @@ def test_figures_are_on_disk_where_a_checkpoint_is_to_be(tmp_path: Path, monkeyp
     for group in (a, b):
         group.commits(1)
         synced.clear()
-        group.sinks.sync()
+        group.relay.sync()
         assert set(synced) == ({"metrics.jsonl", "samples.jsonl"} if group is a else set())
 
 
@@ -325,7 +324,7 @@ def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.Mon
             a.relay.close()  # a file system that was mounted anew
         for step in (3, 4, 5, 6):
             a.commits(step, looks=step == 4)
-        a.sinks.sync()  # as before a checkpoint: raises nothing
+        a.relay.sync()  # as before a checkpoint: raises nothing
         reader = (tmp_path / "metrics.jsonl").read_text()
         assert all(json.loads(line) for line in reader.splitlines()), "nobody sees a part of a line"
     a.commits(7)
@@ -444,9 +443,9 @@ def test_the_role_that_comes_after_the_last_row_brings_what_is_not_written(tmp_p
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "lo')
     b.writes, b.quorum = True, ("epoch", 2)
-    b.sinks.sync()
+    b.relay.sync()
     assert rows(tmp_path) == [(1, False), (2, False), (3, False)]
-    b.sinks.close()
+    b.relay.close()
     assert rows(tmp_path) == [(1, False), (2, False), (3, False)]
 
 
@@ -455,8 +454,8 @@ def test_slow_storage_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mon
     a, waits = Group(tmp_path, writes=True), list[float]()
     a.commits(1)
     monkeypatch.setattr(a.scribe, "flush", waits.append)
-    a.sinks.sync()
-    a.sinks.close()
+    a.relay.sync()
+    a.relay.close()
     assert waits == [relay.SYNC_S, relay.CLOSE_S]
 
 
