@@ -1,4 +1,4 @@
-"""Under which address other groups reach this machine. A number, never a name: nobody has to resolve it.
+"""The address by which other groups reach this machine. A number, never a name: it need not be resolved.
 
 Flow: the Manager asks once at its start; the group's server, its store, the heal server and the process groups all advertise the answer.
 """
@@ -74,7 +74,7 @@ def _towards(place: Endpoint) -> str:
 
 
 def _source(family: int, address: Any) -> str:
-    """Of a packet to that address; "" where there is no route."""
+    """The source address of a packet to that address; "" where there is no route."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
@@ -104,7 +104,7 @@ def _of_network(text: str, network: Network, there: Mapping[str, Sequence[Addres
 
 
 def _common_bits(address: Address, network: Network) -> int:
-    """How many leading bits they share; -1 for those of the other family."""
+    """Number of leading bits that they share; -1 for those of the other family."""
     if address.version != network.version:
         return -1
     return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
@@ -131,7 +131,7 @@ _IFF_UP = 1
 
 
 def _address(sockaddr: int) -> Address | None:
-    """None: of another kind than IPv4 and IPv6."""
+    """Reads a struct sockaddr; None: of another kind than IPv4 and IPv6."""
     head = ctypes.string_at(sockaddr, 2)
     # BSD has the struct's length in the first byte
     family = int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]

@@ -37,8 +37,8 @@ def start_forkserver() -> None:
 
 
 def die_with(parent: int) -> None:
-    """To be called first in a child: Linux kills it as soon as the thread that started it is gone. Exits if that has happened before.
-    parent: its process number."""
+    """Ties a child to its parent, as its first call: Linux kills it as soon as the thread that started it is gone. Exits
+    if that has happened before. parent: its process number."""
     if sys.platform == "linux":
         import ctypes
 

@@ -53,7 +53,7 @@ class Healer:
 
     @property
     def address(self) -> str:
-        """What a rank that heals from this one is told."""
+        """The address for a rank that heals from this one."""
         return self._transport.address
 
     def offer(self, part: m.Part) -> None:
@@ -68,13 +68,13 @@ class Healer:
             self._transport.withdraw("nobody was to need it any more")
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
-        """That quorum is over: who reads the state for it is dead, or heals anew in the next one. A commit that waits for him goes on."""
+        """Ends the offer of that quorum: its readers are dead, or heal anew in the next one. A commit that waits for one goes on."""
         self._ended_quorum = max(self._ended_quorum, quorum_id)
         self._transport.end_offer(quorum_id, reason)
 
     @property
     def all_is_sent(self) -> bool:
-        """Who heals from this rank has been sent the whole state: it will be whole before this step is committed, or soon after."""
+        """True when the peer healing from this rank has received the full state: it installs it by this commit or soon after."""
         return self._transport.is_taken
 
     def fence(self) -> None:
@@ -99,7 +99,7 @@ class Healer:
         self._arrived, self.progress = None, (0, 0)
 
     def drop(self) -> None:
-        """Whatever is on its way, or has arrived, is not wanted. Returns when nothing writes into the state."""
+        """Gives up a state that is on its way or has arrived. Returns when nothing writes into our own."""
         if self._fetching is not None:
             self.progress = (0, 0)
             self._over.set()
@@ -140,7 +140,7 @@ class Healer:
         self._hear(m.HealEnded(part.quorum_id, ok=True, state=values[MACHINE]))
 
     def _sources(self, part: m.Part) -> list[Source]:
-        """Those that say where their state is."""
+        """The sources that say where their state is."""
         found = [self._ask(source.address) for source in part.sources]
         return [Source(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
 
@@ -158,7 +158,7 @@ class Healer:
         self.progress = (done_bytes, total_bytes)
 
     def _ask(self, address: str) -> str:
-        """Where that group's rank of our number serves its state. Empty: it does not say."""
+        """The address where that group's rank of our number serves its state. Empty: it does not say."""
         try:
             with closing(GroupClient(address, self._group_rank, self._access)) as client:
                 return client.checkpoint_metadata(self._group_rank, ASK_S)

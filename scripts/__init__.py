@@ -1,1 +1,1 @@
-"""What a person starts: installing, launching, generating, checking."""
+"""Programs that a person starts: installing, launching, generating, checking."""

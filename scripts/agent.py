@@ -60,7 +60,7 @@ def explain(result: RunResult, output: Output, ranks: Ranks) -> int:
     """Says which rank failed first and why, in its own last words; returns 2 if it blamed the user's input, else 1."""
 
     def order(rank: int) -> tuple[bool, bool, float]:
-        # Who ended first is known to the poll; within one poll, who wrote first: the others then lost their peer.
+        # The poll knows the ranks that ended first; of these, the one that wrote first: the others then lost their peer.
         return (result.failures[rank].exitcode != 2, rank not in ranks.first_failed, output.last_written(rank))
 
     rank = min(result.failures, key=order)
@@ -91,7 +91,7 @@ class Stopped(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, extended at the methods it offers for that: it tells Ranks whom signals are for."""
+    """torch's agent, extended at the methods it offers for that: it tells Ranks which processes signals are for."""
 
     def __init__(self, spec: WorkerSpec, output: Output, ranks: Ranks) -> None:
         # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
@@ -115,8 +115,8 @@ class Agent(LocalElasticAgent):
         return result
 
     def _note_restart(self, spec: WorkerSpec, now_s: float) -> None:
-        """Before torch counts one: those that are long past are given back. The limit grows with what is left of it, for torch makes the
-        number of a start, which no two may share, of the difference."""
+        """Gives back restarts that are long past, before torch counts a new one. The limit grows with what is left of it, for torch makes
+        the number of a start, which no two may share, of the difference."""
         recent = [at_s for at_s in self._restarted_s if now_s - at_s < RESTARTS_WITHIN_S]
         past = len(self._restarted_s) - len(recent)
         spec.max_restarts += past
@@ -163,7 +163,7 @@ class Ranks(Signals):
             self._pids = {}
 
     def note_failures(self) -> None:
-        """Remembers who failed first, before the agent ends the others. Does not reap."""
+        """Remembers the ranks that failed first, before the agent ends the others. Does not reap."""
         if not self.first_failed:
             self.first_failed = {rank for rank, pid in self._pids.items() if _has_failed(pid)}
 
@@ -231,7 +231,7 @@ class Output(LogsSpecs):
         return self._shown is None or rank in self._shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """For each start of the ranks: where their output goes. lifeline.py redirects, so torch need not."""
+        """Directs the output of one start of the ranks. lifeline.py redirects, so torch need not."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for env in envs.values():
             rank = int(env["RANK"])
@@ -292,7 +292,7 @@ class Output(LogsSpecs):
 
 
 def _rendezvous(plan: Plan, logs: Path) -> RendezvousHandler:
-    """How nodes meet: by their NODE_RANK if they have one, else as they come. One node takes a port of its own."""
+    """The rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One node takes a port of its own."""
     settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
     endpoint, backend = plan.endpoint, "c10d"
     if plan.nnodes == 1:
@@ -335,7 +335,7 @@ def _quieten_torch() -> None:
 
 
 def _has_failed(pid: int) -> bool:
-    """Whether a child has ended other than by exit 0; it stays a zombie for the agent to reap."""
+    """True when a child has ended other than by exit 0; it stays a zombie for the agent to reap."""
     try:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -152,7 +152,7 @@ def threads_per_rank(nproc: int) -> str:
 
 
 def cores_here() -> int:
-    """Those this process may use. A container's quota counts; Python and OpenMP do not look at it."""
+    """Number of cores that this process may use. A container's quota counts; Python and OpenMP do not look at it."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota

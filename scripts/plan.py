@@ -1,4 +1,4 @@
-"""How many ranks run_train.sh starts where, and how often again: its environment, checked."""
+"""The environment of run_train.sh, checked: number and place of ranks, restarts, time to save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESTARTS_WITHIN_S = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How many ranks where: the environment of `run_train.sh`, checked."""
+    """Ranks of this node and of the job, and how they are started."""
 
     nproc: int | None  # ranks on this node; None: one per visible GPU, else 1
     nnodes: int

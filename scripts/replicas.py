@@ -197,7 +197,7 @@ class LighthouseSupervisor:
 
 
 class PendingSignals:
-    """From construction on: the signals that ask for the end, each with its moment."""
+    """Collects the signals that ask for the end, each with its moment, from construction on."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
         self.came: list[tuple[int, float]] = []
@@ -397,7 +397,7 @@ def start_lighthouse(
         "--state_file": str(config.run_folder / "groups" / "lighthouse.json"),
         "--token_file": env["PHAROS_TOKEN_FILE"],
     }
-    # Whoever starts all groups anew may lower what the last ones were promised.
+    # A start of all groups anew may lower what the last ones were promised.
     words = [*(word for flag in flags.items() for word in flag), "--lower_terms"]
     log = (config.run_folder / "groups" / "lighthouse.log").open("a")
     process = subprocess.Popen(

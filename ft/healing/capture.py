@@ -41,8 +41,8 @@ class Snapshot:
         return TensorPayload(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
 
     def body_for(self, theirs: Manifest) -> TensorPayload:
-        """Where what `theirs` announces is to be received. Raises FormatError, by name, where it is not what we hold: before a byte has
-        been written."""
+        """Our memory for the state that `theirs` announces. Raises FormatError, which names the tensor, where ours is another, before
+        a byte has been written."""
         ours = {entry.name: entry for entry in self.manifest.entries}
         given = {entry.name: entry for entry in theirs.entries}
         for name in [*given, *ours]:

@@ -1,4 +1,4 @@
-"""What healing writes on a wire: a header that says what comes, then the bytes of all tensors, in chunks with a digest each.
+"""The format of a state on a wire: a header that describes it, then the bytes of all tensors, in chunks with a digest each.
 
 Flow: capture.py makes a Manifest of the registered state; a transport sends `Manifest.encode()`, then chunk after chunk with its
 `digest`; the other side reads the header by `Manifest.parse`, which believes nothing, and compares every chunk.
@@ -44,7 +44,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class FormatError(ValueError):
-    """What was received, or is to be sent, is not what this format allows. Nothing of it was used."""
+    """Data that was received, or is to be sent, is not of this format. Nothing of it was used."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is sent, but for the tensors' bytes. `values`: per registered name, a tree as `to_json` makes it."""
+    """A whole state except for the tensors' bytes. `values`: per registered name, a tree as `to_json` makes it."""
 
     entries: tuple[Entry, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Manifest:
         return -(-self.total_bytes // CHUNK_BYTES)
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where chunk number `chunk` begins and ends in the body."""
+        """First byte of chunk number `chunk` in the body, and the byte after its last."""
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.total_bytes)
 
@@ -210,7 +210,7 @@ def to_json(value: Any, name: str, tensor: Any) -> Any:
 
 
 def from_json(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What `to_json` was given, with `tensors` by their numbers. The tree has passed `Manifest.parse`."""
+    """The value that `to_json` was given, with `tensors` by their numbers. The tree has passed `Manifest.parse`."""
     if isinstance(tree, list):
         return [from_json(item, tensors) for item in tree]
     if not isinstance(tree, dict):

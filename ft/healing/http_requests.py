@@ -1,4 +1,4 @@
-"""All requests that a healing server takes: HTTP/1.1 without bodies, read by a parser that believes nothing; and the heads of replies.
+"""The requests that a healing server takes: HTTP/1.1 without bodies, read by a parser that believes nothing; and the heads of replies.
 
     GET  /heal/QUORUM_ID/STEP/header     the manifest, its digest, the seal
     GET  /heal/QUORUM_ID/STEP/body       with `Range: chunks=FIRST-LAST`: those chunks, each followed by its digest; the seal
@@ -128,7 +128,7 @@ def ranges_of(chunks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def bounded_ranges(ranges: list[tuple[int, int]]) -> str:
-    """For Lacks. Where there are too many ranges the last ones are joined over their gaps: more is asked for than needed, never less."""
+    """The value of Lacks. Of too many ranges the last are joined over their gaps: more is asked for than needed, never less."""
     if len(ranges) > MAX_RANGES:
         ranges = [*ranges[: MAX_RANGES - 1], (ranges[MAX_RANGES - 1][0], ranges[-1][1])]
     return ",".join(f"{first}-{last}" for first, last in ranges)

@@ -45,7 +45,7 @@ class HealServer:
         self._thread.start()
 
     def show(self, offer: CheckpointOffer | None) -> None:
-        """From now on this offer is served, or none."""
+        """Serves this offer from now on, or none."""
         self.shown = offer
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class _Connection:
         return data[:-4]
 
     def _answer(self, head: bytes) -> bool:
-        """Whether the connection goes on. Raises OSError and Withdrawn."""
+        """Answers one request. Returns False where the connection ends with it. Raises OSError and Withdrawn."""
         try:
             request = parse_head(head)
             if not self._server.access.permits(request.fields):
@@ -248,7 +248,7 @@ class _Connection:
         self._send_seal(offer)
 
     def _send_seal(self, offer: CheckpointOffer) -> None:
-        """All that was sent had left the tensors before this is looked at. Raises Withdrawn."""
+        """Ends a reply whose bytes had all left the tensors before the offer was checked. Raises Withdrawn."""
         offer.check()
         self._send(offer.seal)
 
@@ -262,7 +262,7 @@ class _Connection:
                     self._wait_for(select.POLLOUT, self._server.silence_s, "took nothing")
 
     def _try_to_send(self, parts: Sequence[memoryview]) -> int:
-        """What the kernel takes at once. Raises OSError."""
+        """Sends as much as the kernel takes at once; returns how much. Raises OSError."""
         try:
             return self._sock.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -417,7 +417,7 @@ class _FromSource:
             raise SourceFailed(f"{self._damaged} chunks were damaged on the way")
 
     def _receive_chunk(self, body: TensorPayload, staging: StagingBuffer, chunk: int) -> bool:
-        """Whether its digest is right. A wrong chunk may be written in place, as the state is void until all is right."""
+        """Receives one chunk; True when its digest is right. A wrong one may be written in place: the state is void until all is right."""
         start, end = body.manifest.span(chunk)
         memory = body.direct(chunk, chunk)
         view = staging.view[: end - start] if memory is None else memory
@@ -456,7 +456,7 @@ class _FromSource:
 
 
 def first_difference(manifest: Manifest, one: bytes, other: bytes) -> str:
-    """Which tensors lie in the first chunk whose digests differ; empty: none does."""
+    """Names of the tensors in the first chunk whose digests differ; empty: none does."""
     for chunk in range(manifest.chunks):
         at = slice(chunk * DIGEST_BYTES, (chunk + 1) * DIGEST_BYTES)
         if one[at] != other[at]:

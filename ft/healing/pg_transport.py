@@ -46,7 +46,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class Group(Protocol):
-    """What is needed of a process group (ft/process_groups/base.py has it)."""
+    """The calls that are needed of a process group (ft/process_groups/base.py has them)."""
 
     def configure(self, store: Any, rank: int, size: int) -> None: ...
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any: ...
@@ -86,7 +86,7 @@ class PgTransport(Transport):
     def fetch(
         self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
     ) -> dict[str, Any]:
-        """From one source after the other, until one gives all."""
+        """Asks one source after the other, until one gives all."""
         failed: dict[str, str] = {}
         touched, unlike = False, True
         self._stopped = ""
@@ -119,7 +119,7 @@ class PgTransport(Transport):
         raise HealFailed(reason, touched=touched, blame=blame, unlike=bool(blame) and unlike)
 
     def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
-        """Nothing to be said: a sender sees its group end, and serves nobody a second time."""
+        """Does nothing: a sender sees its group end, and serves no reader a second time."""
 
     def stop(self, reason: str) -> None:
         with self._lock:

@@ -52,7 +52,7 @@ class Withdrawn(RuntimeError):
 
 
 class Fenced(Enum):
-    """How a fence ended. In all three cases the state may be changed now."""
+    """Outcome of a fence. In all three cases the state may be changed now."""
 
     FREE = "nobody needs any more of it"
     COPIED = "what is unsent was copied aside"
@@ -103,8 +103,8 @@ class Transport(ABC):
 
     @abstractmethod
     def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
-        """Nothing more of that offer will be read here, whether all has come or none: so no fence waits for this joiner. A source that does
-        not hear it at once is not waited for. `fetch` does so by itself where it has received everything."""
+        """Tells the sources that nothing more of that offer will be read here, whether all has come or none: no fence then waits for this
+        joiner. A source that is slow to hear it is not waited for. `fetch` calls it by itself where it has received everything."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
@@ -135,7 +135,7 @@ class Transport(ABC):
         return outcome
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
-        """From any thread: that quorum is over, and so is its offer, if that is the one that stands. A fence that waits for it ends."""
+        """Ends the offer of that quorum, if that is the one that stands; a fence that waits for it ends. Any thread may call it."""
         offer = self._offer
         if offer is not None and offer.quorum_id == quorum_id:
             offer.withdraw(reason)
@@ -184,7 +184,7 @@ class CheckpointOffer:
             return self._readers[name]
 
     def join(self, reader: Reader) -> threading.Lock:
-        """For a new connection of this reader; to be given back by `part`."""
+        """A lock for a new connection of this reader; to be given back by `part`."""
         with self._changed:
             reader.locks.append(threading.Lock())
             return reader.locks[-1]
@@ -194,14 +194,14 @@ class CheckpointOffer:
             reader.locks.remove(lock)
 
     def wants(self, name: str, chunks: Iterable[int]) -> None:
-        """All that this reader still lacks, wherever it means to get it."""
+        """Notes the chunks that this reader still lacks, wherever it means to get them."""
         with self._changed:
             self._readers[name].wants = set(chunks)
             self._changed.notify_all()
 
     def memory(self, chunk: int) -> memoryview | None:
-        """Where the chunk can be sent from: the live tensor, or its copy aside. None: it is to be `read`. The connection's lock is held.
-        Raises Withdrawn."""
+        """Memory that the chunk can be sent from: the live tensor's, or its copy aside. None: it is to be `read`. The connection's
+        lock is held. Raises Withdrawn."""
         self.check()
         if self._aside is None:
             return self.body.direct(chunk, chunk)
@@ -235,7 +235,7 @@ class CheckpointOffer:
 
     @property
     def is_taken(self) -> bool:
-        """All that were expected have come, and nothing of it is still to be sent to any of them."""
+        """True when all expected readers have come, and nothing is still to be sent to any of them."""
         with self._changed:
             return not self.over and not self._unsent()
 
@@ -286,7 +286,7 @@ class CheckpointOffer:
             return Fenced.COPIED if self._aside else Fenced.FREE
 
     def withdraw(self, reason: str) -> None:
-        """From any thread: no reader gets anything more of it that it would believe, and a fence that waits for readers ends."""
+        """Ends the offer, from any thread: no reader gets anything more that it would believe, and a waiting fence ends."""
         self.over = self.over or reason  # first: the fence may have the lock, and look
         with self._changed:
             self._end(reason)

@@ -1,4 +1,4 @@
-"""Who may speak to a server, and where it listens.
+"""Access to a server: its token and TLS, and the addresses that it listens on.
 
 With a token every call must carry it, as `authorization: Bearer TOKEN`, in gRPC metadata and in HTTP headers alike. Without one, a server
 listens on loopback only, unless its operator says --insecure. TLS hides the token from the network; with a CA for clients, it is mutual.
@@ -57,11 +57,11 @@ class Access:
     tls: Tls | None = None
 
     def permits(self, metadata: Iterable[tuple[str, Any]]) -> bool:
-        """Whether the pairs hold the token; in a time that does not tell how much of it was right."""
+        """True when the pairs hold the token; compares in constant time."""
         return not self.token or any(key.lower() == "authorization" and self._is_it(value) for key, value in metadata)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a client sends along."""
+        """Pairs for a client to send with each call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def _is_it(self, value: Any) -> bool:
@@ -98,7 +98,7 @@ class Endpoint:
 
     @staticmethod
     def parse(text: str, what: str) -> Endpoint:
-        """Of "host:port", "[v6]:port" or "http://host:port". Raises ValueError, which names `what`."""
+        """Reads "host:port", "[v6]:port" or "http://host:port". Raises ValueError, which names `what`."""
         found = re.fullmatch(r"(?:https?://)?(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})/?", text)
         if not found or int(found[3]) > 65535:
             raise ValueError(f"{what} {text}: must be HOST:PORT, such as 0.0.0.0:29510 or [::]:29510")
@@ -119,7 +119,7 @@ class Endpoint:
 
 
 def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind") -> list[Endpoint]:
-    """Where to listen: what was asked for, or every address with a token or --insecure, else loopback. Raises ValueError for an address
+    """Addresses to listen on: the given one, or every address with a token or --insecure, else loopback. Raises ValueError for an address
     that everybody could reach, without either."""
     if bind is None:
         hosts = ["::"] if access.token or access.insecure else ["127.0.0.1", "::1"]

@@ -69,12 +69,12 @@ class GroupClient:
         )
 
     def checkpoint_metadata(self, group_rank: int, timeout_s: float) -> str:
-        """Where that rank of the group serves its state: asked of another group's server. Raises TimeoutError, RuntimeError."""
+        """Asks another group's server where that rank of it serves its state. Raises TimeoutError, RuntimeError."""
         ask = pharos_pb2.AskMetadata(group_rank=group_rank)
         return str(self._call("CheckpointMetadata", ask, pharos_pb2.Metadata, timeout_s).checkpoint_metadata)
 
     def leave(self, *, clean: bool, reason: str, finished: bool = False, timeout_s: float = 5.0) -> None:
-        """For the whole group: after it, ranks may close in any order. Raises TimeoutError, RuntimeError."""
+        """Leaves, for the whole group: afterwards ranks may close in any order. Raises TimeoutError, RuntimeError."""
         self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason, finished=finished), pharos_pb2.Done, timeout_s)
 
     def kill(self, reason: str, timeout_s: float = 5.0) -> None:
@@ -110,7 +110,7 @@ class GroupClient:
         self._send(pharos_pb2.RankUp(report=message))
 
     def happened(self, lane: str, step: int, text: str) -> None:
-        """For the lighthouse's page (codec.LANES). It may get lost on its way."""
+        """Sends a line for the lighthouse's page (codec.LANES). It may get lost on its way."""
         self._send(pharos_pb2.RankUp(happened=codec.happened_message(lane, step, text)))
 
     def give_up(self, quorum_id: int, reason: str) -> None:
@@ -130,7 +130,7 @@ class GroupClient:
         self._channel.close()
 
     def _send(self, up: Any) -> None:
-        """None: no more. Of reports that wait only the newest is kept, of what happened the first few, so what waits is bounded."""
+        """Queues a message; None: no more. The queue is bounded: it keeps the newest report and the first few lines for the page."""
         with self._more:
             if up is not None and up.HasField("happened"):
                 told = sum(other is not None and other.HasField("happened") for other in self._up)
@@ -183,7 +183,7 @@ class GroupClient:
 
 
 def _said(down: pharos_pb2.RankDown) -> m.Notice | m.Waits | str | None:
-    """What came down a rank's stream; a text: why the group has ended. None: nothing that is known here. Raises ValueError."""
+    """Reads a message of a rank's stream. A text: the reason why the group has ended; None: of no known kind. Raises ValueError."""
     which = down.WhichOneof("down")
     if which == "notice":
         return codec.notice_from(down.notice)

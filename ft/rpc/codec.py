@@ -116,7 +116,7 @@ _converter: Callable[[Any], _Converter] = cache(_Converter)
 
 
 def _coders(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-    """How the field's value becomes an argument of its message, and how it is read again; None: it is the same."""
+    """Functions from a field's value to an argument of its message, and back; None: it is the same."""
     args = get_args(hint)
     if hint == m.State:
         return _state, _state_from
@@ -237,7 +237,7 @@ def refused_from(message: pharos_pb2.Refused) -> m.LighthouseRefused:
 
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
-    """As a group reports it. Raises ValueError for what no honest one does."""
+    """Reads a quorum that a group reports. Raises ValueError for one that no honest group reports."""
     if len(message.shape) > MAX_DIGESTS:
         raise ValueError(f"a shape of {len(message.shape)} digests: legal is up to {MAX_DIGESTS}")
     quorum = from_message(m.Quorum, message)

@@ -44,7 +44,7 @@ log = logging.getLogger("pharos.group")
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a group server must know; JSON on its stdin."""
+    """Settings of a group server; JSON on its stdin."""
 
     replica_id: str
     world_size: int
@@ -120,12 +120,12 @@ class RankReports:
 
     @property
     def waiting(self) -> bool:
-        """All ranks wait in the collective with other groups, or past it; and some in it: else they wait for nobody else."""
+        """True when all ranks are in the collective with other groups or past it, and some still in it: the group waits for others."""
         return self._waiting == self._world_size > self._summed
 
     @property
     def settled(self) -> int:
-        """Of ranks that hold a state: of one that heals it is a step of the history that it leaves."""
+        """The newest settled step, of ranks that hold a state: a healing rank's is a step of the history that it leaves."""
         return max((report.settled for report in self._of.values() if report.step != m.VOID), default=0)
 
     def together(self) -> Any:
@@ -203,13 +203,13 @@ class GroupService:
         }
 
     def start(self) -> None:
-        """After this it is known to the lighthouse."""
+        """Makes the group known to the lighthouse."""
         self.link.open_stream(self.machine.replica_id, self._settled)
         self.spawn(self._beat_for_ever())
 
     def _hear(self, event: m.Event) -> None:
-        """From the lighthouse. A group that ends hears no more: what it is told after its last word, that it is lost, would make it return
-        under a new id, and the others form a quorum with what is about to die."""
+        """Takes an event from the lighthouse. A group that ends takes no more: the news after its Leave, that it is lost, would make it
+        return under a new id, and the others form a quorum with a group that is about to die."""
         if not self.left:
             self.driver.feed(event)
 
@@ -275,7 +275,7 @@ class GroupService:
         return b""
 
     def metadata_of(self, group_rank: int) -> str | None:
-        """Where that rank serves its state; for torchft's clients that heal from it."""
+        """The address where that rank serves its state; for torchft's clients that heal from it."""
         out = self.machine.handle(m.AskMetadata(group_rank), now_s())
         return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
 
@@ -374,7 +374,7 @@ class GroupService:
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
-        """Of the vote that is being fed, if it is this rank's; else of its call for a quorum."""
+        """Fails the vote that is being fed, if it is this rank's; else its call for a quorum."""
         error = refused(effect.code, effect.reason)
         if self._feeding and self._feeding[0][0] == effect.group_rank:
             self._feeding[1].fail(error)

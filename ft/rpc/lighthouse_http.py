@@ -138,7 +138,7 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
 
 
 def status(service: LighthouseService) -> dict[str, Any]:
-    """What the page shows. Members in the order of their replica_rank; reports as they came last."""
+    """The lighthouse's state as JSON values. Members in the order of their replica_rank; reports as they came last."""
     quorum = service.machine.quorum
     saved = service.machine.saved
     return {

@@ -92,11 +92,11 @@ class Wire(ABC):
 
     @abstractmethod
     async def _ask(self, call: m.Call) -> None:
-        """And hears what comes of it, whatever it is."""
+        """Asks, and feeds the outcome, whatever it is."""
 
     @abstractmethod
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """In place of the one before. From then on it is kept open."""
+        """Opens a stream in place of the one before, and keeps it open."""
 
     @abstractmethod
     async def beat(self, report: pharos_pb2.Report) -> None:
@@ -104,20 +104,20 @@ class Wire(ABC):
 
     @abstractmethod
     async def tell(self, happened: pharos_pb2.Happened) -> None:
-        """For the page. Nothing where there is no stream."""
+        """Sends a line for the page. Nothing where there is no stream."""
 
     @abstractmethod
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         """Best effort: a lighthouse that does not hear it notices that the stream breaks."""
 
     def _stay(self, for_ever: Coroutine[Any, Any, None]) -> None:
-        """In place of the one before."""
+        """Starts this task in place of the one before."""
         if self._presence:
             self._presence.cancel()
         self._presence = self._spawn(for_ever)
 
     def close_stream(self) -> None:
-        """Nobody is to count on us, until it is opened again."""
+        """Closes the stream: the lighthouse counts this group out until it is opened again."""
         if self._presence:
             self._presence.cancel()
 

@@ -76,7 +76,7 @@ def _say_where(place: Place, port: int) -> None:
 
 
 def _address(at: Endpoint, access: Access) -> str:
-    """As others reach it."""
+    """The URL that others reach it by."""
     host = socket.gethostname() if at.wildcard else at.host
     return f"{'https' if access.tls else 'http'}://{Endpoint(host, at.port)}"
 

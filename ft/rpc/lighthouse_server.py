@@ -27,7 +27,7 @@ log = logging.getLogger("pharos.lighthouse")
 
 @dataclass(frozen=True)
 class Place:
-    """Where it listens, who may speak, what it remembers."""
+    """A lighthouse's addresses, access and state file."""
 
     at: Sequence[Endpoint]
     access: Access = field(default_factory=Access)

@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"[\d.]+")
 
 
 class DashboardListener(Protocol):
-    """Who watches for people (ft/dashboard). Called on the loop, and for each of a thousand groups: it is to take notes, no more."""
+    """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
 
     def saw(self, event: m.Event, out: m.Out) -> None:
         """Each tick, each leave, and each event that had an effect."""
@@ -347,7 +347,7 @@ class LighthouseService:
             self._seen(now_s, event, out)
 
     def _log_refusal(self, effect: m.Refuse) -> None:
-        """Whoever was a member asks again and again: what it is told is said once."""
+        """Logs a refusal once: a former member asks again and again."""
         words = _NUMBER.sub("#", effect.reason)
         if self._refusals.get(effect.replica_id) != words:
             self._refusals[effect.replica_id] = words

@@ -29,7 +29,7 @@ class Process:
                 self._handle = os.pidfd_open(pid)
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP, or by a debugger. False where nobody can say."""
+        """True when stopped by SIGSTOP or a debugger. False where that cannot be known."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -38,7 +38,7 @@ class Process:
 
     def is_dying(self) -> bool:
         """It was killed, and is not gone: it waits in the kernel, for a file server that is away, say, and nothing ends that. False where
-        nobody can say."""
+        that cannot be known."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -51,7 +51,7 @@ class Process:
         self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
-        """Nothing where it is gone."""
+        """Sends a signal; nothing where the process is gone."""
         with suppress(ProcessLookupError, PermissionError):
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, number)

@@ -1,4 +1,4 @@
-"""What the lighthouse and the group server share: routes, limits, and how a failure becomes a gRPC status.
+"""Shared by the lighthouse and the group server: routes, limits, and the gRPC status of a failure.
 
 Handlers take and give bytes: an answer for a thousand callers is serialised once, and what is no message is refused in words.
 """
@@ -47,12 +47,12 @@ STOPS = CallRefused(grpc.StatusCode.UNAVAILABLE, "this server stops")
 
 
 def refused(code: str, reason: str) -> CallRefused:
-    """As a machine of ft.protocol refuses. LOST, STALE: that id or attempt is over, and another one may be asked for."""
+    """The status for a code of a machine of ft.protocol. LOST, STALE: that id or attempt is over, and another one may be asked for."""
     return CallRefused(grpc.StatusCode.ABORTED if code in ("LOST", "STALE") else grpc.StatusCode[code], reason)
 
 
 class Calls:
-    """Those that a server is in the middle of."""
+    """The calls that a server is in the middle of."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -198,8 +198,8 @@ def _add_port(server: Any, endpoint: Endpoint, access: Access) -> int:
 
 
 def room_for_connections() -> int:
-    """How many this process can hold. Each is a descriptor, and the usual limit is 1,024: it is raised as far as this user may, and
-    where that is not enough, it is said."""
+    """The number of connections that this process can hold. Each is a descriptor, and the usual limit is 1,024: it is raised as
+    far as this user may; where that is not enough, a warning says so."""
     wanted = MAX_CONNECTIONS + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -260,7 +260,7 @@ class Pending:
 
 
 class Outbox:
-    """What is to be written down one stream, in order, by a task of its own. A reader that lags too far behind loses its stream: it gets
+    """Messages to be written down one stream, in order, by a task of its own. A reader that lags too far behind loses its stream: it gets
     a new one with all that matters, and the server's memory stays bounded."""
 
     def __init__(self, context: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a lighthouse remembers over its own death: one JSON file that is always whole.
+"""The lighthouse's memory across restarts: one JSON file that is always whole.
 
 Persist must be done before what comes after it: an id that was seen must not come again. So a new id is on disk before its quorum is
 answered. A quorum that keeps its id (members that ask again at a later step) is written within a second instead, for all that is lost
@@ -46,7 +46,7 @@ log = logging.getLogger("pharos.lighthouse")
 
 
 def read(path: Path) -> m.Saved | None:
-    """None: there is no such file. Raises ValueError where it is not a state file, OSError where it cannot be read."""
+    """Reads the file; None: there is none. Raises ValueError where it is not a state file, OSError where it cannot be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def read(path: Path) -> m.Saved | None:
 
 
 def _checked(saved: m.Saved) -> m.Saved:
-    """As it is, if each value is of its type and range: a wrong one would end the lighthouse later. Raises TypeError and ValueError."""
+    """Returns it if each value is of its type and range: a wrong one would end the lighthouse later. Raises TypeError and ValueError."""
     for name in ("last_id", "settled"):
         number = getattr(saved, name)
         if type(number) is not int or not 0 <= number <= MAX_STEP:
@@ -111,7 +111,7 @@ class TakenOver(RuntimeError):
 
 
 def take_over(path: Path) -> str:
-    """To be called before `read`; from then on nobody else writes there. Returns the name to write by. Raises OSError."""
+    """Takes the file over, before `read`; from then on no other lighthouse writes there. Returns the name to write by. Raises OSError."""
     owner = uuid.uuid4().hex[:12]
     stamp = path.with_name(f"{path.name}.{owner}")
     try:
@@ -207,8 +207,8 @@ class StateFileWriter:
         return asyncio.ensure_future(self._until_written(saved))
 
     def look(self) -> None:
-        """To be called with every tick: a lighthouse that has nothing to write, for too few of its groups call, must still end when another
-        one has taken over, or those groups stay with it for ever. Raises TakenOver, at most LOOK_S later."""
+        """Looks whose the file is, at every tick: a lighthouse that has nothing to write, for too few of its groups call, must still
+        end when another one has taken over, or those groups stay with it for ever. Raises TakenOver, at most LOOK_S later."""
         if self._over:
             raise self._over
         now_s = time.monotonic()

@@ -23,7 +23,7 @@ def main(launcher: int, command: list[str]) -> None:
 
 
 def follow(launcher: int) -> None:
-    """Nobody else ends this process when its launcher is killed outright (SIGKILL, out of memory): the kernel does."""
+    """Has the kernel end this process when its launcher is killed outright (SIGKILL, out of memory)."""
     if sys.platform == "linux":
         import ctypes
 

@@ -1,1 +1,1 @@
-"""What scripts/slurm/train.sbatch becomes."""
+"""The program behind scripts/slurm/train.sbatch."""

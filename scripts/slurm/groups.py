@@ -97,7 +97,7 @@ class Nodes:
         return ""
 
     def lost(self, group: str) -> bool:
-        """Whether Slurm has taken one of its nodes from the job, as dead."""
+        """True when Slurm has taken one of its nodes from the job, as dead."""
         return not self._of_the_job().issuperset(self.of[group])
 
     def _of_the_job(self) -> set[str]:
@@ -209,7 +209,7 @@ def saved(config: Config) -> int:
 
 
 def finished(config: Config) -> bool:
-    """Whether the last step is made: by what the groups say that they trained on."""
+    """True when the last step is made, by the samples that the groups say they trained on."""
     from scripts.samples import FILE_NAME
 
     try:
@@ -221,7 +221,7 @@ def finished(config: Config) -> bool:
 
 
 def addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """By which Slurm reaches them."""
+    """Addresses by which Slurm reaches the nodes, by name."""
     found = {}
     for line in ask("scontrol", "--oneliner", "show", "node", ",".join(nodes)).splitlines():
         words = dict(word.partition("=")[::2] for word in line.split())
@@ -230,7 +230,7 @@ def addresses(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def ask_again(*command: str) -> str:
-    """What Slurm says; nothing where its controller is away, which ends no job: whoever asks does so again."""
+    """Slurm's answer; empty where its controller is away, which ends no job: the question is asked again."""
     try:
         return ask(*command)
     except RuntimeError as error:
@@ -239,7 +239,7 @@ def ask_again(*command: str) -> str:
 
 
 def ask(*command: str) -> str:
-    """What Slurm says. Raises RuntimeError."""
+    """Slurm's answer. Raises RuntimeError."""
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)}: {ran.stderr.strip() or f'exit code {ran.returncode}'}")
