@@ -1,12 +1,15 @@
-"""For all tests: the two tiers, the seconds of each suite, and what happens to torch's tests where there is no torch (make compat)."""
+"""For all tests: two tiers, tests that run alone, the seconds of each suite, and torch's tests where there is no torch (make compat)."""
 
 from __future__ import annotations
 
+import fcntl
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ _seconds: Counter[str] = Counter()
 # names. `--all` adds them; so does naming them, or their folder.
 ONLY_WITH_ALL = {
     "e2e/": "whole jobs under every fault; the first tier has the drill of groups of one rank",
+    "ft/test_soak.py": "thousands of membership changes, the short one",
     "ft/test_rounds_killed.py": "deaths in rounds, in real processes",
     "ft/test_torchft_": "programs written for torchft; the first tier has ft/test_manager.py",
     "ft/test_train_ddp.py": "examples/train_ddp.py with one group killed",
@@ -35,6 +39,9 @@ ONLY_WITH_ALL = {
     "scripts/test_slurm.py": "a real Slurm",
     "scripts/test_torchx.py": "TorchX's own scheduler",
 }
+# While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
+# They come last, so that no worker waits for its turn while there is something else to do.
+ALONE = ("e2e/", "ft/test_cut_pairs.py", "scripts/test_check_cluster.py", "scripts/test_slurm.py", "sim/test_seeds.py")
 IN_BOTH = ("e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",)
 
 
@@ -44,11 +51,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.all or config.args_source is pytest.Config.ArgsSource.ARGS:
+    items.sort(key=_runs_alone)
+    if not _first_tier(config):
         return
     later = [item for item in items if is_only_with_all(item.nodeid.removeprefix("tests/"))]
     config.hook.pytest_deselected(items=later)
     items[:] = [item for item in items if item not in set(later)]
+
+
+def _first_tier(config: pytest.Config) -> bool:
+    """A worker of pytest-xdist is told: it gets the paths of its controller as arguments."""
+    if hasattr(config, "workerinput"):
+        return bool(config.workerinput["first_tier"])
+    return not config.option.all and config.args_source is not pytest.Config.ArgsSource.ARGS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["first_tier"] = _first_tier(node.config)
+
+
+def _runs_alone(item: pytest.Item) -> bool:
+    return item.nodeid.removeprefix("tests/").startswith(ALONE)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    lock = Path(tempfile.gettempdir(), f"pharos-tests-{item.config.workerinput['testrunuid']}")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if _runs_alone(item) else fcntl.LOCK_SH)
+        return (yield)
 
 
 def is_only_with_all(name: str) -> bool:
@@ -56,8 +90,8 @@ def is_only_with_all(name: str) -> bool:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    named = config.args_source is pytest.Config.ArgsSource.ARGS
-    return "tests: both tiers" if config.option.all else "" if named else "tests: first tier; --all adds the second"
+    first = "tests: first tier; --all adds the second"
+    return first if _first_tier(config) else "tests: both tiers" if config.option.all else ""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

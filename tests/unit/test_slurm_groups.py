@@ -53,7 +53,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_r
     assert nodes.renew("1") == "n5 takes the place of n3" and nodes.renew("1") == ""
     assert (nodes.of["1"], nodes.spares) == (["n4", "n5"], [])
     step = Step("1", ["a.toml"], {}, tmp_path / "log", 1, nodes)
-    monkeypatch.setattr(groups.Group, "start", lambda self: 0)
+    monkeypatch.setattr(groups.ReplicaSupervisor, "start", lambda self: 0)
     step.start()
     assert "--nodelist=n4,n5" in step.command and "--nodes=2" in step.command
     assert step.env["RDZV_ENDPOINT"].startswith("10.0.0.4:") and step.env["NNODES"] == "2"
