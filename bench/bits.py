@@ -228,31 +228,31 @@ def page(rows: Sequence[Sequence[str]]) -> str:
     return PAGE.format(date=date.today().isoformat(), torch=torch.__version__, table=table)
 
 
-PAGE = """# The same bits, whoever was alive
+PAGE = """# The same bits for any membership
 
 `make bits` (python bench/bits.py --write docs/bits.md), {date}, torch {torch}, float32 on the CPU, gloo, real processes, real SIGKILLs.
 
 {table}
 
-*killed*: which group, in which step; it came back and healed before the next one. *equal*: every bit. Without the options the bits must
-differ, which shows that the comparison sees what it is to see.
+*killed*: the group and the step; it returned and healed before the next kill. *equal*: every bit. Without the options the bits must
+differ, which shows that the comparison is sensitive.
 
 ## The options
 
-`fault_tolerance.keep_global_batch`: each step trains on `slots_per_step` = S slots (a slot is one group's batch), dealt to the groups in
-turns. A group that dies in a step leaves its slots to the others, who keep what they have computed and compute what was added, in the same
-step. Groups beyond S stand by; one that joins is dealt slots from the step after it has healed. So a step's data does not depend on who
-is there; its seconds do: with g groups it takes as long as ceil(S / g) slots. A job that is to grow says its S, for NUM_REPLICA_GROUPS may
-differ between groups that start at different times, and groups with another S are refused.
+`fault_tolerance.keep_global_batch`: each step trains on `slots_per_step` = S slots (a slot is one group's batch), assigned to the groups
+in turns. If a group dies in a step, the others keep their results and compute its slots in the same step. Groups beyond S are spares; a
+joining group is assigned slots from the step after it has healed. So a step's data does not depend on the membership, but its time does:
+with g groups it takes as long as ceil(S / g) slots. Set S for a job that is to grow, since NUM_REPLICA_GROUPS may differ between groups
+that start at different times, and groups with another S are refused.
 
-`fault_tolerance.deterministic_reduce`: each slot's gradients are summed apart and added in the order of the slots, in the gradients' own
-precision. With G = bytes of a rank's gradients, between groups S G go over the wire in place of G, and beside the gradients of autograd
-2 S G are allocated for sums (2 G without), S G more while a group that was abandoned has not ended and for each step that is held for a
-healing group, and G is kept for each slot that the group owns until the step is committed.
+`fault_tolerance.deterministic_reduce`: each slot's gradients are reduced separately and added in the order of the slots, in the
+gradients' own precision. Let G be the bytes of a rank's gradients. Groups then exchange S G instead of G. Beside the gradients of
+autograd, 2 S G are allocated for sums (2 G without the option), S G more while an abandoned process group has not ended and for each step
+that is held for a healing group, and G for each slot of the group until the step is committed.
 
-What it does not cover: a slot that cannot be used (a loss that is not a number) takes the other slots of its group out of the step, too,
-for without deterministic_reduce they are one sum; they are dealt again first, and the job stops at the third time. The loss that is logged
-may differ in its last bits. Machines or numbers of threads that compute other bits of one slot are not made alike.
+Not covered: an unusable slot (a loss of NaN or Inf) removes the other slots of its group from the step, too, since without
+deterministic_reduce they are one sum; they are assigned again first, and the job stops at the third time. The logged loss may differ in
+its last bits. Machines or numbers of threads that compute other bits for the same slot give other bits.
 """
 
 

@@ -25,7 +25,7 @@ Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[
 _DOCS_HEAD = """\
 # Settings
 
-Made from the dataclasses by `make docs`; do not edit. The same is told by `python train.py --help [section]`.
+Made from the dataclasses by `make docs`; do not edit. `python train.py --help [section]` prints the same.
 
 A run takes one TOML file and, after it, overrides: `--section.key value`, `--section.key=value`, or `--section.flag`
 alone for true. Strings need no quotes there; lists and tables are written as TOML. A key that is in neither has the

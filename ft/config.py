@@ -26,20 +26,20 @@ class FaultTolerance:
     Which group this is, and where the lighthouse listens, the environment says: REPLICA_GROUP_ID, NUM_REPLICA_GROUPS, TORCHFT_LIGHTHOUSE.
     """
 
-    enable: Annotated[bool, "train together with other replica groups, as the lighthouse brings them together"] = False
+    enable: Annotated[bool, "train together with other replica groups, in quorums that the lighthouse forms"] = False
     process_group: Annotated[
         Literal["auto", "gloo", "nccl", "baby_gloo", "baby_nccl"],
-        "what gradients travel over between groups; auto: nccl where they lie on a GPU, else gloo; baby: in a child process, which can be "
+        "transport of gradients between groups; auto: nccl where they are on a GPU, else gloo; baby: in a child process, which can be "
         "killed when it hangs",
     ] = "auto"
     min_replica_size: Annotated[
         int,
-        "groups without which no step is committed; the lighthouse's --min_replicas, where run_replicas.sh starts it",
+        "fewest groups that commit a step; the lighthouse's --min_replicas, where run_replicas.sh starts it",
         ">= 1",
     ] = 1
     quorum: Annotated[
         Literal["on_change", "every_step"],
-        "when the lighthouse is asked who takes part: when something has changed, or before each step as torchft does",
+        "when the lighthouse is asked for a quorum: after a change, or before each step as torchft does",
     ] = "on_change"
     keep_gradients: Annotated[
         bool,
@@ -47,39 +47,39 @@ class FaultTolerance:
     ] = True
     keep_global_batch: Annotated[
         bool,
-        "every step trains on slots_per_step slots (batches of one group), whoever is there: the others compute, in the same step, "
-        "what a group that dies leaves; false: a step has one slot for each group, and a dead group's comes in a later step",
+        "every step trains on slots_per_step slots (batches of one group): the other groups compute the slots of a dead group in the "
+        "same step; false: a step has one slot for each group, and that of a dead group comes in a later step",
     ] = False
     slots_per_step: Annotated[
         int,
-        "with keep_global_batch: slots of a step, dealt to the groups in turns; groups beyond it stand by; "
+        "with keep_global_batch: slots of a step, assigned to the groups in turns; further groups are spares; "
         "0: as many as NUM_REPLICA_GROUPS",
         ">= 0",
     ] = 0
     deterministic_reduce: Annotated[
         bool,
-        "with keep_global_batch: sum each slot's gradients apart, then in the slots' order, so that the bits of the weights do not depend "
-        "on who was there either; slots_per_step times the traffic between groups, and the memory of their sums",
+        "with keep_global_batch: reduce each slot's gradients separately, then add them in the slots' order, so that the bits of the "
+        "weights do not depend on the membership; multiplies the traffic between groups and the memory of their sums by slots_per_step",
     ] = False
     interface: Annotated[
         str,
-        'the network that other groups reach this machine by: an interface ("eth0") or addresses ("10.0.0.0/8"); '
+        'the network on which other groups reach this machine: an interface ("eth0") or addresses ("10.0.0.0/8"); '
         '"": the one that leads to the lighthouse',
     ] = ""
     digest_interval: Annotated[
         int,
-        "steps after which groups compare digests of their weights, shard by shard, to find memory or arithmetic that "
-        "went wrong; 0: never",
+        "steps after which groups compare digests of their weights, shard by shard, to find errors of memory or "
+        "arithmetic; 0: never",
         ">= 0",
     ] = 100
     on_corruption: Annotated[
         Literal["heal", "leave"],
-        "what a group does whose weights are not those of most others: fetch theirs, or end with exit code 1 (a bad "
-        "machine stays bad); where nobody can tell, as of two groups, all end and go on from the newest checkpoint",
+        "action of a group whose weights differ from those of most others: fetch theirs, or end with exit code 1 (a faulty "
+        "machine stays faulty); without a majority, as with two groups, all end and resume from the newest checkpoint",
     ] = "heal"
     max_retries: Annotated[int, "failed attempts in a row after which a group ends; -1: never", ">= -1"] = -1
     # The ladder: each length is below the next (heal_grace_s may equal takeover_s, takeover_s collective_s); stall_s is not of it.
-    beat_s: Annotated[float, "a group says that it is alive, every so many seconds", "> 0"] = 1.0
+    beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[
         float, "seconds of silence after which a group is lost; the lighthouse's --heartbeat_timeout_ms", "> 0"
     ] = 5.0
@@ -87,28 +87,28 @@ class FaultTolerance:
     heal_grace_s: Annotated[float, "seconds that others wait for a group whose state is still arriving", "> 0"] = 30.0
     takeover_s: Annotated[
         float,
-        "seconds after which groups that hold nothing may go on without those that do; the lighthouse's --takeover_s; "
-        "0: never, unless its operator says so",
+        "seconds after which groups without the state may continue without those that hold it; the lighthouse's --takeover_s; "
+        "0: never, unless its operator allows it",
         ">= 0",
     ] = 30.0
     stall_s: Annotated[
         float,
-        "seconds that any other waits, for a reduction or a quorum, before those that do not are lost; most others wait for ten, or "
-        "five median steps; the lighthouse's --stall_s",
+        "longest wait of any member, for a reduction or a quorum, before the members that do not wait are lost; if most members wait, "
+        "ten seconds or five median steps; the lighthouse's --stall_s",
         "> 0",
     ] = 60.0
-    collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
+    collective_s: Annotated[float, "seconds after which a reduction fails for any reason", "> 0"] = 600.0
     heal_copy_bytes: Annotated[
         int,
-        "memory for what a joining group has not yet read when the step commits; beyond it the commit waits",
+        "bytes for the part of the state that a joining group has not read when the step commits; beyond them the commit waits",
         ">= 0",
     ] = 256 << 20
     heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
-    # Groups with a thin link between them step by themselves (docs/semi_sync.md).
+    # Groups with a low-bandwidth link between them step by themselves (docs/semi_sync.md).
     semi_sync_method: Annotated[
         Literal["none", "local_sgd", "diloco"],
         "none: groups sum gradients in every step; local_sgd: each steps by itself, and every sync_steps steps weights are averaged; "
-        "diloco: the mean of what they have moved is a gradient for an outer optimizer",
+        "diloco: the mean of their changes is the gradient of an outer optimizer",
     ] = "none"
     sync_steps: Annotated[
         int, "with a semi_sync_method: optimizer steps between two sums of the same weights", ">= 1"
@@ -119,17 +119,17 @@ class FaultTolerance:
         ">= 1",
     ] = 1
     fragment_sync_delay: Annotated[
-        int, "with diloco: optimizer steps that a sum may take on its way while the groups go on", ">= 0"
+        int, "with diloco: optimizer steps that a sum may take while the groups continue", ">= 0"
     ] = 0
     fragment_update_alpha: Annotated[
         float,
-        "with diloco: share of its own weights that a group keeps when a sum arrives; 0: it takes the agreed ones",
+        "with diloco: share of its own weights that a group keeps when a sum arrives; 0: it takes the agreed weights",
         ">= 0",
         "<= 1",
     ] = 0.0
     should_quantize: Annotated[
         bool,
-        "with diloco: sums in int8, a quarter of the bytes; what rounding leaves out goes into the next sum",
+        "with diloco: sums in int8, a quarter of the bytes; the rounding error is added to the next sum",
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9
@@ -148,8 +148,8 @@ class FaultTolerance:
                 )
         for lower, x, upper, y in self.times.check_timeout_order():
             raise ValueError(
-                f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: who waits for the longer one acts "
-                "on what the shorter one tells"
+                f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: the longer timeout "
+                "relies on a result of the shorter one"
             )
 
     def _check_semi_sync(self) -> None:

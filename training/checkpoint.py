@@ -40,7 +40,7 @@ T = TypeVar("T")
 class CheckpointConfig:
     """[checkpoint]: saving the run and going on from it."""
 
-    enable: Annotated[bool, "save, and go on from what was saved; false: start from nothing and leave nothing"] = True
+    enable: Annotated[bool, "save, and resume from the newest checkpoint; false: start anew and save nothing"] = True
     folder: Annotated[str, "where, inside the run's folder"] = "checkpoint"
     interval: Annotated[int, "steps from one checkpoint to the next", ">= 1"] = 500
     async_mode: Annotated[
@@ -51,9 +51,9 @@ class CheckpointConfig:
     keep_latest_k: Annotated[
         int, "older checkpoints are removed; 0: keep all; 1 would leave none to fall back to", ">= 0", "!= 1"
     ] = 10
-    load_step: Annotated[int, "go on from this step; -1: from the newest that is whole", ">= -1"] = -1
+    load_step: Annotated[int, "resume from this step; -1: from the newest whole checkpoint", ">= -1"] = -1
     verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
-    load_only: Annotated[bool, "go on from a checkpoint, but write none"] = False
+    load_only: Annotated[bool, "resume from a checkpoint, but write none"] = False
     enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
     # true in torchtitan. Here a finished run may be continued by raising training.steps, which needs the optimizer's
     # state, and that is worth the space of one full checkpoint.
