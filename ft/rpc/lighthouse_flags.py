@@ -23,6 +23,27 @@ from ft.rpc.access import Access, Endpoint, Tls, check_token, endpoints, read_to
 DEFAULT_PORT = 29510
 RUNS = Path("outputs")  # job.dump_folder's default
 MOST_MS = 24 * 3600 * 1000
+USAGE = """\
+usage: run_lighthouse.sh --min_replicas N [flags]
+
+Tells groups that train together which of them take part.
+
+  --min_replicas N           required: the fewest groups that train
+  --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
+  --join_timeout_ms MS       the first caller waits so long for groups that are alive but have not called; 60000
+  --quorum_tick_ms MS        interval of looks at waiting calls; 100
+  --heartbeat_timeout_ms MS  a group that is silent for so long is lost; 5000
+  --http HOST:PORT|none      the live page, /status.json, /metrics; default: the addresses of --bind, the port after its
+  --state_file FILE|none     a restart goes on from it; outputs/lighthouse-PORT.json, none with port 0
+  --recover                  without a usable state file: learn from the groups of the running job
+  --takeover_s S|never       after so long without any member of the last quorum others may go on; 30
+  --stall_s S                a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; 60
+  --num_replica_groups N     number of groups that the job is meant to have, for people; more may come; 0: not said
+  --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
+  --token_file FILE          the job's token, else PHAROS_TOKEN: calls without it are refused
+  --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority
+  --insecure                 without a token, listen where others can reach it
+"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,9 @@ def complain(error: ValueError) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        return USAGE
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
@@ -82,88 +106,23 @@ def read_options(argv: Sequence[str]) -> Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = _Parser(
-        prog="run_lighthouse.sh", description="Tells groups that train together who takes part.", allow_abbrev=False
-    )
+    made = _Parser(prog="run_lighthouse.sh", allow_abbrev=False)
     add = made.add_argument
-    add(
-        "--bind",
-        metavar="HOST:PORT",
-        help=f"default: [::]:{DEFAULT_PORT} with a token or --insecure, else loopback; port 0: a free one",
-    )
-    add("--min_replicas", metavar="N", type=_whole(1, 1 << 20), help="required: the fewest groups that train")
-    add(
-        "--join_timeout_ms",
-        metavar="MS",
-        type=_whole(0, MOST_MS),
-        default=60_000,
-        help="how long the first caller waits for groups that are alive but have not called; default 60000",
-    )
-    add(
-        "--quorum_tick_ms",
-        metavar="MS",
-        type=_whole(1, 60_000),
-        default=100,
-        help="how often waiting calls are looked at; default 100",
-    )
-    add(
-        "--heartbeat_timeout_ms",
-        metavar="MS",
-        type=_whole(1, MOST_MS),
-        default=5000,
-        help="a group that is silent for so long is lost; default 5000",
-    )
-    add(
-        "--http",
-        metavar="HOST:PORT|none",
-        help="the live page, /status.json and /metrics; default: the same addresses, the port after that of --bind",
-    )
-    add(
-        "--state_file",
-        metavar="FILE|none",
-        help="what a restart must know; default outputs/lighthouse-PORT.json, none with port 0",
-    )
-    add(
-        "--recover",
-        action="store_true",
-        help="without a usable state file: learn from the groups of a running job before anybody may begin one",
-    )
-    add(
-        "--takeover_s",
-        metavar="S|never",
-        type=_takeover,
-        default=30.0,
-        help="after so long without any previous member others may go on; default 30",
-    )
-    add(
-        "--stall_s",
-        metavar="S",
-        type=_seconds,
-        default=60.0,
-        help="a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; default 60",
-    )
-    add(
-        "--num_replica_groups",
-        metavar="N",
-        type=_whole(0, 1 << 20),
-        default=0,
-        help="that the job is meant to have, for people; more may come; default 0: not said",
-    )
-    add(
-        "--lower_terms",
-        action="store_true",
-        help="let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's; else its own stay",
-    )
-    add(
-        "--token_file",
-        metavar="FILE",
-        type=Path,
-        help="the job's token, else PHAROS_TOKEN: calls without it are refused",
-    )
-    add("--tls_cert", metavar="FILE", type=Path, help="PEM; with --tls_key: TLS")
-    add("--tls_key", metavar="FILE", type=Path, help="PEM: of that certificate")
-    add("--tls_ca", metavar="FILE", type=Path, help="PEM: clients must have a certificate of this authority")
-    add("--insecure", action="store_true", help="without a token, listen on addresses that others can reach")
+    add("--min_replicas", type=_whole(1, 1 << 20))
+    add("--bind")
+    add("--join_timeout_ms", type=_whole(0, MOST_MS), default=60_000)
+    add("--quorum_tick_ms", type=_whole(1, 60_000), default=100)
+    add("--heartbeat_timeout_ms", type=_whole(1, MOST_MS), default=5000)
+    add("--http")
+    add("--state_file")
+    add("--recover", action="store_true")
+    add("--takeover_s", type=lambda text: None if text == "never" else _seconds(text, ", or never"), default=30.0)
+    add("--stall_s", type=_seconds, default=60.0)
+    add("--num_replica_groups", type=_whole(0, 1 << 20), default=0)
+    add("--lower_terms", action="store_true")
+    for name in ("--token_file", "--tls_cert", "--tls_key", "--tls_ca"):
+        add(name, type=Path)
+    add("--insecure", action="store_true")
     return made
 
 
@@ -174,12 +133,6 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return whole
-
-
-def _takeover(text: str) -> float | None:
-    if text == "never":
-        return None
-    return _seconds(text, ", or never")
 
 
 def _seconds(text: str, else_: str = "") -> float:

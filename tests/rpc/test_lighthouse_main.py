@@ -61,6 +61,19 @@ def test_a_bad_flag_is_one_line(flags: list[str], said: str, capsys: pytest.Capt
     assert line.startswith("lighthouse: ") and said in line
 
 
+def test_both_usages_name_every_flag():
+    """The script answers --help by itself: it may not need a Python."""
+    flags = {f"--{name}" for name in vars(lighthouse_flags.parser().parse_args([]))}
+    script = (
+        (ROOT / "scripts" / "run_lighthouse.sh")
+        .read_text(encoding="utf-8")
+        .partition("usage() {")[2]
+        .partition("\n}")[0]
+    )
+    for usage in (lighthouse_flags.parser().format_help(), script):
+        assert set(re.findall(r"--[a-z_]+", usage)) == flags
+
+
 def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]):
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         assert lighthouse_main.main([*N, "--bind", f"127.0.0.1:{other.getsockname()[1]}"]) == 2
