@@ -72,6 +72,7 @@ CLOSE_S = (
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
+Turn = m.Compute | m.LaunchTail | m.CommitStep  # of the trainer: to compute, to give zeros, or to make a step visible
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Options:
     slots_per_step: int = 0  # each step's data is so many slots, whoever is there; 0: one for each group
     deterministic_reduce: bool = False  # sums are the same bits, whoever computed which slot; needs slots_per_step
     heal_backlog: int = 2
-    zeros_wait: bool = False  # zeros are launched when the state has come (ft/compat/manager.py), and not beside it
+    zeros_wait: bool = False  # zeros are launched by `reduce`, as gradients are, once the state has come
     heal_copy_bytes: int = 256 << 20
     digest_interval: int = 0  # steps between two comparisons of weights; 0: never
     leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
@@ -152,7 +153,7 @@ class Manager:
         self.replica_id = self._membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
         self._prober = Prober(config.host, PROBE * config.times.heartbeat_timeout_s)
-        self._healer = Healer(
+        self.healer = Healer(
             self._state,
             transport or HttpTransport(config.host, self.replica_id, config.access, heal),
             group_rank=config.group_rank,
@@ -174,7 +175,10 @@ class Manager:
         self._stopped_quorum = 0  # the newest whose waits were ended
         self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
         self._weights: list[Tensor] = []
-        self._turn: m.Compute | m.CommitStep | None = None  # the trainer's: to compute, or to make visible
+        self._turn: Turn | None = None  # the trainer's
+        self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
+        self.quorum_s = options.quorum_s  # this and the next one may be changed between two steps
+        self.shrink_only = False  # True: no group is to join in the next quorum
         self._until: int | None = None  # the step after which this group has told the machine that it leaves
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
@@ -185,7 +189,7 @@ class Manager:
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
             m.Compute: self._take_compute,
-            m.LaunchTail: self._launch,
+            m.LaunchTail: self._take_zeros if options.zeros_wait else self._launch,
             m.WeightsDiffer: self._tell_of_difference,
             m.CastVote: self._cast_vote,
             m.AbandonGeneration: self._abandon,
@@ -252,6 +256,11 @@ class Manager:
         return part.epoch, part.quorum_id
 
     @property
+    def is_between_steps(self) -> bool:
+        """Nothing of a step is under way, and this rank holds the state of the last one."""
+        return self._machine.phase is Phase.BOUNDARY and not self._machine.void
+
+    @property
     def part(self) -> m.Part | None:
         """This group's place in the newest quorum."""
         return self._part
@@ -296,30 +305,41 @@ class Manager:
                     self.gradients.begin()
                 self._assignment = DataAssignment(turn.step, turn.slots)
             else:
-                self._assignment = DataAssignment(turn.step - 1, ())
+                self._assignment = DataAssignment(turn.step - 1 if isinstance(turn, m.CommitStep) else turn.step, ())
             if until is not None and self._assignment.step >= until:
                 self.left = True  # nothing is left to train, nor for the others, who go on from the same state
         return self._assignment
 
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
-        """Returns when all sums are there, in whatever generation: a death on the way costs time, and no step."""
+    def reduce(
+        self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
+    ) -> StepTotals:
+        """Returns when all sums are there, in whatever generation: a death on the way costs time, and no step. `kept`: another attempt
+        would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
         turn = self._turn
-        if isinstance(turn, m.Compute):
+        if isinstance(turn, m.Compute | m.LaunchTail):
+            assert self._part is not None
             self._turn = None
-            if self._part and self._part.heals and self._healer.all_is_sent:
-                # their own word would come a step later: what they launch in this one, they launched before they had the state
-                self._effects.feed(
-                    m.ChangeAnnounced(self._part.quorum_id, "who heals from this group has been sent all")
-                )
-            self._effects.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite))
+            if failure:
+                self._effects.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, failure))
+            if isinstance(turn, m.Compute):
+                if self._part.heals and self.healer.all_is_sent:
+                    # their own word would come a step later: what they launch in this one, they launched before they had the state
+                    self._effects.feed(
+                        m.ChangeAnnounced(self._part.quorum_id, "who heals from this group has been sent all")
+                    )
+                self._effects.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
+            elif not failure:
+                self._zeros_sent = (turn.quorum_id, turn.step)
+                self._launch(turn)
             turn = self._pump(before_vote=True)
         if turn is None:
             tail = self._machine.tail
             assert tail is not None, "all sums are there"
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
-        if isinstance(turn, m.Compute):  # the deal was made anew
-            return StepTotals((0.0,) * len(turn.slots), 0.0, False)
-        return StepTotals((turn.divisor,), turn.mean_loss * turn.divisor, True)
+        if isinstance(turn, m.CommitStep):
+            return StepTotals((turn.divisor,), turn.mean_loss * turn.divisor, True)
+        slots = turn.slots if isinstance(turn, m.Compute) else ()  # they were dealt anew
+        return StepTotals((0.0,) * len(slots), 0.0, False)
 
     def commit(self, sums: StepTotals) -> Commit | None:
         turn, assignment, self._assignment = self._pump(), self._assignment, None
@@ -389,7 +409,7 @@ class Manager:
             self._client.leave(clean=clean, reason=why, finished=self._saved is True)
         self._client.close()
         self._prober.close()
-        self._healer.close()
+        self.healer.close()
         with suppress(MustExit):
             self._group.shutdown(CLOSE_S)
         self.gradients.close()  # whose hooks on parameters that live on would keep it, and its scratch
@@ -397,7 +417,7 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------------ carrying out
 
-    def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
+    def _pump(self, *, before_vote: bool = False) -> Turn | None:
         """Carries out effects until it is the trainer's turn, and returns what for. before_vote: or until all that is left is this rank's
         own vote that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
         telemetry, machine = self._telemetry, self._machine
@@ -433,6 +453,7 @@ class Manager:
         self._group.prepare()
         member = replace(
             effect.call.member,
+            shrink_only=self.shrink_only,
             commit_failures=int(effect.call.failed),
             writes_checkpoint=self.writes is not None,
             reconfigure_handles=(self._prober.handle,),
@@ -440,11 +461,11 @@ class Manager:
         call = replace(
             effect.call,
             member=member,
-            checkpoint_metadata=self._healer.address,
+            checkpoint_metadata=self.healer.address,
             shape=self._alike,
             blame=self._blame,
         )
-        event = self._calls.quorum(call, self._options.quorum_s)
+        event = self._calls.quorum(call, self.quorum_s)
         if isinstance(event, m.Go):
             raise Going(holds=not self._machine.void)
         if event is not None:
@@ -457,14 +478,14 @@ class Manager:
         self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
         self._telemetry.quorum(part)
         with self._telemetry.spends("heal"):
-            self._healer.offer(part)
+            self.healer.offer(part)
         if not part.known:
             self._launched = 0
         configured = m.Configured(part.quorum_id, ok=True) if part.known else self._form(part)
         self._membership.sweep(part.quorum_id)
         if part.heal:
             with self._telemetry.spends("heal"):
-                self._healer.fetch(part)
+                self.healer.fetch(part)
         self._effects.feed(configured)
 
     def _form(self, part: m.Part) -> m.Configured:
@@ -543,11 +564,34 @@ class Manager:
 
     # ---- the step's collectives and votes
 
-    def _open(self, attempt: Attempt) -> None:
+    def _open(self, attempt: Attempt, *, contributes: bool = True) -> None:
         assert self._part is not None
         if self._attempt != attempt:  # one before it on this generation was complete, and of no use
-            self.gradients.open(self._group, len(self._part.participants), step=attempt[2])
+            count = len(self._part.participants)
+            self.gradients.open(self._group, count, contributes=contributes, step=attempt[2])
             self._attempt = attempt
+
+    def _take_zeros(self, effect: m.LaunchTail) -> None:
+        """Once for each quorum and step zeros are the trainer's turn, as soon as the state that this group heals has come; the rest is
+        launched at once."""
+        machine = self._machine
+        if not effect.zeros or machine.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
+            self._launch(effect)
+            return
+        self.gradients.drop()
+        self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
+
+        def heal_is_over() -> bool:
+            return not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id
+
+        with self._telemetry.spends("heal"):
+            while (other := self._effects.take_unless(heal_is_over)) is not None:
+                self._carry[type(other)](other)
+        if machine.void:
+            why = "the state did not come"
+            self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, why))
+        else:
+            self._turn = effect
 
     def _launch(self, effect: m.LaunchTail) -> None:
         self._open((effect.quorum_id, effect.attempt, effect.step))
@@ -614,20 +658,20 @@ class Manager:
     def _fence(self, effect: m.Fence) -> None:
         """Takes as long as readers may, and a copy: no sign that this group hangs, though all others wait for it."""
         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
-            self._healer.fence()
+            self.healer.fence()
 
     def _drop_held(self, effect: m.DropHeld) -> None:
         self.gradients.drop_held()
-        self._healer.drop()
+        self.healer.drop()
 
     def _load_state(self, effect: m.LoadState) -> None:
         assert self._part is not None
-        self._healer.load()
+        self.healer.load()
         self._step, self._commit_id = effect.step, self._part.reference[2]
-        self._telemetry.healed(self._healer.received_bytes)
+        self._telemetry.healed(self.healer.received_bytes)
 
     def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
-        self._healer.drop()
+        self.healer.drop()
         self._restored = None
         if self._restore:
             self._restore()
@@ -648,7 +692,7 @@ class Manager:
     def _hear(self, event: m.Event) -> None:
         """In the stream's thread. A generation that is over takes its offer along: else a commit waits for readers that are dead."""
         if isinstance(event, m.MemberLost | m.Abandoned):
-            self._healer.end_offer(event.quorum_id, event.reason)
+            self.healer.end_offer(event.quorum_id, event.reason)
         self._effects.hear(event)
 
     def _ended(self, why: str) -> None:
@@ -656,14 +700,14 @@ class Manager:
         if not self._closed.is_set():
             log.error("this rank ends: %s", why)
             if self._part is not None:
-                self._healer.end_offer(self._part.quorum_id, why)
+                self.healer.end_offer(self._part.quorum_id, why)
             self._group.interrupt(why)
             self._effects.fail(GroupEnded(why))
             self._gone.set()
 
     def _news(self, status: Status) -> object:
         """Figures that a rank which reports seldom sends at once: heal progress, the reduction it waits in, unreachable members."""
-        return self._healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
+        return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
     def _report(self, figures: dict[str, float], status: Status) -> None:
         """Where this rank is. The lighthouse tells by it who keeps the others waiting."""
@@ -679,12 +723,12 @@ class Manager:
             launched=self._launched,
             blame=self._blame,
         )
-        done_bytes, total_bytes = self._healer.progress
+        done_bytes, total_bytes = self.healer.progress
         self._client.report(
             report,
             phase=status.phase or machine.phase.value,
             summed=status.summed,
-            healed_bytes=self._healer.received_bytes,
+            healed_bytes=self.healer.received_bytes,
             heal_done_bytes=done_bytes,
             heal_total_bytes=total_bytes,
             **figures,

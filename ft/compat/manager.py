@@ -26,7 +26,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar
@@ -37,23 +36,21 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.futures import Future
 
+from ft import manager as core
 from ft.addresses import advertised
 from ft.config import Environment, group_name
 from ft.grad_buffers import Buffers, local_of
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
-from ft.manager import Attempt, Options
-from ft.manager import Manager as Driver
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.generation import GroupWork
 from ft.process_groups.operations import AllReduce, reduction
 from ft.protocol import messages as m
-from ft.protocol.step import Phase
 from ft.quantized import Feedback
 from ft.rpc.access import Access
 from ft.rpc.driver import Seen
-from ft.seam import Commit, StepTotals
+from ft.seam import Commit
 from ft.user_sums import ManagedAllreduce
 
 T = TypeVar("T")
@@ -67,8 +64,10 @@ class WorldSizeMode(Enum):
     FIXED_WITH_SPARES = 1
 
 
-class Manager(Driver):
-    """`pg`: the process group to other groups; configured and closed here. `load_state_dict`, `state_dict`: what a group must receive to
+class Manager:
+    """torchft's Manager. `core`: the Manager of ft/manager.py that does the work.
+
+    `pg`: the process group to other groups; configured and closed here. `load_state_dict`, `state_dict`: what a group must receive to
     equal the others. `min_replica_size`: groups without which no step holds. `replica_id`: this group's name, by default REPLICA_GROUP_ID.
     `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`: by default
     TORCHFT_LIGHTHOUSE. `max_retries`: steps in a row that may fail. `init_sync`: at step 0 all take the state of one.
@@ -145,7 +144,7 @@ class Manager(Driver):
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
-        options = Options(
+        options = core.Options(
             keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step in all of them
             max_failures=max_retries,
             skip_unable=True,  # slots mean nothing here: the data is the user's
@@ -155,7 +154,7 @@ class Manager(Driver):
             dies_with_group=dies_with_group,
         )
         pg.timeout_s = max(pg.timeout_s, _seconds(environment.timeout_s, timeout) or 0.0, times.stall_s)
-        super().__init__(
+        self.core = core.Manager(
             pg,
             config,
             options,
@@ -167,22 +166,20 @@ class Manager(Driver):
         _say_what_changes_nothing(
             use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
         )
-        self._min_replica_size = min_replica_size
+        self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
         self._parameters: list[nn.Parameter] = []
         self._batches = 0  # that are in the weights
         self._error: Exception | None = None  # reported since the step began
-        self._shrink_only = False
         self._body = False  # start_quorum has returned, should_commit was not called
         self._used = False  # the body has sent something
         self._left = False  # the body has ended too early
         self._over = True  # the step was decided, one way or the other
         self._decided: Commit | None = None
-        self._zeros: m.LaunchTail | None = None  # to be carried out at the end of the body
-        self._sent = (0, 0)  # quorum and step of the newest zeros
+        self._slots = 0  # that this body is for; with none it sends zeros
         self._pass: AbstractContextManager[None] | None = None  # the backward that sends gradients is under way
         self._user: tuple[Callable[[Any], None], Callable[[], Any]] | None = None
         self._late = Buffers(shared=pg.IN_CHILD)
-        self.register("batches_committed", lambda: self._batches, self._set_batches)
+        self.core.register("batches_committed", lambda: self._batches, self._set_batches)
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
 
@@ -200,15 +197,12 @@ class Manager(Driver):
             return  # nothing has happened since
         if self._body:
             self._close_body()
-        self._error, self._shrink_only = None, shrink_only
-        options = self._options
+        self._error, self.core.shrink_only = None, shrink_only
+        limit_s = self.core.quorum_s
         if timeout is not None:
-            self._options = replace(options, quorum_s=timeout.total_seconds())
-        if self._turn is None and self._zeros is None:
-            if self._machine.phase is Phase.BOUNDARY and self._effects.next() is None:
-                self._effects.feed(m.Begin())
-            self._pump()
-        self._options = options
+            self.core.quorum_s = timeout.total_seconds()
+        self._slots = len(self.core.begin_step().slots)
+        self.core.quorum_s = limit_s
         self._body, self._used, self._over = True, False, False
 
     def wait_quorum(self) -> None:
@@ -238,7 +232,7 @@ class Manager(Driver):
         gives it to the next sum. Raises ValueError for other reductions, and for means of whole numbers."""
         op = reduction(reduce_op)
         if op not in ("AVG", "SUM"):
-            raise ValueError(f"allreduce: {op} is not to be had: who gives nothing gives zeros; nearest: AVG or SUM")
+            raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
         if self._over and self._decided is None:  # the others may be in the next body already, with sums of other sizes
@@ -248,14 +242,21 @@ class Manager(Driver):
             work = self._sum_late(tensor, mean=op == "AVG")
         else:
             self._used = True
-            work = self.gradients.all_reduce(tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback)
+            work = self.core.gradients.all_reduce(
+                tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback
+            )
         return _Told(work, self.report_error)
 
     # ------------------------------------------------------------------------------------------------ where things stand
 
+    @property
+    def replica_id(self) -> str:
+        """Of the process that this group is now: its name, and a part that no other process has."""
+        return self.core.replica_id
+
     def current_step(self) -> int:
         """Steps that hold. It moves in should_commit."""
-        return self.step - (self._decided is not None)
+        return self.core.step - (self._decided is not None)
 
     def batches_committed(self) -> int:
         """Batches that are in the weights: one for each group that contributed, in each step."""
@@ -263,13 +264,14 @@ class Manager(Driver):
 
     def num_participants(self) -> int:
         """Groups that contribute to this step."""
-        return len(self._part.participants) if self._part else 0
+        return len(self.core.part.participants) if self.core.part else 0
 
     def participating_rank(self) -> int | None:
         """This group's place among them. None: it gives zeros."""
-        if self._part is None or self._zeros is not None or self._part.replica_id not in self._part.participants:
+        part = self.core.part
+        if part is None or (not self._over and not self._slots) or part.replica_id not in part.participants:
             return None
-        return self._part.participants.index(self._part.replica_id)
+        return part.participants.index(part.replica_id)
 
     def is_participating(self) -> bool:
         return self.participating_rank() is not None
@@ -323,28 +325,28 @@ class Manager(Driver):
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
         """One more piece of state, under a name that is used once. Before the first quorum."""
-        self.register(key, state_dict, load_state_dict)
+        self.core.register(key, state_dict, load_state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """The state that the constructor could have been given; it may be set again."""
         if self._user is None:
-            self.register("default", lambda: self._user_state()[1](), lambda state: self._user_state()[0](state))
+            self.core.register("default", lambda: self._user_state()[1](), lambda state: self._user_state()[0](state))
         self._user = (load_state_dict, state_dict)
 
     def heal_from_one(self) -> None:
         """Not of torchft: what groups register is not the same in all of them (local_sgd.py), so it is never fetched from two."""
-        self._healer.one_source = True
+        self.core.healer.one_source = True
 
     def disallow_state_dict_read(self) -> None:
         """The state is about to change between two steps that are counted (LocalSGD): who reads it is waited for, or served a copy."""
-        self._healer.fence()
+        self.core.healer.fence()
 
     def allow_state_dict_read(self) -> None:
         """The state is read at the beginning of a step alone, so there is nothing to allow."""
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: JSON. To be taken between should_commit and start_quorum."""
-        return {**super().state_dict(), "batches_committed": self._batches}
+        return {**self.core.state_dict(), "batches_committed": self._batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also of torchft's: step and batches_committed alone. Before the first quorum."""
@@ -352,21 +354,25 @@ class Manager(Driver):
         if "ledger" not in state_dict:
             ledger = json.dumps({"position": self._batches})
             state_dict = {**state_dict, "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
-        super().load_state_dict(state_dict)
+        self.core.load_state_dict(state_dict)
+
+    def leave(self) -> None:
+        """Not of torchft: this group leaves after its next step, which tells the others. All its ranks call it before the same step."""
+        self.core.leave()
 
     def shutdown(self, wait: bool = True) -> None:
         """Leaves the job. May be called twice. Between two steps, it does not disturb the one that others may be about to finish: all may
         stop at the same step. If they are to go on, `leave()` before the last step spares them a retry."""
-        if self._over and self._machine.phase is Phase.BOUNDARY and not self._machine.void:
-            self.left = True  # whatever the others wait for, this group has sent
-        self.gradients.close()
-        self.close()
+        if self._over and self.core.is_between_steps:
+            self.core.left = True  # whatever the others wait for, this group has sent
+        self.core.gradients.close()
+        self.core.close()
 
     # ------------------------------------------------------------------------------------------------ what ddp.py calls
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Their gradients are summed with those of other groups. Before the first quorum."""
-        super().attach(model_parts)
+        self.core.attach(model_parts)
         self._parameters += [parameter for part in model_parts for parameter in part.parameters()]
 
     def backward_begins(self) -> None:
@@ -376,8 +382,8 @@ class Manager(Driver):
                 "the gradients of this step are summed already: all backwards but the last belong in no_sync()"
             )
         self._used = True
-        if self._zeros is None and isinstance(self._turn, m.Compute):
-            self._pass = self.last_pass()
+        if self._slots:
+            self._pass = self.core.last_pass()
             self._pass.__enter__()
 
     def backward_ended(self) -> None:
@@ -392,40 +398,27 @@ class Manager(Driver):
         if self._over:
             return
         self._over = True
-        zeros, self._zeros = self._zeros, None
-        if zeros is not None and self._left:
-            self._effects.feed(
-                m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, "the body was left before its end")
-            )
-        elif zeros is not None:
-            self._sent = (zeros.quorum_id, zeros.step)
-            super()._launch(zeros)
-        elif isinstance(self._turn, m.Compute):
-            self._tell_what_was_computed(self._turn)
-        self._decided = self.commit(_UNREAD)
+        # A body is one batch, however many slots it is for.
+        failure, tokens = self._why_it_fails(), (1.0,) + (0.0,) * (self._slots - 1)
+        kept = not failure and self.core.gradients.can_repeat
+        totals = self.core.reduce(tokens, 0.0, self._error is None, kept=kept, failure=failure)
+        self._decided = self.core.commit(totals)
         if self._decided is not None:
             self._batches += len(self._decided.contributors)
             gradients = [local_of(p.grad) for p in self._parameters if p.grad is not None]
             if gradients:
                 torch._foreach_div_(gradients, self._decided.divisor)
 
-    def _tell_what_was_computed(self, turn: m.Compute) -> None:
-        assert self._part is not None
-        why = self._why_it_fails(self._part)
-        if why:
-            self._effects.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, why))
-        self._turn = None
-        tokens = (1.0,) + (0.0,) * (len(turn.slots) - 1)  # a body is one batch, whatever it was dealt
-        kept = not why and self.gradients.can_repeat
-        self._effects.feed(m.Computed(tokens, 0.0, self._error is None, kept))
-
-    def _why_it_fails(self, part: m.Part) -> str:
-        """Why the generation cannot be used for this step, if so."""
+    def _why_it_fails(self) -> str:
+        """The reason for which this step cannot hold in this generation, if there is one."""
+        part = self.core.part
         if self._left:
             return "the body was left before its end"
+        if not self._slots or part is None:
+            return ""
         if len(part.members) < self._min_replica_size:
             return f"{len(part.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
-        if self._error is not None and (len(part.members) == 1 or self._config.world_size > 1):
+        if self._error is not None and (len(part.members) == 1 or self._world_size > 1):
             return f"reported: {self._error}"
         return ""
 
@@ -437,7 +430,9 @@ class Manager(Driver):
             self._decide()
             self._left = False
         if self._decided is not None:
-            log.warning("step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.step)
+            log.warning(
+                "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
+            )
         self._decided = None
 
     def _end_pass(self) -> None:
@@ -447,59 +442,10 @@ class Manager(Driver):
 
     def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
-        assert self._part is not None
         user = ManagedAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
-        user.send(self._group, len(self._part.participants), contributes=self.is_participating())
+        user.send(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
-
-    # ------------------------------------------------------------------------------------------------ what the driver does otherwise
-
-    def _pump(self, *, before_vote: bool = False) -> m.Compute | m.CommitStep | None:
-        """None: it is the body's turn, and zeros are to go out at its end."""
-        while self._turn is None:
-            effect = self._effects.take_unless(self._zeros_are_next)
-            if effect is not None:
-                self._carry[type(effect)](effect)
-            elif not self._machine.void:
-                return None
-            else:
-                self._fail_zeros()
-        return self._turn
-
-    def _zeros_are_next(self) -> bool:
-        """The state that they wait for is there, or will not come."""
-        if self._zeros is None:
-            return False
-        waits = self._machine.void and self._machine.healing
-        return not waits or self._stopped_quorum == self._zeros.quorum_id
-
-    def _launch(self, effect: m.LaunchTail) -> None:
-        """Zeros wait for a body, which says what they are zeros of; unless it was run for them already."""
-        if effect.zeros and not self._machine.computed and (effect.quorum_id, effect.step) != self._sent:
-            self.gradients.drop()
-            self._zeros = effect
-            self._open((effect.quorum_id, effect.attempt, effect.step))
-        else:
-            super()._launch(effect)
-
-    def _fail_zeros(self) -> None:
-        assert self._zeros is not None
-        zeros, self._zeros = self._zeros, None
-        why = "the state did not come"
-        self._effects.feed(m.ReduceFailed(zeros.quorum_id, zeros.attempt, zeros.step, why))
-
-    def _open(self, attempt: Attempt) -> None:
-        assert self._part is not None
-        if self._attempt != attempt:
-            count = len(self._part.participants)
-            self.gradients.open(self._group, count, contributes=self._zeros is None)
-            self._attempt = attempt
-
-    def _ask_quorum(self, effect: m.AskQuorum) -> None:
-        if self._shrink_only:
-            effect = replace(effect, call=replace(effect.call, member=replace(effect.call.member, shrink_only=True)))
-        super()._ask_quorum(effect)
 
     def _user_state(self) -> tuple[Callable[[Any], None], Callable[[], Any]]:
         assert self._user is not None
@@ -542,9 +488,6 @@ class _Told(dist.Work):
 
     def block_current_stream(self) -> None:
         self.wait()
-
-
-_UNREAD = StepTotals((), 0.0, True)  # commit has its own figures
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -58,7 +58,7 @@ class Source(Large):
 
     def __init__(self, *what: Any, fences: Fences, **more: Any) -> None:
         super().__init__(*what, **more)
-        fence = self._healer._transport.fence
+        fence = self.healer._transport.fence
 
         def timed() -> Fenced:
             assert self._part is not None
@@ -69,7 +69,7 @@ class Source(Large):
             fences.ended.append((reader, outcome, time.monotonic() - began_s))
             return outcome
 
-        self._healer._transport.fence = timed  # type: ignore[method-assign]
+        self.healer._transport.fence = timed  # type: ignore[method-assign]
 
 
 class Reader(Large):
@@ -84,8 +84,8 @@ class Reader(Large):
             assert stopped.wait(LIMIT_S)
             raise HealFailed("it is stopped", touched=False)
 
-        self._healer._transport.fetch = fetch  # type: ignore[method-assign]
-        self._healer._transport.stop = lambda reason: stopped.set()  # type: ignore[method-assign]
+        self.healer._transport.fetch = fetch  # type: ignore[method-assign]
+        self.healer._transport.stop = lambda reason: stopped.set()  # type: ignore[method-assign]
 
 
 def source(made: Job, fences: Fences, at: Callable[[Rank, int], None]) -> Rank:
@@ -163,7 +163,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
         """Once it has committed, it falls behind, and for one heal its state is of another layout."""
         manager = rank.manager
         if len(rank.commits) == 3 and not manager._machine.void:
-            right, tells = manager._state.snapshot, manager._healer._unlike
+            right, tells = manager._state.snapshot, manager.healer._unlike
             wrong = State()
             wrong.register("ballast", lambda: {"others": torch.zeros(4 << 20)}, lambda state: None)
 
@@ -173,7 +173,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
                 refused.set()
 
             manager._state.snapshot = wrong.snapshot  # type: ignore[method-assign]
-            manager._healer._unlike = told
+            manager.healer._unlike = told
             manager._machine.void = True
             manager._effects.feed(m.ChangeAnnounced(manager.part.quorum_id, "the test says so"))  # type: ignore[union-attr]
         elif refused.is_set() and not manager._machine.void:

@@ -17,7 +17,7 @@ from ft.compat.local_sgd import _in_buckets
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
 from ft.sync_schedule import Schedule
-from tests.ft.groups import LIMIT_S, Trained
+from tests.ft.groups import LIMIT_S, Trained, kill_server
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
 
 ROUNDING: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}  # fp32, through Adam
@@ -68,7 +68,7 @@ class Group(Trained):
     slots: dict[int, list[int]] = field(default_factory=dict)  # of the inner steps before
 
     def kill(self) -> None:
-        super().kill()
+        kill_server(self.manager.core)
         raise GroupEnded("killed")
 
     def stop(self) -> None:

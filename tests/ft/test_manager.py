@@ -180,7 +180,7 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
 
     def waits(rank: Rank, slots: tuple[int, ...]) -> bool:
         part = rank.manager.part
-        while part and part.heals and not rank.manager._healer.all_is_sent:
+        while part and part.heals and not rank.manager.healer.all_is_sent:
             assert not rank.manager._gone.wait(0.001)
         return True
 

@@ -131,7 +131,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
         if group.name != "c" and part and part.heals and place == 1 and not healed_at:
             c = made.groups[2]
             assert not torch.equal(group.rounds._fragments[0].local[0], group.rounds._fragments[0].outer[0])
-            while not c.manager._healer.received_bytes:
+            while not c.manager.healer.received_bytes:
                 assert c.thread.is_alive(), c.error
                 c.thread.join(0.01)
             healed_at.append(group.manager.step)

@@ -136,7 +136,7 @@ def test_a_spare_follows_and_steps_in():
         spare = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
         reached = threading.Event()
         a = made.group(
-            "a", A, FOR_EVER, body=body, at=lambda group: group.manager.step and reached.set(), arguments=spare
+            "a", A, FOR_EVER, body=body, at=lambda group: group.manager.core.step and reached.set(), arguments=spare
         )
         assert reached.wait(LIMIT_S)
         b = made.group("b", B, FOR_EVER, body=body, arguments=spare)

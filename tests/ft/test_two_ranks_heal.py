@@ -16,7 +16,7 @@ class Slow(Manager):
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
-        self._healer._transport = Untaken(self._healer._transport)
+        self.healer._transport = Untaken(self.healer._transport)
 
 
 class Untaken:
@@ -37,7 +37,7 @@ class Split(Manager):
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
-        hear = self._healer._hear
+        hear = self.healer._hear
 
         def late(event: m.Event) -> None:
             if self._config.group_rank == 1:
@@ -46,7 +46,7 @@ class Split(Manager):
             if self._config.group_rank == 1:
                 self.heard.set()
 
-        self._healer._hear = late
+        self.healer._hear = late
 
     def _held_step(self, step: int) -> int:
         """1: the first that they hold, 2: the second; 0: none of these."""

@@ -74,7 +74,7 @@ class Group:
 
     def kill(self) -> None:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
-        kill_server(self.manager)
+        kill_server(self.manager.core)
 
     def _train(self) -> None:
         self.model = Sum(self.start)
@@ -129,7 +129,7 @@ class Job:
         """Until all have ended. Whoever made the same step has the same weights, to the bit, and counts the same batches."""
         for group, thread in zip(self.groups, self.threads, strict=True):
             thread.join(LIMIT_S)
-            assert not thread.is_alive(), f"{group.name} hangs: {group.manager._machine.phase}"
+            assert not thread.is_alive(), f"{group.name} hangs in step {group.manager.current_step() + 1}"
             assert group.error is None or isinstance(group.error, GroupEnded), group.error
         for one in self.groups:
             for other in self.groups:
