@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import ft
 from configs.keys import walk
 from configs.load import section_types
 from configs.schema import Config
@@ -69,6 +70,15 @@ def test_members_of_classes_that_are_named_exist(sources: str):
         for owner, name in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(\))?`", page.read_text()):
             bodies = re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", sources, re.MULTILINE | re.DOTALL)
             assert any(re.search(rf"\b{name}\b", body) for body in bodies), f"{page.name}: {owner}.{name}"
+
+
+def test_the_page_about_torchft_has_the_names_of_ft():
+    """Those that stand for torchft's; the seam's are Pharos's own."""
+    page = (ROOT / "docs" / "torchft.md").read_text()
+    text = page.partition("## ")[0].partition("torchft's other names")[0]
+    named = {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\b[A-Z]\w+\b", code)}
+    seam = {"Commit", "DataAssignment", "Seam", "SoloManager", "StepTotals"}
+    assert named == set(ft.__all__) - seam
 
 
 def test_the_metrics_to_watch_are_served():
