@@ -156,7 +156,7 @@ class Run(Components):
         with self.progress.phase("quorum"):
             deal = self.manager.begin_step(until=self.config.training.steps)
         if deal.step >= self.config.training.steps:
-            return False  # so far was the checkpoint
+            return False  # the checkpoint that was restored is of the last step
         local = self.compute_step(deal)
         with self.progress.phase("reduce"):
             try:

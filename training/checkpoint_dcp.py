@@ -129,7 +129,12 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [f'exclude_from_loading: no name begins with "{part}"' for part in exclude if not _begin(saved, part)]
     saved = {name: value for name, value in saved.items() if not any(_begins(name, part) for part in exclude)}
-    optional = {name for name in _flat(states) if name not in saved and _may_be_missing(name, saved)}
+    optional = {
+        name
+        for name in _flat(states).keys() - saved.keys()
+        if name.startswith(_OPTIONAL)
+        or (name.startswith("optimizer.state.") and not _begin(saved, name.rpartition(".")[0]))
+    }
     states = {
         state: {
             key: value
@@ -339,12 +344,6 @@ def _begins(name: str, part: str) -> bool:
 
 def _begin(names: Iterable[str], part: str) -> bool:
     return any(_begins(name, part) for name in names)
-
-
-def _may_be_missing(name: str, saved: Mapping[str, Any]) -> bool:
-    if name.startswith(_OPTIONAL):
-        return True
-    return name.startswith("optimizer.state.") and not _begin(saved, name.rpartition(".")[0])
 
 
 def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:

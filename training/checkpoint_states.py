@@ -73,8 +73,12 @@ class OptimizerState:
         for name, group, own in self._walk():
             for target, prefix in ((own, "state"), (group, "param_groups")):
                 for key in target.keys() - self._NOT_STATE:
-                    if (full := f"{prefix}.{name}.{key}") in state:
-                        _assign(target, key, state[full])
+                    if (full := f"{prefix}.{name}.{key}") not in state:
+                        continue
+                    if not isinstance(target[key], torch.Tensor):
+                        target[key] = state[full]
+                    elif target[key] is not state[full]:  # it keeps its identity: it may be live in a compiled step
+                        target[key].copy_(state[full])
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """For every parameter that is optimized: its name, its group, its state."""
@@ -89,11 +93,3 @@ class OptimizerState:
 def plain_name(name: str) -> str:
     """The name without what torch.compile and activation checkpointing wrap around modules, as DCP has it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def _assign(target: dict[str, Any], key: str, value: Any) -> None:
-    """Tensors keep their identity (they may be live in a compiled step), everything else is replaced."""
-    if not isinstance(target[key], torch.Tensor):
-        target[key] = value
-    elif target[key] is not value:
-        target[key].copy_(value)

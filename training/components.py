@@ -71,8 +71,10 @@ class Components:
             if config.training.deterministic:
                 make_deterministic()
             self.build_data()
-            self.build_model()
+            lines = self.build_model()
             self.build_manager()
+            for line in lines:
+                log.info("%s", line)
             self.resume()
 
     def build_data(self) -> None:
@@ -97,28 +99,34 @@ class Components:
         if config.validation.enable:
             self.held_out = self.cleanup.enter_context(closing(open_loader("validation")))
 
-    def build_model(self) -> None:
-        """The model as this rank has it, and its optimizer."""
-        config, training, device_type = self.config, self.config.training, self.device.type
+    def build_model(self) -> list[str]:
+        """The model as this rank has it, and its optimizer. Returns lines for the log."""
+        config, training, world, device_type = self.config, self.config.training, self.world, self.device.type
         architecture = importlib.import_module(f"models.{config.model.name}")
         with torch.device("meta"):
             model = architecture.build(config.model, vocab_size=self.vocab_size, max_seq_len=training.seq_len)
         self.flops_per_token = model.flops_per_token(training.seq_len)
-        self.weight_count = sum(p.numel() for p in model.parameters())
-        self.precision = choose_precision(
-            training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, self.world.device
+        precision = choose_precision(
+            training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, world.device
         )
+        weights, tokens = sum(p.numel() for p in model.parameters()), self.slot_size * training.seq_len
         self.model = parallelize(
             model,
             build_mesh(self.degrees, device_type),
             cross_entropy_sum,
-            config.layout(self.precision, vocab_size=self.vocab_size, device_type=device_type),
+            config.layout(precision, vocab_size=self.vocab_size, device_type=device_type),
             local_batch_size=training.local_batch_size,
             seq_len=training.seq_len,
             device=self.device,
             seed=training.seed,
         )
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+        return [
+            f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
+            f"devices   {world.world_size} rank{'s' * (world.world_size > 1)}, {world.device.name}",
+            *([f"layout    {self.degrees}"] if world.world_size > 1 else []),
+            f"numbers   {precision}",
+        ]
 
     def build_manager(self) -> None:
         """The manager that decides whether a step holds."""
@@ -143,12 +151,6 @@ class Components:
         self.manager = self.cleanup.enter_context(closing(manager))
         self.manager.attach(self.model.parts)
         self.signals.when_asked_to_stop(self.manager.want_to_leave)
-        name, ranks, tokens = config.model.name, world.world_size, self.slot_size * config.training.seq_len
-        self.log.info("model     %s, %s parameters, %d tokens a step", name, f"{self.weight_count:,}", tokens)
-        self.log.info("devices   %d rank%s, %s", ranks, "s" * (ranks > 1), world.device.name)
-        if ranks > 1:
-            self.log.info("layout    %s", self.degrees)
-        self.log.info("numbers   %s", self.precision)
 
     def resume(self) -> None:
         """Metrics and checkpoints, and the step that is gone on from."""

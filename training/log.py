@@ -38,7 +38,7 @@ class Log:
         self._stream = sys.stdout if stream is None else stream
         self._lock = threading.Lock()
         self._missing = ""  # why the last line could not be written
-        self.is_terminal = _is_terminal(self._stream)
+        self.is_terminal = bool(getattr(self._stream, "isatty", lambda: False)())
         self.colour = colour and self.is_terminal
 
     def info(self, message: str, *args: object) -> None:
@@ -124,7 +124,3 @@ class _Adopted(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say = self._log.info if record.levelno < logging.WARNING else self._log.warning
         say("%s", record.getMessage())
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return bool(getattr(stream, "isatty", lambda: False)())

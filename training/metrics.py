@@ -113,11 +113,16 @@ class Meter:
 
         `groups`: of a job of replica groups, such as quorum_size; charted on logging steps and wherever they change.
         """
-        lap = self._lap()
+        before, self._spent = self._spent, self._clocks()
+        total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
+        step_s = total_s - long_s
         self._resumed = self._resumed or (step - steps, self.tokens)
         self._commits, self._loss = self._commits + 1, loss
         self.tokens += tokens
-        self._interval = self._interval.plus(lap, tokens, steps)
+        interval = self._interval
+        self._interval = _Interval(
+            interval.steps + steps, interval.tokens + tokens, interval.step_s + step_s, interval.data_s + data_s
+        )
         first = self._first_step is None
         if self._first_step is None:
             self._first_step, self._after_first_s = step, self._progress.total()
@@ -131,11 +136,11 @@ class Meter:
             grad_norm=grad_norm,
             lr=lr,
             tokens=self.tokens,
-            tokens_per_s=_per(tokens, lap.step_s),
+            tokens_per_s=_per(tokens, step_s),
             memory_gib=self._memory.gib,
-            step_s=lap.step_s,
-            data_s=lap.data_s,
-            checkpoint_s=lap.checkpoint_s,
+            step_s=step_s,
+            data_s=data_s,
+            checkpoint_s=checkpoint_s,
             **(groups or {}),
         )
         events = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
@@ -230,12 +235,6 @@ class Meter:
     def _clocks(self) -> tuple[float, float, float, float]:
         spent = self._progress.spent
         return self._progress.total(), spent("data"), spent("checkpoint"), spent(*LONG_PHASES)
-
-    def _lap(self) -> _Lap:
-        """What passed since the last one."""
-        before, self._spent = self._spent, self._clocks()
-        total, data, checkpoint, long_phases = (now - then for now, then in zip(self._spent, before, strict=True))
-        return _Lap(step_s=total - long_phases, data_s=data, checkpoint_s=checkpoint)
 
     def _rates(self) -> dict[str, float]:
         """Means over the steps since the last logging step. Throughput is per device, as MFU's definition wants it."""
@@ -360,15 +359,6 @@ def known_peak_tflops(device_name: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Lap:
-    """Seconds of one step."""
-
-    step_s: float
-    data_s: float
-    checkpoint_s: float
-
-
-@dataclass(frozen=True)
 class _Interval:
     """Sums since the last logging step."""
 
@@ -376,9 +366,6 @@ class _Interval:
     tokens: int = 0
     step_s: float = 0.0
     data_s: float = 0.0
-
-    def plus(self, lap: _Lap, tokens: int, steps: int) -> _Interval:
-        return _Interval(self.steps + steps, self.tokens + tokens, self.step_s + lap.step_s, self.data_s + lap.data_s)
 
 
 def _per(amount: float, seconds: float) -> float:

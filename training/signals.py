@@ -46,7 +46,8 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _noted) for number in (*_STOPPING, signal.SIGUSR1)}
+        # These handlers do nothing: they keep the default action away, and make the interpreter write to the socket.
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*_STOPPING, signal.SIGUSR1)}
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._forget_in_child)
@@ -114,13 +115,10 @@ class Signals:
         signal.set_wakeup_fd(self._old_wakeup_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
+        # These handlers do nothing: they keep the default action away, and make the interpreter write to the socket.
         self._old_handlers = {}
 
     def _forget_in_child(self) -> None:
         """A forked child shares the socket: without this, a signal to the child would be taken for the parent's."""
         if self._old_handlers:
             self._restore()
-
-
-def _noted(number: int, frame: object) -> None:
-    """Does nothing: its being there keeps the default action away and makes the interpreter write to the socket."""

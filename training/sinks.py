@@ -60,7 +60,10 @@ class JournalSink(AppendedFile):
     """One JSON object per line, `step` first. NaN and inf become null."""
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        row = {"step": step, **{name: _or_null(value) for name, value in scalars.items()}}
+        row = {"step": step, **scalars}
+        for name, value in scalars.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = None
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def cut_after(self, step: int, *, is_locked: bool) -> None:
@@ -270,10 +273,6 @@ def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
         ahead.extend(islice(lines, 1))
         if all(before <= entry[2] for _, _, before in ahead):
             yield entry
-
-
-def _or_null(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _journal_step(line: bytes) -> float:

@@ -1,5 +1,6 @@
-"""Groups that save, and die, over storage that fails: the loop of train.py, Saver, Checkpointer, Dues, Claim, Relay, Scribe and sinks as
-they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its weights tell its history.
+"""Groups that save, and die, over storage that fails: the loop of train.py, Saver, Checkpointer, WriterLease, LeaderMetricsWriter, Scribe
+and sinks as they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its weights tell its
+history.
 
 In place of ft/manager.py stands Manager: whoever is first of those that hold the state writes; a death moves the role; who comes back heals
 from the others, or, where nobody holds anything, all go on from the newest checkpoint.
