@@ -34,7 +34,7 @@ def lead(side: str) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "NUM_REPLICA_GROUPS": str(PROCESSES), "CUDA_VISIBLE_DEVICES": ""}
         env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         if side == "ft":
-            from ft.rpc.lighthouse_server import LighthouseServer
+            from ft.compat.lighthouse_server import LighthouseServer
 
             lighthouse = LighthouseServer("127.0.0.1:0", PROCESSES)
             cleanup.callback(lighthouse.shutdown)

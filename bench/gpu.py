@@ -261,7 +261,7 @@ def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit
     if kind == "none":
         return _train(options, size, "steady", limit_s, steps=steps, program=program)
     try:
-        from ft.rpc.lighthouse_server import LighthouseServer
+        from ft.compat.lighthouse_server import LighthouseServer
     except ImportError as error:
         raise Failed(str(error)) from None
     lighthouse = LighthouseServer("127.0.0.1:0", 1)

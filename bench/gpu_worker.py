@@ -175,7 +175,7 @@ class Heard:
 
 def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) -> Event:
     """`victim`: "child" or "group", of the second member; it dies in the middle of a sum."""
-    from ft.rpc.lighthouse_server import LighthouseServer
+    from ft.compat.lighthouse_server import LighthouseServer
 
     with ExitStack() as stack:
         lighthouse = LighthouseServer("127.0.0.1:0", 1)

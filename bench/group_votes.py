@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.pairs import table
+from ft.compat.lighthouse_server import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access
@@ -30,7 +31,6 @@ from ft.rpc.generated import pharos_pb2
 from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import Settings
 from ft.rpc.lighthouse_link import channel
-from ft.rpc.lighthouse_server import LighthouseServer
 
 STEP_BOUND_MS, REPORTS_BOUND = 1.0, 0.01  # of a core
 SELDOM_S = 30.0  # ft/telemetry.py

@@ -177,7 +177,7 @@ class Job:
 
 
 def prove(kills: int, seed: int) -> int:
-    from ft.rpc.lighthouse_server import LighthouseServer
+    from ft.compat.lighthouse_server import LighthouseServer
 
     dice, lighthouse = random.Random(seed), LighthouseServer("127.0.0.1:0", 1)
     job = Job(lighthouse.address())

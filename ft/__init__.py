@@ -16,7 +16,7 @@ _HOMES = {
     "DistributedSampler": "ft.compat.sampler",
     "ErrorSwallowingProcessGroup": "ft.compat.process_groups",
     "LighthouseClient": "ft.compat.lighthouse_client",
-    "LighthouseServer": "ft.rpc.lighthouse_server",
+    "LighthouseServer": "ft.compat.lighthouse_server",
     "LocalSGD": "ft.compat.local_sgd",
     "Manager": "ft.compat.manager",
     "Optimizer": "ft.compat.optim",

@@ -101,7 +101,7 @@ def member(argv: list[str], at: int, out: Path) -> int:
 
 def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[Call]:
     """Calls of that step, in order. Raises RuntimeError where a group fails."""
-    from ft.rpc.lighthouse_server import LighthouseServer
+    from ft.compat.lighthouse_server import LighthouseServer
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "calls.json")

@@ -1,23 +1,21 @@
-"""A lighthouse that runs: where it listens, what it remembers, and one in a thread for tests and small jobs.
+"""A running lighthouse: the addresses that it listens on, and its state file. No torch here.
 
-`serve` runs one on this loop (lighthouse_main.py is its command line), LighthouseServer runs one in a thread. No torch here.
+`serve` runs one on this event loop: for lighthouse_main.py, its command line, and for ft/compat/lighthouse_server.py, in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import state_file
-from ft.rpc.access import Access, Endpoint, endpoints, try_to_listen
+from ft.rpc.access import Access, Endpoint, try_to_listen
 from ft.rpc.driver import Driver, Seen
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import listen
@@ -86,73 +84,6 @@ def _read_state(place: Place) -> m.Saved | None:
             raise
         log.warning("%s", error)
         return None
-
-
-class LighthouseServer:
-    """A lighthouse in a thread of this process, without a state file unless one is named: for tests, and for one machine. torchft's face.
-
-    Without a token and `insecure` it listens on loopback, whatever address `bind` names. Raises ValueError where it cannot listen.
-    """
-
-    def __init__(
-        self,
-        bind: str,
-        min_replicas: int,
-        join_timeout_ms: int = 100,
-        quorum_tick_ms: int = 100,
-        heartbeat_timeout_ms: int = 5000,
-        *,
-        token: str = "",
-        insecure: bool = False,
-        state: Path | None = None,
-        seen: Seen | None = None,
-    ) -> None:
-        access = Access(token, insecure)
-        asked = Endpoint.parse(bind, "bind")
-        safe = asked.loopback or token or insecure
-        at = [asked] if safe else endpoints(None, asked.port, access)
-        config = LighthouseConfig(
-            min_replicas=min_replicas,
-            join_timeout_s=join_timeout_ms / 1000,
-            tick_s=quorum_tick_ms / 1000,
-            times=m.Times(heartbeat_timeout_s=heartbeat_timeout_ms / 1000),
-        )
-        self._ready: asyncio.Future[int] | None = None
-        self._started = threading.Event()
-        self._error: BaseException | None = None
-        self._port = 0
-        self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(config, Place(at, access, state), seen)),
-            name="lighthouse",
-            daemon=True,
-        )
-        self._thread.start()
-        self._started.wait()
-        if self._error:
-            raise self._error
-
-    def address(self) -> str:
-        return f"http://{Endpoint(self._host, self._port)}"
-
-    def shutdown(self) -> None:
-        """Waiting calls fail, the port is free again. May be called twice."""
-        with suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=10)
-
-    async def _run(self, config: LighthouseConfig, place: Place, seen: Seen | None) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            async with serve(config, place, seen=seen) as (service, self._port):
-                self._started.set()
-                await until_stopped(service.driver, self._stop)
-        except BaseException as error:
-            if self._started.is_set():
-                raise  # nobody waits for it any more: the thread's last words
-            self._error = error
-        finally:
-            self._started.set()
 
 
 async def until_stopped(driver: Driver, stop: asyncio.Event) -> None:

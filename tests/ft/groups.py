@@ -21,13 +21,13 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ft.agreement import Agreement
+from ft.compat.lighthouse_server import LighthouseServer
 from ft.manager import Manager, Options
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.rpc.lighthouse_server import LighthouseServer
 from ft.seam import from_checkpoint
 from training.progress import Progress
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft.compat.lighthouse_server import LighthouseServer
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, Options
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.rpc.lighthouse_server import LighthouseServer
 from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint
 from ft.semi_sync import cut
 from ft.semi_sync_manager import SemiSyncManager

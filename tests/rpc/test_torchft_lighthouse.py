@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ft.compat.lighthouse import read, write
+from ft.compat.lighthouse_server import LighthouseServer
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import is_torchfts
-from ft.rpc.lighthouse_server import LighthouseServer
 from tests.ft.groups import Job, Rank
 from tests.rpc.peer import Peer
 
