@@ -288,7 +288,7 @@ class Checkpointer:
 
         if self._snapshot is None or self._background is None:
             self._snapshot = Snapshot(pinned=self._config.async_mode == "async_with_pinned_mem")
-            self._snapshot.prepare(self._live_states())
+            self._snapshot.take(self._live_states())  # its memory
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
             self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
         return self._snapshot, self._background

@@ -162,33 +162,32 @@ class Snapshot(DefaultSavePlanner):
         self._pinned = pinned
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def prepare(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes the buffers and touches their pages, which takes several times as long as the copies to come."""
-        for name, value in _tensors(states):
-            self._buffer(name, _local(value))
-
     @torch.no_grad()
     def take(self, states: Mapping[str, Mapping[str, Any]]) -> States:
-        """Copies now. Returns the states to give to `write` later, with this planner; until then take no other copy."""
-        elsewhere = False
-        for name, value in _tensors(states):
-            source = _local(value)
-            self._buffer(name, source).copy_(source, non_blocking=True)
-            elsewhere |= source.device.type != "cpu"
+        """Copies now, into buffers that the first call makes, which takes several times as long as the copy. Returns the states to give to
+        `write` later, with this planner; until then take no other copy."""
+        elsewhere, kept = False, {state: dict(values) for state, values in states.items()}
+        for state, values in kept.items():
+            for key, value in values.items():
+                if not isinstance(value, torch.Tensor):
+                    values[key] = copy.deepcopy(value)  # of a tensor only name, size and placement are asked for
+                    continue
+                name, source = f"{state}.{key}", (value.to_local() if isinstance(value, DTensor) else value).detach()
+                assert not hasattr(source, "__get_tensor_shard__"), (
+                    "a tensor in several pieces cannot be copied by name"
+                )
+                buffer = self._buffers.get(name)
+                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                    pinned = self._pinned and source.device.type != "cpu"
+                    buffer = self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+                buffer.copy_(source, non_blocking=True)
+                elsewhere |= source.device.type != "cpu"
         if elsewhere:
             torch.accelerator.synchronize()  # the optimizer changes the sources as soon as we return
-        return {state: {key: _kept(value) for key, value in values.items()} for state, values in states.items()}
+        return kept
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._buffers[index.fqn] if index.fqn in self._buffers else super().lookup_object(index)
-
-    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-            pinned = self._pinned and source.device.type != "cpu"
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned).zero_()
-            self._buffers[name] = buffer
-        return buffer
 
 
 class Streamed(DefaultSavePlanner):
@@ -357,25 +356,6 @@ def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:
     if exact and saved.properties.dtype != value.dtype:
         return f"{name} is {saved.properties.dtype} there and {value.dtype} here"
     return ""
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    assert not hasattr(local, "__get_tensor_shard__"), "a tensor in several local pieces cannot be copied by name"
-    return local.detach()
-
-
-def _tensors(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of which Snapshot has a buffer, under the names that DCP gives them. Deeper ones are cloned by `_kept`."""
-    for state, values in states.items():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{state}.{key}", value
-
-
-def _kept(value: Any) -> Any:
-    """The value as it is now: a tensor for its name and size, the rest copied."""
-    return value if isinstance(value, (torch.Tensor, int, float, str, bytes)) else copy.deepcopy(value)
 
 
 def _first_failure(failure: CheckpointException) -> str:

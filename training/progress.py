@@ -79,11 +79,6 @@ class Progress:
             self._account()
             self._stack = outer
 
-    def current(self) -> tuple[str, float]:
-        """The innermost open phase and the seconds since it was entered; ("", 0.0) outside of all."""
-        stack = self._stack
-        return (stack[-1][0], self._clock() - stack[-1][1]) if stack else ("", 0.0)
-
     def open_phases(self) -> tuple[tuple[str, float], ...]:
         """Name and seconds since entry of each open phase, outermost first."""
         stack, now = self._stack, self._clock()

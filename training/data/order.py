@@ -77,9 +77,6 @@ class Order:
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, self._arguments
 
-    def epoch_of(self, position: int) -> int:
-        return position // self.sequences_per_epoch
-
     def sequence(self, position: int) -> np.ndarray:
         """Tokens [seq_len + 1] int64 at `position` >= 0 of the endless order."""
         assert position >= 0, position
