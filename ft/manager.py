@@ -1,12 +1,12 @@
-"""A rank's manager: carries out what the protocol's machine (protocol/step.py) wants, and holds no rule of its own.
+"""The manager of a rank: carries out the effects of the protocol's machine (protocol/step.py), and has no rules of its own.
 
     trainer ---begin_step, reduce, commit---> Manager ---feeds---> Step ---effects---> Manager ---> Gradients     buckets, kept and summed
                                                  ^                                              ---> ProcessGroup  other groups' ranks
     group's server --notices, in a thread--------+                                              ---> Healer        offers and fetches state
                                                                                                 ---> GroupClient   quorum calls and votes
 
-The trainer's thread carries out everything, in order, inside the three calls; a notice from another thread only wakes it where it waits
-for peers. So forward, backward and optimizer never race with a rebuild or a heal.
+The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts its wait for
+peers. So forward, backward and optimizer never race with a rebuild or a heal.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from ft.seam import (
 )
 from ft.telemetry import ManagerTelemetry, Status
 
-HEALS = (Phase.AWAITING, Phase.CLOSING)  # where nothing but the end of a heal is waited for
-SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account's
+HEALS = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
+PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)
     m.AskQuorum: "quorum",
     m.Configure: "rebuild",
     m.AbandonGeneration: "rebuild",
@@ -65,10 +65,8 @@ SPENDS: dict[type[m.Effect], str] = {  # the time that it takes is this account'
     m.DropHeld: "heal",
 }
 STRANGERS_KEPT = 64
-PROBE = 0.6  # of heartbeat_timeout_s: so long without an answer is a cut link, beside the moment until it is looked
-CLOSE_S = (
-    1.0  # for groups to end: it takes milliseconds, or gloo's own timeout (gloo.form_gloo), which goes with the process
-)
+PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for so long is cut; the rest is for the probe to begin
+CLOSE_S = 1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), for which nobody waits
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
@@ -76,37 +74,37 @@ Turn = m.Compute | m.LaunchTail | m.CommitStep  # of the trainer: to compute, to
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a manager does, beside what all ranks of its group agree on (membership.Wish)."""
+class Options(StepConfig):
+    """Settings of a manager and of its machine, beside those that all ranks of its group share (membership.ReplicaGroupConfig). A manager
+    sets group_rank, every_step, heal_grace_s and restores by itself."""
 
+    init_sync: bool = True
     slot_size: int = 1  # sequences of one group's batch
     inner_steps: int = (
-        1  # optimizer steps of a group between two commits (semi_sync_manager.py): as such steps are told
+        1  # optimizer steps of a group from one commit to the next (semi_sync_manager.py), as users count steps
     )
-    keep_gradients: bool = True
-    slots_per_step: int = 0  # each step's data is so many slots, whoever is there; 0: one for each group
-    deterministic_reduce: bool = False  # sums are the same bits, whoever computed which slot; needs slots_per_step
-    heal_backlog: int = 2
-    zeros_wait: bool = False  # zeros are launched by `reduce`, as gradients are, once the state has come
+    slots_per_step: int = 0  # slots of each step, however many groups there are; 0: one for each group
+    deterministic_reduce: bool = (
+        False  # sums have the same bits, whichever group computed which slot; needs slots_per_step
+    )
     heal_copy_bytes: int = 256 << 20
-    digest_interval: int = 0  # steps between two comparisons of weights; 0: never
-    leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
-    max_failures: int | None = None  # failed attempts in a row; None: any number
-    skip_unable: bool = False
-    init_sync: bool = True  # initial states differ: at step 0 all heal from one
-    long_phase_s: float = 0.0  # the first step, a checkpoint, a validation, a trace: nobody is lost before, though others wait; 0: not told
-    quorum_s: float | None = None  # a call for a quorum fails after; None: it waits for as long as it takes
+    long_phase_s: float = (
+        0.0  # limit of a first step, checkpoint, validation or trace: no stall before it; 0: none is reported
+    )
+    quorum_s: float | None = None  # limit of a call for a quorum; None: none
     dies_with_group: bool = (
-        True  # the group's server may kill this process; False where several groups live in one, as in tests
+        True  # the group's server may kill this process; False where a process has several groups, as in tests
     )
 
 
 class Manager:
-    """`group`: the process group to other groups' ranks; configured and closed here. `store`: this group's own, where it has several ranks.
-    `restore`: loads the newest valid checkpoint, and with it this manager's state (load_state_dict), or does nothing if there is none.
-    `agreement`: of the ranks of this group, if there are several; without it each of them votes on each step at the group's server.
-    `phase_timer`, `on_event`: are told where the time goes, and what happened (phase_timer.py).
-    `seen`: gets every event of the machine with what came of it.
+    """The Seam (seam.py) of a rank whose job has several replica groups.
+
+    `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, where
+    it has several ranks. `restore`: loads the newest valid checkpoint and with it this manager's state (load_state_dict), or does nothing
+    where there is none. `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the
+    group's server. `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine
+    with its effects.
 
     Raises RuntimeError where the group's server does not start.
     """
@@ -127,13 +125,8 @@ class Manager:
         on_event: Events = ignore_event,
         seen: Seen | None = None,
     ) -> None:
-        self._group, self._config, self._options, self._shape, self._restore = (
-            group,
-            config,
-            options,
-            tuple(shape),
-            restore,
-        )
+        self._group, self._config, self._options = group, config, options
+        self._shape, self._restore = tuple(shape), restore
         self._telemetry = ManagerTelemetry(
             config.group_rank,
             lambda: self._step * options.inner_steps,
@@ -162,29 +155,29 @@ class Manager:
             hear=lambda event: self._effects.hear(event),
             unlike=self._meet_unlike_state,
         )
-        self._closed, self._gone = threading.Event(), threading.Event()  # this manager is; its group's server is
+        self._closed, self._gone = threading.Event(), threading.Event()  # this manager; its group's server
         self._client = GroupClient(self._membership.address, config.group_rank, config.access)
         self._word = ServersWord(config.group_rank)
         self._calls = GroupCalls(self._client, config, self._gone, self._word, agreement)
-        self._step, self._commit_id = 0, ""  # as the trainer has seen it: the machine may be ahead by held steps
+        self._step, self._commit_id = 0, ""  # of the trainer's state: the machine may be ahead by held steps
         self._part: m.Part | None = None
         self._launched = 0  # reductions in the newest quorum
-        self._was_in = False  # a generation that stood
-        self._has_committed = False  # a step with others
-        self._strangers: dict[str, None] = {}  # members of another shape than this group's
-        self._stopped_quorum = 0  # the newest whose waits were ended
-        self._attempt: Attempt | None = None  # has its buffers, and some of them may be under way
+        self._has_formed = False  # a generation, at least once
+        self._has_committed = False  # a step, at least once
+        self._strangers: dict[str, None] = {}  # members whose shape is not this group's
+        self._stopped_quorum = 0  # the newest whose collectives were interrupted
+        self._attempt: Attempt | None = None  # the one that has buffers, some of which may be under way
         self._weights: list[Tensor] = []
-        self._turn: Turn | None = None  # the trainer's
+        self._turn: Turn | None = None  # an effect that the trainer itself carries out
         self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # this and the next one may be changed between two steps
         self.shrink_only = False  # True: no group is to join in the next quorum
-        self._until: int | None = None  # the step after which this group has told the machine that it leaves
+        self._until: int | None = None  # the last step, as the machine knows it
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
-        self.settled = 0  # up to this step there is one history
-        self._saved: bool | None = None  # the last step of the run is; None: it is not over
-        self.left = False  # the others know that this group goes, and the step is committed: close
+        self.settled = 0  # the newest step of which no other version can exist
+        self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
+        self.left = False  # the others know that this group leaves, and the step is committed: close
         self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
@@ -204,23 +197,16 @@ class Manager:
             m.GiveUp: self._give_up,
             m.Stop: self._stop,
         }
-        step_config = StepConfig(
+        step_config = replace(
+            options,
             group_rank=config.group_rank,
-            keep_gradients=options.keep_gradients,
             every_step=config.every_step,
-            heal_backlog=options.heal_backlog,
             heal_grace_s=config.times.heal_grace_s,
-            zeros_wait=options.zeros_wait,
-            digest_interval=options.digest_interval,
-            leave_if_odd=options.leave_if_odd,
-            max_failures=options.max_failures,
             restores=restore is not None,
-            skip_unable=options.skip_unable,
-            init_sync=options.init_sync,
         )
         self._machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
         self._effects = EffectQueue(self._machine, self._interrupt, seen)
-        self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine takes it by itself
+        self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine loads it by itself
         self._prober.start(lambda: group.waits_since_s, self._cut)
         pid = None if options.dies_with_group else 0
         self._client.watch(self._hear, self._ended, pid=pid, on_waits=self._word.hear)
@@ -249,7 +235,7 @@ class Manager:
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        """The first of those that held the state when the quorum was formed, as long as it does."""
+        """Epoch and quorum id, if this group is the writer: the first that held the state when the quorum was formed, and still does."""
         part = self._part
         if part is None or part.participants[:1] != (part.replica_id,) or self._machine.void:
             return None
@@ -274,8 +260,7 @@ class Manager:
             self._weights += part.parameters()
 
     def last_pass(self, slot: int | None = None) -> AbstractContextManager[None]:
-        """Around the last backward of a slot: gradients go out as they get ready. Without it, all of them in `reduce`. None: there is but
-        one slot."""
+        """Around the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
         if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
@@ -284,11 +269,11 @@ class Manager:
 
     @property
     def _places(self) -> dict[int, int]:
-        """Of each slot of the step, which one of them it is."""
+        """Index of each slot of the step, in the order of the slots."""
         return {slot: place for place, slot in enumerate(self._machine.ledger.pending)}
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
-        """`slots` is empty where there is nothing to compute: the sums of others are to be applied all the same."""
+        """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
         if self._assignment is None:
             if until is not None and until != self._until:
                 self._effects.feed(m.Leaving(until))
@@ -307,13 +292,13 @@ class Manager:
             else:
                 self._assignment = DataAssignment(turn.step - 1 if isinstance(turn, m.CommitStep) else turn.step, ())
             if until is not None and self._assignment.step >= until:
-                self.left = True  # nothing is left to train, nor for the others, who go on from the same state
+                self.left = True  # nothing is left to train for any group
         return self._assignment
 
     def reduce(
         self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
-        """Returns when all sums are there, in whatever generation: a death on the way costs time, and no step. `kept`: another attempt
+        """Returns when all sums have arrived, in whichever generation: a death meanwhile costs time, and no step. `kept`: another attempt
         would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
         turn = self._turn
         if isinstance(turn, m.Compute | m.LaunchTail):
@@ -323,10 +308,9 @@ class Manager:
                 self._effects.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, failure))
             if isinstance(turn, m.Compute):
                 if self._part.heals and self.healer.all_is_sent:
-                    # their own word would come a step later: what they launch in this one, they launched before they had the state
-                    self._effects.feed(
-                        m.ChangeAnnounced(self._part.quorum_id, "who heals from this group has been sent all")
-                    )
+                    # Their own announcement comes a step later: they launched this one's zeros before they had the state.
+                    why = "the groups that heal from this one have received the state"
+                    self._effects.feed(m.ChangeAnnounced(self._part.quorum_id, why))
                 self._effects.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
             elif not failure:
                 self._zeros_sent = (turn.quorum_id, turn.step)
@@ -334,7 +318,7 @@ class Manager:
             turn = self._pump(before_vote=True)
         if turn is None:
             tail = self._machine.tail
-            assert tail is not None, "all sums are there"
+            assert tail is not None, "all sums have arrived"
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(turn, m.CommitStep):
             return StepTotals((turn.divisor,), turn.mean_loss * turn.divisor, True)
@@ -372,7 +356,7 @@ class Manager:
         self._client.want_to_leave()
 
     def leave(self) -> None:
-        """The next step tells the others; `left` says when it has. To be called by all ranks of the group at the same step's boundary."""
+        """Announces with the next step that this group leaves; `left` is True afterwards. To be called by all its ranks at the same step."""
         self._effects.feed(m.Leaving())
 
     @property
@@ -384,7 +368,7 @@ class Manager:
         return self._machine.finished
 
     def regroup(self, until: int) -> None:
-        """Forms a generation anew after the last step. A step that was dealt beyond it is not computed: it goes with the old one."""
+        """Forms a new generation after the last step. A step that was begun beyond it is not computed, and is dropped with the old one."""
         assignment = self._assignment
         if assignment is None:
             self.begin_step(until=until)
@@ -396,14 +380,14 @@ class Manager:
         self._saved = saved
 
     def tell(self, lane: str, words: str) -> None:
-        """On the live page. From any thread; it may get lost."""
+        """Shows a line on the live page. From any thread; it may get lost."""
         self._client.happened(lane, max(0, self._step), words)
 
     def close(self) -> None:
         if self._closed.is_set():
             return
         self._closed.set()
-        with suppress(TimeoutError, RuntimeError):  # its server may be gone
+        with suppress(TimeoutError, RuntimeError):  # the server may be gone
             clean = self.left and self._saved is not False
             why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"
             self._client.leave(clean=clean, reason=why, finished=self._saved is True)
@@ -412,7 +396,7 @@ class Manager:
         self.healer.close()
         with suppress(MustExit):
             self._group.shutdown(CLOSE_S)
-        self.gradients.close()  # whose hooks on parameters that live on would keep it, and its scratch
+        self.gradients.close()  # its hooks on parameters that live on would keep it and its buffers
         self._membership.close()
 
     # ------------------------------------------------------------------------------------------------ carrying out
@@ -428,7 +412,7 @@ class Manager:
             with telemetry.spends("heal") if machine.phase in HEALS else nullcontext():
                 effect = self._effects.take()
             kind = type(effect)
-            with telemetry.spends(SPENDS[kind]) if kind in SPENDS else nullcontext():
+            with telemetry.spends(PHASE_OF[kind]) if kind in PHASE_OF else nullcontext():
                 self._carry[kind](effect)
         return self._turn
 
@@ -472,7 +456,7 @@ class Manager:
             self._effects.feed(event)
 
     def _configure(self, effect: m.Configure) -> None:
-        """The fetch begins last: its start takes milliseconds of this process, and the others wait for the group, not for the state."""
+        """The fetch begins last: its start takes milliseconds, and the others wait for the process group, not for the state."""
         part = self._part = effect.part
         self.replica_id = part.replica_id
         self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
@@ -503,28 +487,28 @@ class Manager:
             if error.strangers:
                 self._meet_strangers(part, {part.members[rank] for rank in error.strangers}, str(error))
                 return m.Configured(part.quorum_id, ok=False, reason=str(error))
-            # Without a word of the others this one has to find out by itself with whom it cannot work, unless it knows by now.
+            # Unless it is known by now which members cannot be reached, this rank has to find out by itself.
             known = not set(part.members).isdisjoint(self._prober.unreachable)
             self._prober.look(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
             return m.Configured(part.quorum_id, ok=False, reason=str(error))
-        self._was_in = True
+        self._has_formed = True
         return m.Configured(part.quorum_id, ok=True)
 
     def _meet_strangers(self, part: m.Part, strangers: set[str], why: str) -> None:
-        """Whatever the lighthouse knows of shapes, the others' ranks and strangers' are not to meet again: both sides say so for as long as
-        they live. Raises BadInput for a newcomer; a former member waits until those who are like it are back."""
+        """Members of different shapes must not meet again, whatever the lighthouse knows of shapes: both sides report it while they live.
+        Raises BadInput for a newcomer; a former member waits until groups of its own shape are back."""
         others = set(part.members) - strangers if part.replica_id in strangers else strangers
         self._strangers = dict.fromkeys([*self._strangers, *sorted(others)][-STRANGERS_KEPT:])
         if part.replica_id not in strangers:
             log.warning("%s: they are left out (%s)", why, ", ".join(sorted(strangers)))
-        elif self._was_in:
+        elif self._has_formed:
             log.error("%s: this is rank %d, which waits until the others are like it", why, part.replica_rank)
         else:
             raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {part.replica_rank}")
 
     def _meet_unlike_state(self, why: str) -> None:
-        """All that hold the state have one of another layout than this rank's: no matter of time. As `_meet_strangers`; a member is one
-        that has committed a step, for a newcomer forms a generation before it heals. In the fetch's thread."""
+        """The state of all holders has another layout than this rank's, for good. As `_meet_strangers`; here a member is a rank that has
+        committed a step, since a newcomer forms a generation before it heals. In the fetch's thread."""
         if self._has_committed:
             log.error("%s: this group waits until the others' state is like its own", why)
         else:
@@ -534,25 +518,24 @@ class Manager:
 
     @property
     def _alike(self) -> m.Shape:
-        """The shape that all groups must have alike."""
+        """The shape that must be equal in all groups."""
         return (*self._shape, *self.gradients.shape)
 
     @property
     def _blame(self) -> tuple[str, ...]:
-        """With whom this rank cannot work now."""
+        """Members that this rank cannot work with now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._strangers]))
 
     def _interrupt(self, effect: m.InterruptCollectives) -> None:
-        """From any thread: whoever waits on that generation is woken, however late this comes. What is complete stays so."""
+        """Wakes waits on that generation, however late the notice comes. What is complete stays complete. From any thread."""
         self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
         self._group.interrupt(effect.reason, effect.quorum_id)
 
     def _cut(self, members: tuple[str, ...]) -> None:
-        """No connection to them comes about, and this rank waits for them: nothing that waits on that generation will end by itself. In the
-        prober's thread."""
+        """Interrupts a generation with members that cannot be connected: no wait on it would end by itself. In the prober's thread."""
         part = self._part
         if part is not None and set(members) <= set(part.members):
-            why = f"no connection to {' and '.join(members)} comes about"
+            why = f"{' and '.join(members)} cannot be connected"
             log.warning("%s", why)
             self._group.interrupt(why, part.quorum_id)
 
@@ -566,7 +549,7 @@ class Manager:
 
     def _open(self, attempt: Attempt, *, contributes: bool = True) -> None:
         assert self._part is not None
-        if self._attempt != attempt:  # one before it on this generation was complete, and of no use
+        if self._attempt != attempt:  # an earlier one on this generation was complete, and did not hold
             count = len(self._part.participants)
             self.gradients.open(self._group, count, contributes=contributes, step=attempt[2])
             self._attempt = attempt
@@ -598,9 +581,7 @@ class Manager:
         self._launched += 1
         try:
             self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
-        except (
-            RuntimeError
-        ) as error:  # the caller's to mend, and who goes on all the same gets it again: nothing was launched
+        except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
             self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
             self._assignment = None
             raise
@@ -613,12 +594,12 @@ class Manager:
             self._effects.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
-        """The tail, with what this rank's weights are, where others are to compare it."""
+        """The tail, with the digest of this rank's weights where groups compare them."""
         if not (at := effect.digest_at):
             return effect.tail
-        figures = in_tail(digest(self._weights), copied=effect.copied)
+        values = in_tail(digest(self._weights), copied=effect.copied)
         self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
-        return (*effect.tail[:at], *figures, *effect.tail[at + len(figures) :])
+        return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
 
     def _drop_gradients(self, effect: m.DropGradients) -> None:
         self.gradients.drop()
@@ -629,7 +610,8 @@ class Manager:
         self._telemetry.difference(effect, self._part.members)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
-        """Waits for the group's word; not where other ranks may need this one first (Step.waits_aside), nor before what is to be done."""
+        """Waits for the group's outcome; in another thread where other ranks may need this one first (Step.votes_in_background), or where
+        another effect is due."""
         vote = effect.vote
         aside, busy = self._machine.votes_in_background(vote), self._effects.next() is not None
         outcome = None
@@ -656,7 +638,7 @@ class Manager:
         self._attempt = None
 
     def _fence(self, effect: m.Fence) -> None:
-        """Takes as long as readers may, and a copy: no sign that this group hangs, though all others wait for it."""
+        """Takes as long as readers may and a copy takes: that is reported, for all others wait for this group, which does not hang."""
         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
             self.healer.fence()
 
@@ -690,13 +672,13 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ beside the step
 
     def _hear(self, event: m.Event) -> None:
-        """In the stream's thread. A generation that is over takes its offer along: else a commit waits for readers that are dead."""
+        """Ends the offer of a generation that is over, lest a commit waits for readers that are dead. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.Abandoned):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._effects.hear(event)
 
     def _ended(self, why: str) -> None:
-        """The server is gone, or has ended the group: nobody may wait for anything any more. In the stream's thread."""
+        """The server is gone, or has ended the group: every wait ends. In the stream's thread."""
         if not self._closed.is_set():
             log.error("this rank ends: %s", why)
             if self._part is not None:
@@ -706,11 +688,11 @@ class Manager:
             self._gone.set()
 
     def _news(self, status: Status) -> object:
-        """Figures that a rank which reports seldom sends at once: heal progress, the reduction it waits in, unreachable members."""
+        """Values that are sent at once when they change: heal progress, the reduction that is waited for, unreachable members."""
         return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
-    def _report(self, figures: dict[str, float], status: Status) -> None:
-        """Where this rank is. The lighthouse tells by it who keeps the others waiting."""
+    def _report(self, metrics: dict[str, float], status: Status) -> None:
+        """Sends where this rank is; the lighthouse finds stragglers by it."""
         machine = self._machine
         report = m.Report(
             replica_id=self.replica_id,
@@ -731,5 +713,5 @@ class Manager:
             healed_bytes=self.healer.received_bytes,
             heal_done_bytes=done_bytes,
             heal_total_bytes=total_bytes,
-            **figures,
+            **metrics,
         )

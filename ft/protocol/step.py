@@ -45,20 +45,20 @@ from ft.protocol.step_control import StepControl, next_commit_id
 
 @dataclass(frozen=True)
 class StepConfig:
+    """Settings of the machine of a rank's step."""
+
     group_rank: int = 0
-    keep_gradients: bool = True
-    every_step: bool = False  # a quorum before each step, as the peer does
+    keep_gradients: bool = True  # a failed attempt is repeated with them
+    every_step: bool = False  # a quorum before each step, as torchft does
     heal_backlog: int = 2  # steps that may be held while the state arrives
     heal_grace_s: float = 30.0
-    zeros_wait: bool = (
-        False  # the driver launches no zeros before the state has come: so the word on it finds all ranks at one place
-    )
-    max_failures: int | None = None  # failed attempts in a row, then stop; None: never
-    skip_unable: bool = False  # a slot that was unable too often is skipped instead of ending the job
-    init_sync: bool = False  # initial states differ between groups
-    digest_interval: int = 0  # steps between two comparisons of weights; 0: never
-    leave_if_odd: bool = False  # whose weights are not the others' ends; else it heals
-    restores: bool = False  # it begins with nothing in hand: others have a state, or all are told to load a checkpoint
+    zeros_wait: bool = False  # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
+    max_failures: int | None = None  # failed attempts in a row that are allowed; None: any number
+    skip_unable: bool = False  # a slot that was unable too often is skipped, and does not end the job
+    init_sync: bool = False  # initial states differ between groups: at step 0 all heal from one
+    digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
+    leave_if_divergent: bool = False  # a group whose weights differ from the others' leaves, and does not heal
+    restores: bool = False  # it starts without a state: it heals, or is told to load a checkpoint as all others are
     writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
 
@@ -399,7 +399,7 @@ class Step:
     def _distrust(self) -> None:
         """This group's weights are not those of the others: what it holds is no state to go on from."""
         self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
-        if self.config.leave_if_odd:
+        if self.config.leave_if_divergent:
             self._stop(f"{self.reason}; fault_tolerance.on_corruption says that it is to leave")
         self.void = True
 

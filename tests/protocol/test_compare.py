@@ -76,7 +76,7 @@ def test_a_rank_whose_own_shard_is_right_heals_with_its_group():
 
 
 def test_the_odd_one_may_be_told_to_leave():
-    rank = trio(leave_if_odd=True)
+    rank = trio(leave_if_divergent=True)
     assert names(compared(OTHER, OWN, OWN, rank=rank)) == ["Settled", "CommitStep", "Stop"]
 
 
