@@ -356,7 +356,7 @@ class Manager:
         self._client.want_to_leave()
 
     def leave(self) -> None:
-        """Announces with the next step that this group leaves; `left` is True afterwards. To be called by all its ranks at the same step."""
+        """Announces with the next step that this group leaves; then `left` is True. To be called by all its ranks at the same step."""
         self._effects.feed(m.Leaving())
 
     @property

@@ -1,4 +1,4 @@
-"""One rank's step, from begin to commit: what to do next after each thing that happened.
+"""The machine of a rank's step, from begin to commit: after each event, what to do next.
 
     BOUNDARY --Begin--> (quorum due?) ASKING --Part--> CONFIGURING --Configured--> AGREEING --yes--> COMPUTING
         ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
@@ -7,23 +7,23 @@
                            VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
-What this group gives to a step is in contribution.py. A healing group passes the same phases with zeros; its commits are held (heal.py)
-until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group take the same way, for each fork hangs on
-an answer of the group (a Part, an Outcome) or on the tail: a notice alone never decides what comes next. It ends a wait; the forward and
-backward are finished, and the vote is no.
+contribution.py has this group's contribution to a step. A healing group passes through the same phases with zeros; its commits are held
+(heal.py) until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group pass through the same phases,
+since each branch depends on an answer of the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the
+forward and backward are finished, and the vote is no.
 
-Where the rules leave a choice:
-- A deal is made when its quorum is answered, or at the commit before, unless that commit's tail announced a change. So those who hold a
+Choices that the rules leave open:
+- A deal is made when its quorum is answered, or at the commit before, unless that commit's tail announced a change. So the holders of a
   state hold the same deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
-- commit_id is made of the tokens per slot alone: whole numbers, exact in fp32. The loss's last bits depend on where it lies in the
+- commit_id depends on the tokens per slot alone: whole numbers, exact in fp32. The last bits of the loss depend on its place in the
   bucket, which differs between the ranks of a group.
-- Weights are compared in the step before every digest_interval-th, so that what is saved there was compared just before. Of each group one
-  rank sees the difference; it says so as the `blame` of a commit vote that is yes, and its group's outcome tells all ranks. The step
-  holds: those before it were summed with the same wrong weights. A group that has healed is no witness before it has been compared; of
-  step 0 there is but one state, whoever gives it, and that is right.
+- Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
+  One rank of each group sees the difference; it reports it as the `blame` of a commit vote that is yes, and its group's outcome tells all
+  ranks. The step holds: the steps before it were summed with the same wrong weights. A group that has healed is no witness before it has
+  been compared. Of step 0 there is one state only, which is right by definition.
 - A group that wants to leave while all others heal from it stays until one of them has been dealt slots, or they are gone.
-- A group that is dealt nothing, for it has just healed, gives zeros and announces a change, to be dealt next time. One that stands by as a
-  spare gives zeros, and announces nothing: it is dealt slots when a quorum without some of the others makes room.
+- A group without slots because it has just healed gives zeros and announces a change, to be dealt slots in the next step. A spare gives
+  zeros and announces nothing: it is dealt slots when a quorum without some of the others makes room.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class StepConfig:
     every_step: bool = False  # a quorum before each step, as torchft does
     heal_backlog: int = 2  # steps that may be held while the state arrives
     heal_grace_s: float = 30.0
-    zeros_wait: bool = False  # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
+    zeros_wait: bool = (
+        False  # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
+    )
     max_failures: int | None = None  # failed attempts in a row that are allowed; None: any number
     skip_unable: bool = False  # a slot that was unable too often is skipped, and does not end the job
     init_sync: bool = False  # initial states differ between groups: at step 0 all heal from one
@@ -76,11 +78,11 @@ class Phase(Enum):
 
 
 class Step:
-    """In: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving notices Tick.
-    Out: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
+    """Events: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving Tick, notices.
+    Effects: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
     DropHeld LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
 
-    What does not fit the phase (late, twice, of another generation) changes nothing."""
+    An event that does not fit the phase (late, repeated, of another generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
@@ -90,31 +92,33 @@ class Step:
         self.void = config.restores  # holds no state: neither source nor contributor
         self.part: Part | None = None
         self._due = True  # the next step begins with a quorum
-        self._failed = False  # the generation did
-        self.finished = False  # somebody has saved the last step, and left
-        self._doomed = ""  # a notice said that it will
-        self._wants_change = ""  # to be announced in the next tail
-        self._early: list[m.Notice] = []  # came while asking, on another stream than the answer that they may belong to
+        self._failed = False  # the generation failed
+        self.finished = False  # a group has saved the last step, and left
+        self._doomed = ""  # the reason, where a notice said that the generation will fail
+        self._wants_change = ""  # the reason, to be announced in the next tail
+        self._early: list[
+            m.Notice
+        ] = []  # received while asking; the answer that they may belong to comes on another stream
         self._leaving = self._told_leaving = False
-        self._last: int | None = None  # the step with whose commit this group goes
+        self._last: int | None = None  # the step at whose commit this group leaves
         self._restored: int | None = None
         self._questions = 0
-        self._place = 0  # the step that the group's collectives are at: `step`, or further when sums are held
+        self._place = 0  # the step of the group's collectives: `step`, or a later one while sums are held
         self._attempt = 0
         self._agains = 0
         self._failures = 0
         self._width = 0  # slots in the tail of this step
-        self._slots: tuple[int, ...] = ()  # of the deal, this group's in this attempt
+        self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._digests = 0  # numbers in the tail of this step that are digests
-        self._share = LocalContribution()  # of this group
+        self._contribution = LocalContribution()
         self._healing = Healing(config.group_rank, config.heal_backlog)
         self._failure: m.ReduceFailed | None = None
         self._tail: StepControl | None = None
         self._offering = False
-        self._emptied = False  # the last step of the generation was none, and its deal was returned
-        self._apart = False  # this group heals, or has, and its ranks have not said yes to a step since
-        self._copied = False  # the state is another group's, and was not compared since
-        self._late = False  # healed in this generation: a slot that the open deal has for it is nobody's until the next
+        self._emptied = False  # the last step of the generation had no contribution, and its deal was returned
+        self._apart = False  # this group heals or has healed, and its ranks have not committed a step since
+        self._copied = False  # the state came from another group, and was not compared since
+        self._late = False  # healed in this generation: nobody computes a slot that the open deal has for it
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
 
@@ -127,37 +131,37 @@ class Step:
         return m.Out(tuple(self._out), self.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """step, commit_id, commit_quorum_id, ledger: JSON. To be read at a step's boundary; part of what is healed and saved."""
+        """step, commit_id, commit_quorum_id, ledger: JSON, healed and saved with the model. To be read between two steps."""
         state = {"step": self.step, "commit_id": self.commit_id, "commit_quorum_id": self.commit_quorum_id}
         return {**state, "ledger": self.ledger.state_dict()}
 
     @property
     def tail(self) -> StepControl | None:
-        """What this attempt's sums say, once they are there."""
+        """The summed tail of this attempt, once the sums have arrived."""
         return self._tail
 
     @property
     def computed(self) -> bool:
-        """Forward and backward of this step are done."""
-        return self._share.computed is not None
+        """True when forward and backward of this step are done."""
+        return self._contribution.computed is not None
 
     @property
     def is_broken(self) -> bool:
-        """Somebody of the newest quorum is lost, or has called for another one."""
+        """True when a member of the newest quorum is lost, or has called for another one."""
         return bool(self._doomed)
 
     @property
     def healing(self) -> bool:
-        """The state is arriving, or has arrived and is not yet taken."""
+        """True while the state is arriving, and until it is loaded."""
         return self._healing.open is not None
 
     def votes_in_background(self, vote: Vote) -> bool:
-        """Whether the trainer must not wait for the group's word on this vote: while a heal is open it may have to vote on that, too."""
+        """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
         return vote.kind == "healed" or self.healing
 
     def is_for_all(self, vote: Vote) -> bool:
-        """True when every rank of the group votes on this, whatever it hears meanwhile: then they may agree in a collective of their own.
-        Of ranks that wait for a state one may give up, and ask for a quorum, while another has it and is in the next step."""
+        """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
+        for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
         return vote.kind == "commit" and not self.healing and not self._apart
 
     # ---- a step begins
@@ -166,7 +170,7 @@ class Step:
         self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> None:
-        """From the boundary into the next step, if there is one to be had."""
+        """Enters the next step from the boundary, unless a quorum or a state is waited for."""
         healing = self._healing
         if healing.open and healing.open.agreed and (self._due or healing.is_full):
             self._take_state()
@@ -221,18 +225,18 @@ class Step:
             _ALWAYS[type(notice)](self, notice, now_s)
 
     def _agree_on_deal(self, part: Part) -> None:
-        """The open deal is kept if all hold the same, but for what is dealt again of it; else all return theirs and make a new one. Kept
-        gradients follow the slots."""
+        """Keeps the open deal if all hold the same one, apart from slots that are dealt again; else all return theirs and make a new one.
+        Kept gradients follow the slots."""
         if part.dealt:
             self.ledger.redeal(part.participants)
         else:
             self.ledger.drop()
             self.ledger.deal(part.participants)
-        if not self._share.tokens.keys() <= set(self._owned_slots()):
+        if not self._contribution.tokens.keys() <= set(self._owned_slots()):
             self._drop_gradients()
 
     def _become_void(self, part: Part) -> None:
-        """Whatever this group had, it is not the state that the others go on from."""
+        """Drops this group's state: it is not the one from which the others continue."""
         self.void = True
         self._healing.begin(part, self._attempt)
         self._drop_gradients()
@@ -260,7 +264,7 @@ class Step:
     # ---- forward, backward, reduction
 
     def _start(self) -> None:
-        """Computes, or launches what there is without computing: kept gradients, or zeros."""
+        """Begins an attempt: computes, or launches at once what needs no computation: kept gradients, or zeros."""
         assert self.part is not None
         self._tail = self._failure = None
         self.phase = Phase.COMPUTING
@@ -269,7 +273,7 @@ class Step:
         self._digests = FIGURES * len(self.part.members) if compares else 0
         self._slots = slots = self._owned_slots()
         if missing := self._missing:
-            self._share.excused = False  # of what is new the others know nothing
+            self._contribution.excused = False  # of what is new the others know nothing
             self.reason = f"step {self._place}: slots {missing}"
             self._out.append(m.Compute(self._place, missing, self._attempt))
             return
@@ -281,23 +285,23 @@ class Step:
         self._launch(again=bool(slots))
 
     def _owned_slots(self) -> tuple[int, ...]:
-        """Of the deal, this group's: the same from the start of an attempt to its outcome."""
+        """This group's slots of the deal; the same from the start of an attempt to its outcome."""
         if self.void or self._late or self.part is None:
             return ()
-        return self._share.slots(self.ledger.pending, self.part.replica_id)
+        return self._contribution.slots(self.ledger.pending, self.part.replica_id)
 
     @property
     def _is_only_holder(self) -> bool:
-        """All others of the quorum heal from this group, or it is alone and others want to come in: were it to leave now, what it has
-        committed without them would be lost."""
+        """True when all others of the quorum heal from this group, or it is alone and others want to join: if it left now, its commits
+        without them would be lost."""
         assert self.part is not None
         alone = len(self.part.heals) == len(self.part.members) - 1
         return alone and bool(self.part.heals or self._wants_change)
 
     @property
     def _missing(self) -> tuple[int, ...]:
-        """Of this group's slots, those that are still to be computed."""
-        return tuple([slot for slot in self._slots if slot not in self._share.tokens])
+        """Slots of this group that are still to be computed."""
+        return tuple([slot for slot in self._slots if slot not in self._contribution.tokens])
 
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None
@@ -310,7 +314,7 @@ class Step:
         slots, dealt = self._slots, range(self._width) if self.void else self.ledger.pending
         self._told_leaving = (self._leaving and not self._is_only_holder) or self._place + 1 == self._last
         change = bool(self._wants_change) or self._told_leaving
-        tail, usable = self._share.tail(slots, dealt, change=change, digests=self._digests)
+        tail, usable = self._contribution.tail(slots, dealt, change=change, digests=self._digests)
         knows = self._digests > 0 and not self.void and self.step == self._place
         place = len(tail) - self._digests + FIGURES * self.part.replica_rank
         self._out.append(
@@ -330,7 +334,7 @@ class Step:
         missing = self._missing
         if not missing:
             return
-        self._share.add(missing, event)
+        self._contribution.add(missing, event)
         self.reason = "the gradients are complete"
         if self._failure:
             self._vote_on_commit()
@@ -397,14 +401,14 @@ class Step:
                 self._distrust()
 
     def _distrust(self) -> None:
-        """This group's weights are not those of the others: what it holds is no state to go on from."""
+        """Handles that this group's weights are not those of the others: its state is not to be continued from."""
         self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
         if self.config.leave_if_divergent:
             self._stop(f"{self.reason}; fault_tolerance.on_corruption says that it is to leave")
         self.void = True
 
     def _try_again(self) -> None:
-        """Somebody could not compute: no generation is to blame. The same one goes on, without that group's slot."""
+        """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
         self._attempt, self._agains, self._tail = self._attempt + 1, self._agains + 1, None
         if self._agains >= MAX_UNABLE:
             slots = tuple(self.ledger.pending)
@@ -412,7 +416,7 @@ class Step:
                 f"step {self._place}: {self._agains} attempts in a row, and each time some group was unable", slots
             )
             return
-        self.phase, self._share.excused = Phase.COMPUTING, True
+        self.phase, self._contribution.excused = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch(again=True)
 
@@ -436,7 +440,7 @@ class Step:
             self._commit(tail)
 
     def _commit(self, tail: StepControl, *, held: bool = False) -> None:
-        """The only place where anything becomes visible."""
+        """Commits the step: the only place where a step becomes visible."""
         part = self.part
         assert part is not None
         if self._offering and not held:
@@ -466,7 +470,7 @@ class Step:
                 leave=leave,
             )
         )
-        self._share.clear()
+        self._contribution.clear()
         self._agains = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
@@ -475,7 +479,7 @@ class Step:
             self._stop(f"slots {entry.useless} were of no use {MAX_UNABLE} times", entry.useless)
 
     def _fail(self, why: str, now_s: float) -> None:
-        """The generation is over. What was computed is kept for the next one."""
+        """Ends the generation. Computed gradients are kept for the next one."""
         self._failed, self._due = True, True
         self._failures += 1
         if self.part:
@@ -494,8 +498,8 @@ class Step:
             self._close(why)
 
     def _return_deal_unless_kept(self) -> None:
-        """The slots of an attempt that has failed, where what was computed of them cannot be sent again."""
-        if not self.config.keep_gradients or (self._share.computed and not self._share.computed.kept):
+        """Returns the slots of a failed attempt if their gradients cannot be sent again."""
+        if not self.config.keep_gradients or (self._contribution.computed and not self._contribution.computed.kept):
             self._return_deal()
 
     def _return_deal(self) -> None:
@@ -503,9 +507,9 @@ class Step:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        if self._share.computed:
+        if self._contribution.computed:
             self._out.append(m.DropGradients())
-        self._share.clear()
+        self._contribution.clear()
 
     # ---- healing
 
@@ -513,9 +517,9 @@ class Step:
         self._vote_on_heal(self._healing.ended(event))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
-        """A state that has arrived is taken where all ranks of the group are at the same place: where they wait for nothing else, or with
-        the first outcome that the group decided after this one. A rank that went by the time at which it hears this might launch a step
-        while another one applies what was held, in collectives that need both."""
+        """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with the
+        first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while another
+        applies held steps, in collectives that need both."""
         if not self._healing.hears(outcome):
             return
         if self._healing.failed:
@@ -529,13 +533,13 @@ class Step:
             self._close(self.reason)
 
     def _close(self, why: str) -> None:
-        """The generation has failed, and the heal is over."""
+        """Asks for a quorum after the generation has failed and the heal is over."""
         self._drop_held()
         self._return_deal_unless_kept()  # it may have come with the state
         self._ask(why)
 
     def _take_state(self) -> None:
-        """The state of the quorum, then what was committed since, in order: from here on this group is as good as any."""
+        """Loads the quorum's state, then applies the steps that were held since, in order: this group is a holder from here on."""
         assert self.part is not None
         state = self._healing.close()
         self._load(state, keep_deal=True)
@@ -587,7 +591,7 @@ class Step:
     # ---- what may come at any time
 
     def _on_broken(self, notice: m.MemberLost | m.Abandoned, now_s: float) -> None:
-        """The generation cannot complete. Sums that are complete all the same are voted on as if nothing had been said."""
+        """Interrupts a generation that cannot complete. Sums that are complete all the same are voted on as usual."""
         if self._is_early(notice) or not self._is_of_this_quorum(notice) or self._failed or self._doomed:
             return
         self._doomed = f"{type(notice).__name__}: {notice.reason}"
@@ -605,7 +609,7 @@ class Step:
         self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
 
     def _is_early(self, notice: m.Notice) -> bool:
-        """Then it is kept until the answer is there: its sender tells it once."""
+        """Keeps a notice that comes before the answer to this rank's call: its sender sends it once. True: it was kept."""
         if self.phase is not Phase.ASKING:
             return False
         self._early = [*(n for n in self._early if n.quorum_id == notice.quorum_id), notice]
@@ -659,7 +663,7 @@ class Step:
 
 @lru_cache(64)  # the same for all ranks that a process drives
 def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
-    """Replica ranks of the members whose slots these are, under whichever id they were dealt them."""
+    """Replica ranks of the members that own these slots, under any of their ids."""
     gave = set(map(m.process_of, owners))
     return tuple(rank for rank, replica_id in enumerate(members) if m.process_of(replica_id) in gave)
 
