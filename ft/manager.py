@@ -80,21 +80,13 @@ class Options(StepConfig):
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of one group's batch
-    inner_steps: int = (
-        1  # optimizer steps of a group from one commit to the next (semi_sync_manager.py), as users count steps
-    )
+    inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py), as users count steps
     slots_per_step: int = 0  # slots of each step, however many groups there are; 0: one for each group
-    deterministic_reduce: bool = (
-        False  # sums have the same bits, whichever group computed which slot; needs slots_per_step
-    )
+    deterministic_reduce: bool = False  # the same bits, whichever group computed which slot; needs slots_per_step
     heal_copy_bytes: int = 256 << 20
-    long_phase_s: float = (
-        0.0  # limit of a first step, checkpoint, validation or trace: no stall before it; 0: none is reported
-    )
+    long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: none is reported
     quorum_s: float | None = None  # limit of a call for a quorum; None: none
-    dies_with_group: bool = (
-        True  # the group's server may kill this process; False where a process has several groups, as in tests
-    )
+    dies_with_group: bool = True  # the group's server may kill this process; False where it has several groups
 
 
 class Manager:

@@ -78,7 +78,7 @@ class Phase(Enum):
 
 
 class Step:
-    """Events: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving Tick, notices.
+    """Events: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving Tick Notice.
     Effects: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
     DropHeld LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
 
@@ -517,9 +517,9 @@ class Step:
         self._vote_on_heal(self._healing.ended(event))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
-        """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with the
-        first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while another
-        applies held steps, in collectives that need both."""
+        """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with
+        the first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while
+        another applies held steps, in collectives that need both."""
         if not self._healing.hears(outcome):
             return
         if self._healing.failed:
