@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class DataAssignment:
-    """What this group trains on in the coming step."""
+    """The data that this group trains on in the coming step."""
 
     step: int  # committed steps so far
     slots: tuple[int, ...]
@@ -25,7 +25,7 @@ class DataAssignment:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What the step's data adds up to, over all groups that contributed."""
+    """Sums of a step over all groups that contributed."""
 
     tokens_per_slot: tuple[float, ...]  # valid tokens; 0: that slot contributed nothing
     loss_sum: float  # nats over those tokens
@@ -55,7 +55,7 @@ class Stopped(RuntimeError):
 
 
 class BadInput(ValueError):
-    """What the user has to change, and only the work itself could find: said in one line, and nothing is tried again."""
+    """An error in the input that only the work itself could find: reported in one line, and nothing is tried again."""
 
 
 class GroupEnded(RuntimeError):
@@ -95,8 +95,8 @@ class Seam(Protocol):
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        """Of all groups, this one writes the figures that they share: the epoch and the id of the quorum that says so. None: it does not. A
-        group that was stopped says so until it hears of a newer one."""
+        """Epoch and id of the quorum by which this group, of all, writes the metrics that they share; None: another group does. A group
+        that was stopped keeps the value until it hears of a newer quorum."""
         ...
 
     @property
@@ -124,12 +124,12 @@ class Seam(Protocol):
         ...
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        """Whether the step holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises Stopped
-        where it never will, as `reduce` and `begin_step` do; and GroupEnded, and Going."""
+        """Commits the step if it holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises
+        Stopped where it never will, as `reduce` and `begin_step` do; and GroupEnded, and Going."""
         ...
 
     def tell(self, lane: str, words: str) -> None:
-        """Something that people must see, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
+        """Shows people a message, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,8 +145,8 @@ class Seam(Protocol):
         ...
 
     def want_to_leave(self) -> None:
-        """From any thread, and by one rank or several: SIGTERM has come. Where the group waits for others, it waits no longer, and all its
-        ranks get Going. Elsewhere the loop sees to it, with `leave`."""
+        """Notes that SIGTERM has come; from any thread, and by one rank or several. Where the group waits for others, it waits no longer,
+        and all its ranks get Going. Elsewhere the loop sees to it, with `leave`."""
         ...
 
     def leave(self) -> None:
@@ -156,7 +156,7 @@ class Seam(Protocol):
 
     @property
     def is_broken(self) -> bool:
-        """Somebody of the newest quorum is gone: who writes has to be settled anew."""
+        """True when a member of the newest quorum is gone: the role of the writer has to be settled anew."""
         ...
 
     @property

@@ -83,7 +83,7 @@ class SoloManager:
         """There is nobody else."""
 
     def finish(self, *, saved: bool) -> None:
-        """Nobody else is to hear."""
+        """There is nobody else to hear."""
 
     def tell(self, lane: str, words: str) -> None:
         """There is no page."""

@@ -1,1 +1,1 @@
-"""What a step needs that is neither model, mesh nor protocol: data, loss, optimizer, checkpoint, watching."""
+"""The parts of a run that are neither model, mesh nor protocol: data, loss, optimizer, checkpoints, metrics, watchdog."""

@@ -32,7 +32,7 @@ class AppendedFile:
         self.look()
 
     def append(self, piece: bytes) -> None:
-        """In one write where the system takes it whole."""
+        """Adds a piece, in one write where the system takes it whole."""
         if (end := os.fstat(self._fd).st_size) != self.size_bytes:
             raise OSError(None, f"has {end} bytes, and {self.size_bytes} were written", str(self.path))
         try:
@@ -53,7 +53,7 @@ class AppendedFile:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """By this process alone, as far as the file system knows locks. Raises BlockingIOError where another one does not let go."""
+        """Holds the file for this process alone, as far as the file system knows locks. Raises BlockingIOError where another keeps it."""
         is_locked = self.hold()
         try:
             yield
@@ -80,7 +80,7 @@ class AppendedFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def replaced(self) -> bool:
-        """By another process, which could not have it otherwise (`replace_by_copy`)."""
+        """True when another process has replaced the file, since it could not lock it (`replace_by_copy`)."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except FileNotFoundError:

@@ -156,14 +156,14 @@ class Checkpointer:
         self._found_step: int | None = None  # the newest save in the folder, when this group took the role over
 
     def due(self, step: int) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`."""
+        """True when the configuration asks for a checkpoint after `step`."""
         if not self._writes or self._failed_at is not None:  # then see `overdue`
             return False
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
-        """On rank 0, after `step`: a save that was due is not there, for it failed RETRY_S ago, or the group that was to make it has died.
-        The others are to be told: all ranks save at the same step. It waits for no storage."""
+        """True on rank 0, after `step`, when a save that was due is missing: it failed RETRY_S ago, or the group that was to make it died.
+        The caller tells the other ranks, as all save at the same step. Waits for no storage."""
         if not self._writes or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
@@ -181,7 +181,7 @@ class Checkpointer:
         return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
     def has(self, step: int) -> bool:
-        """On one rank: the last save of a run that ends with `step` is there, whoever made it, or none is asked for."""
+        """True when the last save of a run that ends with `step` exists, whichever group made it, or none is asked for. By one rank."""
         return not self._writes or step == self._saved_step or self._newest() >= step
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
@@ -259,7 +259,7 @@ class Checkpointer:
         return self._ranks.first(lambda: files.newest(self.folder, kind="model") or None)
 
     def newest_step(self) -> int | None:
-        """Of what `load` would try first; nothing of it is read."""
+        """The step that `load` would try first; no content is read."""
         return self._ranks.first(lambda: files.newest(self.folder))
 
     def wait(self) -> None:
@@ -484,7 +484,7 @@ class Checkpointer:
         return ""
 
     def _warn(self, message: str, *args: object) -> None:
-        """Once, for what all ranks know."""
+        """Warns once, on rank 0, of something that all ranks know."""
         if self._ranks.rank == 0:
             self._log.warning(message, *args)
 
@@ -537,7 +537,7 @@ class Ranks:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Nobody waits for it, not even an end: slow storage holds up no step."""
+    """Starts a thread that nobody waits for, not even at the end: slow storage holds up no step."""
     threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
 
 

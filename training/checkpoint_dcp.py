@@ -106,13 +106,13 @@ def read(
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What the checkpoint holds: names, sizes, dtypes. Unpickles, so verify the file's digest first."""
+    """Names, sizes and dtypes of the tensors of a checkpoint. Unpickles, so verify the file's digest first."""
     return FileSystemReader(path).read_metadata()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What of some states a checkpoint can fill."""
+    """The part of some states that a checkpoint can fill."""
 
     states: States  # to be given to `read`
     misfits: list[str]  # one phrase for each name that cannot be filled

@@ -129,7 +129,7 @@ class Digest:
                 self._close_chunk()
 
     def record(self, name: str) -> FileRecord:
-        """What went in, as the record of a file of that name. The digest is of no use afterwards."""
+        """The stream as the record of a file of that name. The digest cannot be used afterwards."""
         if self._filled:
             self._close_chunk()
         if self._values:

@@ -17,7 +17,7 @@ FIGURES = "figures"  # what metrics_writer.py remembers of this run's own files;
 
 
 class Stateful(Protocol):
-    """What can be saved: a dictionary that has the same keys at every time. What varies goes into one value."""
+    """An object that can be saved: a dictionary with the same keys at every time. Parts that vary in form go into one value."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

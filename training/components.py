@@ -216,7 +216,7 @@ class Components:
         return {"model": ModelState(self.model.parts)}
 
     def restore(self) -> None:
-        """From the newest checkpoint: of several groups none holds anything, so there is nothing to heal from. Raises BadInput."""
+        """Loads the newest checkpoint: no group holds a state, so there is none to heal from. Raises BadInput."""
         with self.progress.phase("checkpoint"):
             try:
                 self.checkpointer.load()
@@ -224,7 +224,7 @@ class Components:
                 raise BadInput(self.config.origin.explain(str(error))) from None
 
     def report_storage(self, words: str) -> None:
-        """Trouble with files, and its end. In the scribe's thread, mostly."""
+        """Reports trouble with files, and its end: log, events, live page. Called in the scribe's thread, mostly."""
         self.log.warning("storage: %s", words)
         self.events("storage", self.log.step or 0, words=words)
         if hasattr(self, "manager"):  # else it has yet to be made

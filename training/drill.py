@@ -25,7 +25,7 @@ ORDER, HANG = "corrupt", "hang"  # the files
 
 
 class Corruption:
-    """Of one rank. `folder`: its group's own; `group_rank`: its number there. `weights`: the model's, as they are at that time."""
+    """The faults of one rank. `folder`: its group's own; `group_rank`: its number there. `weights`: the model's, as they are then."""
 
     def __init__(
         self, folder: Path, group_rank: int, weights: Callable[[], Iterable[Tensor]], *, enabled: bool, log: Log
@@ -54,8 +54,8 @@ class Corruption:
 
 
 def flip_bit(shard: Tensor) -> None:
-    """In the element of largest magnitude, one in the middle of its mantissa: too little to be seen in a loss, too much to be rounded away
-    by the steps that follow."""
+    """Flips a bit in the middle of the mantissa of the element of largest magnitude: too little to be seen in a loss, too much to be
+    rounded away by the steps that follow."""
     with torch.no_grad():
         flat = shard.detach().view(-1)
         where = int(flat.abs().argmax())
@@ -65,5 +65,5 @@ def flip_bit(shard: Tensor) -> None:
 
 
 def _local(weight: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's shard of it."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,4 +1,4 @@
-"""What happened to a replica group, one JSON line each in <run>/groups/<id>/events.jsonl: for people, charts and proofs.
+"""Events of a replica group, one JSON line each in <run>/groups/<id>/events.jsonl: for people, charts and proofs.
 
 Floor 3. Every rank has one; the manager calls it (ft/phase_timer.py names the events). Unlike metrics.jsonl, which has each step once
 whatever happened, nothing is ever taken out of it. The file appears with the first event. The scribe (scribe.py) writes it; while storage
@@ -63,7 +63,7 @@ class Events:
         return ", ".join(f"{what} {self.counts[event]}" for event, what in words.items())
 
     def _write(self) -> None:
-        """In the scribe's thread. The group's other ranks write there, too: each whole lines, while it holds the file."""
+        """Writes the lines, in the scribe's thread. The group's other ranks write there, too: each whole lines, while it holds the file."""
         with self._lock:
             lines, lost = [line for _, line in self._lines], self.lost
         if not lines:

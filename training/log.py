@@ -55,7 +55,7 @@ class Log:
         self._write(self.paint("error: ", "red"), message, args)
 
     def attach_to(self, name: str) -> None:
-        """What Python's logger `name` and those below it are told is said here: ft knows no other."""
+        """Takes the records of Python's logger `name` and of those below it, which are the only ones that ft/ knows."""
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False

@@ -1,4 +1,4 @@
-"""What a run shows of itself: the console line, metrics.jsonl and the charts; and what it was trained on, samples.jsonl.
+"""Metrics of a run: the console line, metrics.jsonl and the charts; and the record of its training data, samples.jsonl.
 
 Floor 3. train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each look at held-out text; the
 figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and
@@ -91,7 +91,7 @@ class Meter:
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def open(self, sink: MetricsSink) -> None:
-        """From here on figures go to `sink`, on the one rank that calls this; `close` closes it.
+        """Sends metrics to `sink` from now on, on the one rank that calls this; `close` closes it.
 
         Not at construction: what it keeps of earlier starts depends on the checkpoint, which a Meter is part of.
         """
@@ -187,8 +187,8 @@ class Meter:
     def samples(
         self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
     ) -> None:
-        """What step `step` was trained on: each slot, by the position of its first sequence, and whose gradients of it went in. `holes`:
-        slots that were dealt and have yet to be trained on. `steps`: up to `step`, that this was for. scripts/samples.py reads it."""
+        """Records the data of step `step`: each slot, by the position of its first sequence, and the group whose gradients went in.
+        `holes`: slots that were assigned and have yet to be trained on. `steps`: up to `step`, of this row. See scripts/samples.py."""
         row = {
             "slot_size": slot_size,
             "slots": {str(slot): owner for slot, owner in slots},
@@ -224,7 +224,7 @@ class Meter:
         self._spent = self._clocks()
 
     def sync(self) -> None:
-        """What was written of the steps so far outlives the machine, as a checkpoint does."""
+        """Makes the metrics of the steps so far durable, as a checkpoint is."""
         if self._sink is not None:
             self._sink.sync()
 
@@ -253,7 +253,7 @@ class Meter:
         return rates
 
     def _group_times(self) -> dict[str, float]:
-        """What other groups cost: means over the steps since the last logging step; and the share of all time that was none of it."""
+        """Costs of other groups, as means over the steps since the last logging step; and goodput, the share of all time without them."""
         before, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
         steps, progress = self._interval.steps, self._progress
         times = {f"time_metrics/{name}(s)": (now - before[name]) / steps for name, now in self._group_s.items()}

@@ -1,14 +1,14 @@
-"""Figures of a run on their way to its files; where several replica groups train it, one of them writes, and the others remember what they
-would have written.
+"""The writer of a run's metrics. Where several replica groups train it, one of them writes, and the others remember what they would have
+written.
 
 Floor 3, between metrics.py and sinks.py. The trainer's thread remembers; the scribe's (scribe.py) brings the files up to date with that. So
-storage that is full, read-only or slow holds up no step, and whatever it has torn is taken back and written anew: KEPT_BYTES or KEPT_S of
+storage that is full, read-only or slow holds up no step, and a torn line or record is taken back and written anew: KEPT_BYTES or KEPT_S of
 rows are kept until they are in the files. A process that is killed takes the rows of its last moments along. Other groups remember them; of
 a run of one group they are of steps after its newest checkpoint, before which all rows are written (`sync`), and are made again.
 
-All groups have the same figures, for all have the same sums. When the role moves, whoever has it now writes first what the one before did
-not come to write, and takes back what that one wrote of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and
-none is there twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer
+All groups have the same metrics, for all have the same sums. When the role moves, the new writer first writes the rows that the one before
+did not write, and takes back its rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there
+twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer
 one has been claimed in the run's folder (writer_lease.py).
 
 What is remembered goes to groups that heal, and into each checkpoint (the last ROWS_KEPT of it), for that may be of a step which its writer
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 class _Over(Exception):
-    """A newer quorum's writer has the files."""
+    """Raised when a newer quorum's writer has the files."""
 
 
 class _Kept(NamedTuple):
@@ -150,7 +150,7 @@ class LeaderMetricsWriter:
         self._kept_bytes += size_bytes
 
     def _remember(self, rows: Iterable[Row]) -> None:
-        """These, and nothing else; none of them is new."""
+        """Remembers these rows, and nothing else; none of them is new."""
         rows = list(rows)
         self._kept.clear()
         self._kept_bytes, self._newest, self._there, self._anew = 0, {}, 0, True
@@ -202,7 +202,7 @@ class LeaderMetricsWriter:
                 self._forget()
 
     def _put_or_take_over(self, quorum: Quorum, rows: list[_Kept]) -> bool:
-        """False: they are another's to write by now."""
+        """Writes the rows. False: another group is to write them by now."""
         if self._sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
             return True
         self._close_files()
@@ -244,15 +244,15 @@ class LeaderMetricsWriter:
         return [row for row in known if row.step >= first]
 
     def _written(self, since: int, until: int) -> Callable[[Row], bool]:
-        """Whether a row, of a step up to `until`, is in the files. Time and memory are each group's own; what was trained on is the same in
-        all, and tells whether a step is the same step. Charts are written after the journal, and not read."""
+        """A test for rows of steps up to `until`: True when the files have it. Time and memory are each group's own; the training data is
+        the same in all, and tells whether a step is the same step. Charts are written after the journal, and not read."""
         metrics = last_rows(self._folder / METRICS, since=since, until=until)
         samples = last_rows(self._folder / SAMPLES, since=since, until=until)
         there = Counter((row["step"], Row("journals", row["step"], row).is_validation) for row in metrics)
         steps, trained = Counter(row["step"] for row in samples), {row["step"]: row for row in samples}
 
         def written(row: Row) -> bool:
-            """Once."""
+            """True when it is there once."""
             if row.kind == "records":
                 return steps[row.step] == 1 and trained[row.step] == {"step": row.step, **row.figures}
             return row.kind == "charts" or there[row.step, row.is_validation] == 1

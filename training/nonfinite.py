@@ -1,4 +1,4 @@
-"""What to say when a loss or a gradient is no longer a number: which rank, which parameter, which text.
+"""The error message for a loss or a gradient that is NaN or infinite: which rank, which parameter, which text.
 
 Floor 3. Called on every rank after all agreed that something is not finite and before the optimizer would have stepped.
 """
@@ -23,7 +23,7 @@ class NonFinite(RuntimeError):
 def explain_nonfinite(
     world: World, step: int, losses: Sequence[tuple[int, Sequence[int], float]], parts: Iterable[nn.Module]
 ) -> str:
-    """What `describe` finds on every rank, told to all: they have agreed on the failure, so none of them is missing."""
+    """The findings of `describe` on every rank, on all ranks: they have agreed on the failure, so none of them is missing."""
     gradients = {
         name: parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         for part in parts

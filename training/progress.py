@@ -1,4 +1,4 @@
-"""Where the time goes: phases of the loop, a bar for long work, and the closing summary.
+"""Accounting of time: phases of the loop, a bar for long work, and the closing summary.
 
 Floor 3. The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own
 thread where this rank is right now, and train.py prints `summary` last.
@@ -39,7 +39,7 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 
 class LogLike(Protocol):
-    """What a Bar needs of training.log.Log."""
+    """The part of training.log.Log that a Bar uses."""
 
     is_terminal: bool
 
@@ -102,13 +102,13 @@ class Progress:
         self.goodput_s, self._settled = self.spent(*_WORK), dict(self.seconds)
 
     def lose(self) -> None:
-        """What was computed since the last commit was for nothing."""
+        """Counts the time computed since the last commit as lost."""
         self._account()
         for name in _COMPUTED:
             self.move(self.seconds.get(name, 0.0) - self._settled.get(name, 0.0), name, _LOST)
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
-        """What was counted for one phase was another's."""
+        """Counts seconds of one phase for another."""
         self._account()
         for name, more in ((from_phase, -seconds), (to_phase, seconds)):
             self.seconds[name] = self.seconds.get(name, 0.0) + more

@@ -26,7 +26,7 @@ Word = Literal["stands", "save", "regroup", "wait", "stop"]
 
 
 class Saver:
-    """On one rank. `sync`: makes the metrics of the steps so far durable. `tell`: people, of trouble with storage. `say`: the log."""
+    """The saves of one rank. `sync`: makes the metrics of the steps so far durable. `tell`: reports trouble with storage. `say`: logs."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Saver:
         self._checkpointer.save(self._manager.step, last=last, settled=settled)
 
     def _word(self, step: int, asked: bool) -> Word:
-        """On rank 0: what all ranks do next. asked: one of them was asked to leave."""
+        """The next action of all ranks, decided on rank 0. `asked`: one of them was asked to leave."""
         manager, now_s = self._manager, self._clock()
         if self._checkpointer.has(step) or manager.finished:
             return "stands"

@@ -27,7 +27,7 @@ class LRSchedulerConfig:
 
 
 def learning_rate_factor(config: LRSchedulerConfig, *, step: int, training_steps: int) -> float:
-    """What optimizer.lr is multiplied by in the step that follows `step` committed ones; within (0, 1] where min_lr_factor is 0.
+    """The factor of optimizer.lr in the step that follows `step` committed ones; within (0, 1] where min_lr_factor is 0.
 
     Warm-up and decay run over one virtual step more than they have, so that no step is wasted on a rate of exactly 0.
     """

@@ -1,7 +1,7 @@
 """A thread that writes what a run keeps of itself, so that storage that is full, read-only or slow holds up no step.
 
 Floor 3. Each piece of work brings files up to date with what somebody remembers (metrics_writer.py: figures; events.py: what happened); it
-fails as a whole, and is tried again until it does not. Both times it is said, once."""
+fails as a whole, and is tried again until it succeeds. Failure and recovery are reported once each."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads i
 
 
 class Signals:
-    """From construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE.
+    """Handlers from construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE.
 
     A second stop signal ends the process at once with 128 + its number. That works while the loop is stuck in C code,
     where Python runs no handler: the interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a
@@ -100,7 +100,7 @@ class Signals:
             self._wishes |= wish
 
     def _say(self, words: str) -> None:
-        """In a thread of its own: where nobody reads the output any more, whoever speaks waits, and the next signal is to be heard."""
+        """Logs in a thread of its own: where nobody reads the output any more a line may block, and the next signal must be heard."""
         saying = threading.Thread(target=self._log.info, args=(words,), name="signals-say", daemon=True)
         saying.start()
         saying.join(SAY_S)

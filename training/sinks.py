@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases. One face, so that metrics.py knows none of them.
+"""Destinations of metrics: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases. One interface, so that metrics.py knows none.
 
 Floor 3, under metrics_writer.py, whose thread alone calls what is here. A run has one folder over all its starts: what a resumed start will
 write again is taken out first, so every reader sees each step once. Files are read and cut from their end: what that costs goes by what is
@@ -42,7 +42,7 @@ class MetricsSink(Protocol):
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None: ...
 
     def sync(self) -> None:
-        """What was written outlives the machine, too, when this returns."""
+        """Makes what was written durable: it outlives the machine when this returns."""
         ...
 
     def close(self) -> None: ...
@@ -99,7 +99,7 @@ class Sinks:
             sink.write(step, scalars)
 
     def replaced(self) -> bool:
-        """Somebody else has opened the files of this folder since, and could not wait: what is written here reaches nobody."""
+        """True when another process has replaced the files since it could not lock them: what is written here reaches nobody."""
         return any(file.replaced() for file in self._files.values())
 
     @contextmanager
@@ -190,7 +190,7 @@ class TensorBoardSink:
         self._file.close()
 
     def _add(self, event: Any) -> None:
-        """In TensorFlow's framing, see `_last_records`."""
+        """Appends a record in TensorFlow's framing, see `_records`."""
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.append(length + _checksum(length) + data + _checksum(data))
@@ -304,7 +304,7 @@ def _kept_events(path: Path, keep_until: int) -> tuple[int, int]:
 
 
 def _event_step(data: bytes) -> float:
-    """As _journal_step, of an event file's record."""
+    """The step of an event file's record; infinity for a damaged one."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 

@@ -143,7 +143,7 @@ class FileTokenizer:
         return hashlib.sha256(self._json + f"{self.bos_id},{self.eos_id}".encode()).hexdigest()
 
     def _find_bos_and_eos(self) -> tuple[int, int]:
-        """From tokenizer_config.json beside the file, else by the names of published models; one may serve as both."""
+        """BOS and EOS from tokenizer_config.json beside the file, else by the names of published models; one may serve as both."""
         config = self._file.with_name("tokenizer_config.json")
         try:
             named = json.loads(config.read_bytes()) if config.is_file() else {}

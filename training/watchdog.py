@@ -1,4 +1,4 @@
-"""A hang is told before it is ended: which rank is where, in one line.
+"""Detection of hangs: one line says which rank is in which phase, then the process ends.
 
 Floor 3. A thread on every rank watches progress.py's phases from outside the loop; ranks speak through the process
 group's key-value store, since in a hang no collective gets through. A rank whose data loader hangs stands in no
@@ -199,7 +199,7 @@ class Watchdog:
         return json.dumps({"step": self._steps, "where": where, "seconds": seconds})
 
     def _answers(self) -> dict[int, dict[str, Any]]:
-        """What each rank that answered says; of this hang, for ranks are at most one step apart."""
+        """The answer of each rank that gave one; of this hang, for ranks are at most one step apart."""
         found = {}
         for rank in range(self._world_size):
             if self._store.check([self._key(rank)]):
@@ -219,7 +219,7 @@ class Watchdog:
 
 
 def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
-    """Who is where, the longest first: `rank 3: data loading for 41 s; ranks 0-1: ... ; rank 2 does not answer`."""
+    """The phase of each rank, the longest first: `rank 3: data loading for 41 s; ranks 0-1: ... ; rank 2 does not answer`."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(answers):
         ranks_at.setdefault(answers[rank]["where"], []).append(rank)

@@ -1,7 +1,7 @@
-"""Which of several replica groups may touch what they share: the run's figures (metrics_writer.py) and its checkpoints (checkpoint.py).
+"""The lease by which one of several replica groups writes what they share: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
-Floor 3. The manager says who writes, by a quorum. A group that was stopped, and wakes, believes what it was told before; so whoever begins
-to write notes the quorum in the run's folder first, and one that finds a newer one there leaves the files alone.
+Floor 3. The manager names the writer, by a quorum. A group that was stopped, and wakes, believes what it was told before; so a group that
+begins to write notes the quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WriterLease:
 
     @property
     def has_role(self) -> bool:
-        """As this group knows."""
+        """True when this group writes, as far as it knows."""
         return self._quorum() is not None
 
     def take(self) -> bool:
@@ -73,11 +73,11 @@ class WriterLease:
 
     @property
     def name(self) -> str:
-        """What no other writer's is."""
+        """A suffix for folders that no other writer has."""
         return f"-{self._taken[0]}-{self._taken[1]}"
 
     def clears(self, name: str) -> bool:
-        """Whether what a writer of that name left lying is this one's to clear away: not what a newer one writes."""
+        """True when this writer may remove the leftovers of one of that name: not those of a newer one."""
         epoch, _, number = name.removeprefix("-").rpartition("-")
         return epoch != self._taken[0] or int(number) <= self._taken[1]
 

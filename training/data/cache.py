@@ -50,7 +50,7 @@ YOUNG_NS = 2_000_000_000  # a file may be written twice within one tick of its f
 
 
 class Log(LogLike, Protocol):
-    """What is needed of training.log.Log."""
+    """The part of training.log.Log that is used."""
 
     def warning(self, message: str, *args: object) -> None: ...
 

@@ -143,7 +143,7 @@ class StreamedData:
 
 
 class DataState:
-    """What a checkpoint remembers of the data: a position means something under one digest only."""
+    """The data in a checkpoint, by its digest: a position means something under one digest only."""
 
     def __init__(self, data: Dataset) -> None:
         self._data = data

@@ -38,7 +38,7 @@ class Batch:
 
 
 class BatchSource(Protocol):
-    """What train.py sees of a loader, whatever stands behind it."""
+    """The interface of every loader, as train.py uses it."""
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
         """The microbatches of this rank, slot by slot; on every rank the same number.
@@ -52,7 +52,7 @@ class BatchSource(Protocol):
 
 
 class Sequences(Protocol):
-    """What the loader needs of an Order."""
+    """The part of an Order that the loader uses."""
 
     def sequence(self, position: int) -> np.ndarray: ...
 

@@ -1,4 +1,4 @@
-"""What is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
+"""The text that is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
 
 Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads
 every file once. Imports no torch, so that the check is fast. Hugging Face streams have no files: streaming.py.
@@ -338,7 +338,7 @@ def _matches(pattern: str, suffixes: tuple[str, ...], setting: str) -> list[tupl
 
 
 def _nearest(path: Path, suffixes: tuple[str, ...]) -> str:
-    """What lies nearest to a missing file, for the end of the message."""
+    """The path that is nearest to a missing file, for the end of the message."""
     folder = path.parent
     if not folder.is_dir():
         return f"; there is no folder {folder}"

@@ -27,7 +27,7 @@ from training.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """What is used of a `datasets.IterableDataset`: records, once through, and the place in them.
+    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them.
 
     A loaded place counts for every later `iter`; {} stands for the beginning. `state_dict` knows only the place of the
     newest iterator. (`set_epoch` is not used: workers share the epoch, and a place saved in another is ignored.)
