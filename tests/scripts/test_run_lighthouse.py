@@ -142,10 +142,8 @@ def test_the_help_of_the_script_is_that_of_the_program():
 
 
 def test_the_page_about_the_lighthouse_has_its_flags():
-    rows = [
-        f"| `{' '.join(filter(None, (action.option_strings[0], action.metavar))).replace('|', BAR)}` | {action.help} |"
-        for action in lighthouse_flags.parser()._actions
-        if action.dest != "help"
-    ]
+    """Its table is the text of --help, row by row; test_lighthouse_main holds that text to the parser's flags."""
+    usage = re.findall(r"^  (--.*?)  +(.+)$", lighthouse_flags.USAGE, re.MULTILINE)
+    rows = [f"| `{flag.replace('|', BAR)}` | {text} |" for flag, text in usage]
     page = (ROOT / "docs" / "lighthouse.md").read_text()
-    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+    assert len(rows) == 15 and [line for line in page.splitlines() if line.startswith("| `")] == rows
