@@ -156,8 +156,10 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs
         ),
         (
             ["--groups=2", "--fault_tolerance.beat_s=9"],
-            "fault_tolerance.beat_s = 9: must be below fault_tolerance.heartbeat_timeout_s = 5: "
-            "the longer timeout relies on a result of the shorter one",
+            (
+                "fault_tolerance.beat_s = 9: must be below fault_tolerance.heartbeat_timeout_s = 5: "
+                "the longer timeout relies on a result of the shorter one"
+            ),
         ),
     ],
 )
