@@ -190,7 +190,8 @@ class Gradients:
     def begin(self, places: Sequence[int] = (0,)) -> None:
         """Before the backwards of this attempt, if some came before it: their gradients are added to those that are kept. `places`: of the
         slots that they are for, in the step's order of slots, where slots are apart."""
-        attempt = self._open_attempt()
+        attempt = self._attempt
+        assert attempt is not None, "open comes first"
         self._after_last_pass = False
         if self._apart:
             awaited = {index for place in places for index in self._of(place)}
@@ -212,7 +213,8 @@ class Gradients:
             self._in_last_pass = False
         if self._apart:  # out of the way of the next slot's
             with self._lock:
-                attempt = self._open_attempt()
+                attempt = self._attempt
+                assert attempt is not None, "open comes first"
                 if attempt.contributes:
                     self._copy(attempt, self._of(place))
                 self._drop_gradients()
@@ -221,7 +223,8 @@ class Gradients:
     def send(self) -> None:
         """The gradients are complete, what the tail is to say is not: all goes but the last bucket."""
         with self._lock:
-            attempt = self._open_attempt()
+            attempt = self._attempt
+            assert attempt is not None, "open comes first"
             self._after_last_pass = True
             self._send_all_but_last(attempt, zeros=not attempt.contributes)
 
@@ -230,7 +233,8 @@ class Gradients:
         zeros: so do all; what has gone is gone, and the tail is to say that it does not count. Returns at once. Raises RuntimeError for
         gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
-            attempt = self._open_attempt()
+            attempt = self._attempt
+            assert attempt is not None, "open comes first"
             if self._problem:
                 raise RuntimeError(self._problem)
             if thawed := [parameter for parameter in self._frozen if parameter.requires_grad]:
@@ -253,7 +257,7 @@ class Gradients:
             last = attempt.scratch.of(bucket, more=len(tail))
             if zeros:
                 last.zero_()
-            else:
+            elif not attempt.copied.issuperset(bucket.members):
                 self._copy(attempt, bucket.members)
             if self._problem:  # of what was sent just now
                 raise RuntimeError(self._problem)
@@ -264,7 +268,8 @@ class Gradients:
 
     def wait(self) -> tuple[float, ...]:
         """The summed tail, once all sums are there. Raises GroupError if one failed."""
-        attempt = self._open_attempt()
+        attempt = self._attempt
+        assert attempt is not None, "open comes first"
         assert attempt.tail is not None, "launch comes first"
         for work in attempt.works:
             work.wait()
@@ -476,9 +481,9 @@ class Gradients:
     def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
         """The next bucket, which is not the last."""
         bucket = attempt.layout.buckets[attempt.sent]
-        if not zeros:
+        if not zeros and not attempt.copied.issuperset(bucket.members):
             self._copy(attempt, bucket.members)
-        elif bucket.in_place:
+        elif zeros and bucket.in_place:
             [index] = bucket.members
             attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
         whole = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket)
@@ -509,13 +514,9 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ small things
 
-    def _open_attempt(self) -> _Attempt:
-        assert self._attempt is not None, "open comes first"
-        return self._attempt
-
     def _take_complete(self) -> _Attempt:
-        attempt, self._attempt = self._open_attempt(), None
-        assert attempt.complete, "sums are taken when wait has returned"
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None and attempt.complete, "sums are taken when wait has returned"
         attempt.end()
         return attempt
 

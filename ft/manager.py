@@ -411,7 +411,8 @@ class Manager:
     def _take_compute(self, effect: m.Compute) -> None:
         assert self._part is not None
         self._open((self._part.quorum_id, effect.attempt, effect.step))
-        self._telemetry.computes()
+        if not self._has_committed:
+            self._telemetry.computes()
         self._turn = effect
 
     def _take_commit(self, effect: m.CommitStep) -> None:
@@ -572,7 +573,8 @@ class Manager:
         self._open((effect.quorum_id, effect.attempt, effect.step))
         self._launched += 1
         try:
-            self.gradients.launch(self._with_digest(effect), zeros=effect.zeros)
+            tail = self._with_digest(effect) if effect.digest_at else effect.tail
+            self.gradients.launch(tail, zeros=effect.zeros)
         except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
             self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
             self._assignment = None
@@ -586,9 +588,8 @@ class Manager:
             self._effects.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
-        """The tail, with the digest of this rank's weights where groups compare them."""
-        if not (at := effect.digest_at):
-            return effect.tail
+        """The tail with the digest of this rank's weights, which groups compare in this step."""
+        at = effect.digest_at
         values = in_tail(digest(self._weights), copied=effect.copied)
         self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])

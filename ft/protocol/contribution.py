@@ -19,21 +19,12 @@ class LocalContribution:
 
     def __init__(self) -> None:
         self.clear()
-        self._deal: dict[int, str] = {}
-        self._owned: tuple[int, ...] = ()  # of that deal, the slots of this group
 
     def clear(self) -> None:
         """Another step, or the same with other slots: nothing is computed."""
         self.computed: Computed | None = None  # this group's figures; its gradients are kept
         self.tokens: dict[int, float] = {}  # by slot, of those that went into them
         self.excused = False  # the others know that this group's slots are of no use
-
-    def slots(self, deal: dict[int, str], replica_id: str) -> tuple[int, ...]:
-        """Of the deal, this group's; under a former id, too, as long as its gradients are kept."""
-        if deal is not self._deal:  # a deal is replaced, never changed, and a rank is of one process: found once
-            self._deal, me = deal, process_of(replica_id)
-            self._owned = tuple([slot for slot, owner in deal.items() if process_of(owner) == me])
-        return self._owned
 
     def add(self, slots: Sequence[int], event: Computed) -> None:
         """These were computed, besides those that were before. Of a slot of which nothing is said there were no tokens."""
@@ -56,11 +47,7 @@ class LocalContribution:
             figures = {slot: self.tokens[slot] if self.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if self.excused else 0.0)
-        control = StepControl(
-            tokens=tuple(map(float, {**dict.fromkeys(dealt, 0.0), **figures}.values())),
-            loss_sum=self.computed.loss_sum if usable and self.computed else 0.0,
-            ok=1.0 if usable or self.excused or not slots else 0.0,
-            change=1.0 if change else 0.0,
-            digests=(0.0,) * digests,
-        )
-        return control.values, usable
+        tokens = map(float, {**dict.fromkeys(dealt, 0.0), **figures}.values())
+        loss_sum = self.computed.loss_sum if usable and self.computed else 0.0
+        ok = 1.0 if usable or self.excused or not slots else 0.0
+        return (*tokens, loss_sum, ok, 1.0 if change else 0.0, *(0.0,) * digests), usable

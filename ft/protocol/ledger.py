@@ -55,7 +55,7 @@ class Ledger:
     def deal(self, participants: Sequence[str]) -> dict[int, str]:
         """The deal of the coming step, in turns. An open one is kept, whoever is there now: `redeal` is for that."""
         if not self.pending:
-            count = self.width(len(participants))
+            count = self.slots_per_step or len(participants)
             new = count - len(self.holes)
             slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)][:count]
             self.pending = dict(zip(slots, cycle(participants), strict=False))

@@ -28,6 +28,7 @@ Choices that the rules leave open:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -109,11 +110,12 @@ class Step:
         self._failures = 0
         self._width = 0  # slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
+        self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
         self._digests = 0  # numbers in the tail of this step that are digests
         self._contribution = LocalContribution()
         self._healing = Healing(config.group_rank, config.heal_backlog)
         self._failure: m.ReduceFailed | None = None
-        self._tail: StepControl | None = None
+        self.tail: StepControl | None = None  # of this attempt, once the sums have arrived
         self._offering = False
         self._emptied = False  # the last step of the generation had no contribution, and its deal was returned
         self._apart = False  # this group heals or has healed, and its ranks have not committed a step since
@@ -136,11 +138,6 @@ class Step:
         return {**state, "ledger": self.ledger.state_dict()}
 
     @property
-    def tail(self) -> StepControl | None:
-        """The summed tail of this attempt, once the sums have arrived."""
-        return self._tail
-
-    @property
     def computed(self) -> bool:
         """True when forward and backward of this step are done."""
         return self._contribution.computed is not None
@@ -157,24 +154,21 @@ class Step:
 
     def votes_in_background(self, vote: Vote) -> bool:
         """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
-        return vote.kind == "healed" or self.healing
+        return vote.kind == "healed" or self._healing.open is not None
 
     def is_for_all(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
         for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
-        return vote.kind == "commit" and not self.healing and not self._apart
+        return vote.kind == "commit" and self._healing.open is None and not self._apart
 
     # ---- a step begins
 
-    def _on_begin(self, event: m.Begin, now_s: float) -> None:
-        self._go_on(now_s)
-
-    def _go_on(self, now_s: float) -> None:
+    def _on_begin(self, event: m.Begin | None, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
         healing = self._healing
         if healing.open and healing.open.agreed and (self._due or healing.is_full):
             self._take_state()
-            self._go_on(now_s)
+            self._on_begin(None, now_s)
         elif healing.open and (self._due or healing.is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(healing.held)} steps are held, the state has not arrived"
@@ -266,16 +260,17 @@ class Step:
     def _start(self) -> None:
         """Begins an attempt: computes, or launches at once what needs no computation: kept gradients, or zeros."""
         assert self.part is not None
-        self._tail = self._failure = None
+        self.tail = self._failure = None
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
         compares = interval > 0 and (self._place + 1) % interval == 0
         self._digests = FIGURES * len(self.part.members) if compares else 0
         self._slots = slots = self._owned_slots()
-        if missing := self._missing:
+        self._missing = tuple([slot for slot in slots if slot not in self._contribution.tokens])
+        if self._missing:
             self._contribution.excused = False  # of what is new the others know nothing
-            self.reason = f"step {self._place}: slots {missing}"
-            self._out.append(m.Compute(self._place, missing, self._attempt))
+            self.reason = f"step {self._place}: slots {self._missing}"
+            self._out.append(m.Compute(self._place, self._missing, self._attempt))
             return
         self.reason = f"step {self._place}: " + (
             "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
@@ -285,10 +280,11 @@ class Step:
         self._launch(again=bool(slots))
 
     def _owned_slots(self) -> tuple[int, ...]:
-        """This group's slots of the deal; the same from the start of an attempt to its outcome."""
+        """This group's slots of the deal, under a former id of its own, too; the same from the start of an attempt to its outcome."""
         if self.void or self._late or self.part is None:
             return ()
-        return self._contribution.slots(self.ledger.pending, self.part.replica_id)
+        me = m.process_of(self.part.replica_id)
+        return tuple([slot for slot, owner in self.ledger.pending.items() if m.process_of(owner) == me])
 
     @property
     def _is_only_holder(self) -> bool:
@@ -297,11 +293,6 @@ class Step:
         assert self.part is not None
         alone = len(self.part.heals) == len(self.part.members) - 1
         return alone and bool(self.part.heals or self._wants_change)
-
-    @property
-    def _missing(self) -> tuple[int, ...]:
-        """Slots of this group that are still to be computed."""
-        return tuple([slot for slot in self._slots if slot not in self._contribution.tokens])
 
     def _launch(self, *, again: bool) -> None:
         assert self.part is not None
@@ -331,10 +322,10 @@ class Step:
         )
 
     def _on_computed(self, event: m.Computed, now_s: float) -> None:
-        missing = self._missing
-        if not missing:
+        if not self._missing:
             return
-        self._contribution.add(missing, event)
+        self._contribution.add(self._missing, event)
+        self._missing = ()
         self.reason = "the gradients are complete"
         if self._failure:
             self._vote_on_commit()
@@ -345,8 +336,8 @@ class Step:
         if not self._is_current(event) or self._missing:
             return
         tail = StepControl.of(event.tail, self._digests)
-        if tail.is_sound:
-            self._tail, self._failure = tail, None
+        if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
+            self.tail, self._failure = tail, None
         else:
             why = "the figures that were summed with the gradients are no numbers"
             self._failure = m.ReduceFailed(event.quorum_id, event.attempt, event.step, why)
@@ -362,19 +353,19 @@ class Step:
     def _vote_on_commit(self) -> None:
         assert self.part is not None
         self.phase = Phase.VOTING
-        if self._tail is None:
+        if self.tail is None:
             assert self._failure is not None
             self.reason = self._failure.reason
             self._vote("commit", "failed", reason=self._failure.reason)
             return
-        able = round(self._tail.ok) >= len(self.part.members)
+        able = round(self.tail.ok) >= len(self.part.members)
         self.reason = (
-            "all sums are there" if able else f"{round(self._tail.ok)} of {len(self.part.members)} groups were able"
+            "all sums are there" if able else f"{round(self.tail.ok)} of {len(self.part.members)} groups were able"
         )
-        odd = find_divergent(self._tail.digests, self.part.members) if able and any(self._tail.digests) else ()
+        odd = find_divergent(self.tail.digests, self.part.members) if able and any(self.tail.digests) else ()
         if odd:
             self._out.append(m.WeightsDiffer(self.step, () if odd == self.part.members else odd))
-        change = self._tail.change > 0 or bool(odd)
+        change = self.tail.change > 0 or bool(odd)
         self._vote("commit", "yes" if able else "again", change=change, reason=self.reason, blame=odd)
 
     # ---- the outcome
@@ -386,7 +377,7 @@ class Step:
             self._apart = False
         if outcome.healed and self._healing.open:
             self._take_state()
-        if outcome.verdict == "failed" or self._tail is None:
+        if outcome.verdict == "failed" or self.tail is None:
             self._fail(outcome.reason, now_s)
         elif outcome.verdict == "again":
             self._try_again()
@@ -395,8 +386,8 @@ class Step:
         else:
             assert self.part is not None
             if self._copied:
-                self._copied = at(self._tail.digests, self.part.replica_rank) == NONE
-            self._commit_or_hold(self._tail, change=outcome.change, now_s=now_s)
+                self._copied = at(self.tail.digests, self.part.replica_rank) == NONE
+            self._commit_or_hold(self.tail, change=outcome.change, now_s=now_s)
             if self.part and self.part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:
                 self._distrust()
 
@@ -409,7 +400,7 @@ class Step:
 
     def _try_again(self) -> None:
         """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
-        self._attempt, self._agains, self._tail = self._attempt + 1, self._agains + 1, None
+        self._attempt, self._agains, self.tail = self._attempt + 1, self._agains + 1, None
         if self._agains >= MAX_UNABLE:
             slots = tuple(self.ledger.pending)
             self._stop(
@@ -422,11 +413,11 @@ class Step:
 
     def _commit_or_hold(self, tail: StepControl, *, change: bool, now_s: float) -> None:
         self.phase, self._due, self._failures = Phase.BOUNDARY, change or self.config.every_step, 0
-        if tail.is_empty:
+        if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
             self._emptied = True
             self._return_deal()
             self._due, self.reason = True, f"step {self._place}: nobody is left who was dealt a slot; a new deal"
-            self._go_on(now_s)
+            self._on_begin(None, now_s)
         elif tail.divisor == 0:
             self._stop(f"step {self._place}: no slot of it has anything to learn from", tuple(self.ledger.pending))
         elif self.void:
@@ -435,7 +426,7 @@ class Step:
             assert self.part is not None
             self._width = self.ledger.width(len(self.part.participants))
             self._out.append(m.HoldSums(self._place))
-            self._go_on(now_s)
+            self._on_begin(None, now_s)
         else:
             self._commit(tail)
 
@@ -448,7 +439,9 @@ class Step:
             self._offering = False
         owners = self.ledger.pending
         entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
-        self._settle(self.step)  # of this generation, or chosen by it: and it lives, for it commits
+        if self.step > self.settled:  # of this generation, or chosen by it: and it lives, for it commits
+            self.settled = self.step
+            self._out.append(m.Settled(self.step))
         self.step += 1
         self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
@@ -528,7 +521,7 @@ class Step:
             self._take_state()
         if self.phase is Phase.AWAITING:
             self.phase = Phase.BOUNDARY
-            self._go_on(now_s)
+            self._on_begin(None, now_s)
         elif self.phase is Phase.CLOSING:
             self._close(self.reason)
 
@@ -582,11 +575,6 @@ class Step:
 
     def _on_quorum_failed(self, event: m.QuorumFailed, now_s: float) -> None:
         self._stop(f"no quorum: {event.reason}")
-
-    def _settle(self, step: int) -> None:
-        if step > self.settled:
-            self.settled = step
-            self._out.append(m.Settled(step))
 
     # ---- what may come at any time
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,23 +26,9 @@ class StepControl:
         loss_sum, ok, change = values[end - 3 : end]
         return StepControl(values[: end - 3], loss_sum, ok, change, values[end:])
 
-    @property
-    def values(self) -> tuple[float, ...]:
-        return (*self.tokens, self.loss_sum, self.ok, self.change, *self.digests)
-
     @cached_property
     def divisor(self) -> float:
         return sum(count for count in self.tokens if count > 0)
-
-    @property
-    def is_sound(self) -> bool:
-        """True where all that groups decide by are numbers. A loss need not be one."""
-        return math.isfinite(sum(self.tokens) + self.ok + self.change)
-
-    @property
-    def is_empty(self) -> bool:
-        """Nobody is left who was dealt a slot, and nobody was unable: there is no step here, only a deal to be made anew."""
-        return not any(self.tokens)
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

@@ -1,6 +1,5 @@
-"""Bad settings and files, each given to ./scripts/run_train.sh as a user would: one message, exit 2, no rank, nothing left.
-
-All cases of the session start together on a few threads, since each costs an import of torch; a test waits for its own.
+"""Bad settings and files: one message, exit 2, no rank, nothing left. Each is given to scripts/launch.py in this process, since a process
+costs an import of torch; those that train.py itself checks, and a few of the rest, to ./scripts/run_train.sh as a user would.
 """
 
 # ruff: noqa: E501 (exact messages stay on one line)
@@ -11,12 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from scripts import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """\
@@ -52,11 +53,16 @@ class Case:
     toml: str | bytes = GOOD
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     config: str = "run.toml"
-    nproc: int = 2  # one rank is checked in train.py itself, after more imports: a few cases show that it says the same
+    nproc: int = 2  # one rank is checked in train.py itself: a few cases show that it says the same
     needs: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def whole(self) -> bool:
+        """Through the script, in a process of its own."""
+        return self.nproc == 1 or self.name in ("config missing", "typo", "ranks do not fit the layout")
 
 
 FILES = ("--training.dataset=files", "--training.dataset_path=corpus/*")
@@ -168,26 +174,41 @@ CASES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Told:
-    """What came of a case."""
-
-    code: int
-    out: str
-    err: str
-    processes: list[str]
-    left: set[str]
-
-
-def start(case: Case, folder: Path) -> Told:
-    files = {"run.toml": case.toml, **case.files}
-    for name, content in files.items():
+def written(case: Case, folder: Path) -> set[str]:
+    """Writes the user's files. Returns the names of all that is there."""
+    for name, content in {"run.toml": case.toml, **case.files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    spy = folder.with_name(f"{folder.name}-spy")
+    return names(folder)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.whole], ids=str)
+def test_one_message_and_nothing_started(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if case.needs:
+        pytest.importorskip(case.needs)
+    before = written(case, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scripts.agent.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NPROC": "2", "CUDA_VISIBLE_DEVICES": ""}
+    with patch.dict(os.environ, environ, clear=True):
+        code = launch.main([case.config, *case.argv])
+    assert capfd.readouterr() == ("", f"pharos: {case.message}\n")
+    assert code == 2
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.whole], ids=str)
+def test_the_script_says_the_same_and_starts_nothing(case: Case, tmp_path: Path) -> None:
+    folder, spy = tmp_path / "user", tmp_path / "spy"
     spy.mkdir()
     (spy / "sitecustomize.py").write_text(SPY)
-    before = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    before = written(case, folder)
     ran = subprocess.run(
         [ROOT / "scripts" / "run_train.sh", case.config, *case.argv],
         cwd=folder,
@@ -207,33 +228,12 @@ def start(case: Case, folder: Path) -> Told:
         timeout=60,
         check=False,
     )
-    left = {str(path.relative_to(folder)) for path in folder.rglob("*")} - before
-    return Told(ran.returncode, ran.stdout, ran.stderr, (spy / "processes").read_text().splitlines(), left)
-
-
-@pytest.fixture(scope="module")
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Told]]]:
-    """Starts all cases that were asked for."""
-    calls = [
-        item.callspec for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")
-    ]
-    chosen = [call.params["case"] for call in calls]
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
-        yield {case.name: threads.submit(start, case, tmp_path_factory.mktemp("bad")) for case in chosen}
-        threads.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_message_and_nothing_started(case: Case, told: dict[str, Future[Told]]) -> None:
-    if case.needs:
-        pytest.importorskip(case.needs)
-    result = told[case.name].result()
-    assert result.err == f"pharos: {case.message}\n"
-    assert result.out == ""
-    assert result.code == 2
-    assert not [process for process in result.processes if "train.py" in process], "a rank was started"
-    assert any("launch.py" in process for process in result.processes), "the spy saw nothing"
-    assert result.left == set()
+    assert (ran.stdout, ran.stderr) == ("", f"pharos: {case.message}\n")
+    assert ran.returncode == 2
+    processes = (spy / "processes").read_text().splitlines()
+    assert not [process for process in processes if "train.py" in process], "a rank was started"
+    assert any("launch.py" in process for process in processes), "the spy saw nothing"
+    assert names(folder) == before
 
 
 def test_there_are_enough_and_all_differ() -> None:
