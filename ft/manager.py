@@ -31,15 +31,14 @@ from ft.healing.capture import State
 from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import HealConfig, Transport
 from ft.membership import ReplicaGroupConfig, join
-from ft.phase_timer import Events, NoPhaseTimer, PhaseTimer, ignore_event
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
-from ft.protocol.compare import in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
+from ft.protocol.step_control import in_tail
 from ft.rpc.clients import GroupClient
 from ft.rpc.driver import Seen
 from ft.seam import (
@@ -53,7 +52,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import ManagerTelemetry, Status
+from ft.telemetry import Events, ManagerTelemetry, NoPhaseTimer, PhaseTimer, Status, ignore_event
 
 HEALS = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft.config import Environment, FaultTolerance
-from ft.phase_timer import Events, PhaseTimer, ignore_event
 from ft.seam import Seam
 from ft.solo import SoloManager
+from ft.telemetry import Events, PhaseTimer, ignore_event
 
 if TYPE_CHECKING:
     from ft.agreement import Agreement
@@ -36,7 +36,7 @@ def open_manager(
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the device that has the gradients.
     `shape`: what all groups must have alike, by name. `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most
     that a first step or a checkpoint may take. `restore`: loads the newest valid checkpoint, and with it this manager's state.
-    `phase_timer`, `on_event`: see phase_timer.py.
+    `phase_timer`, `on_event`: see telemetry.py.
     Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
     RuntimeError where the group's server does not start."""
     if not settings.enable:

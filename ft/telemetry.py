@@ -1,4 +1,12 @@
-"""What a rank tells about itself: the log, events and accounts, and once a beat its group's server, for the lighthouse and its page."""
+"""A manager's account of its time and of what happened to it: for the log, for whoever keeps the books (training/progress.py,
+training/events.py), and, once a beat, for its group's server, hence the lighthouse and its page.
+
+The trainer's thread tells it. Seconds inside a phase are that phase's alone, whatever phase lies around it:
+
+    quorum    asking who takes part              rebuild   forming the process group to other groups
+    heal      the state of others is on its way, to this group or from it
+    waiting   in a reduction, for groups that are later than this one
+"""
 
 from __future__ import annotations
 
@@ -9,17 +17,67 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from ft.phase_timer import Events, PhaseTimer
 from ft.protocol import messages as m
 from ft.protocol.messages import name_of
 
 KEPT = 21  # steps of whose lengths the median is told
 SELDOM_S = 30.0  # between two reports of a rank that has nothing new to say; rank 0 reports once a beat, for all
 log = logging.getLogger("pharos.manager")
+
+
+class PhaseTimer(Protocol):
+    """Where the seconds go."""
+
+    @property
+    def goodput_s(self) -> float:
+        """Spent on steps that were committed. Any thread may ask."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+    def long_phase(self) -> tuple[str, float] | None:
+        """One whose length has nothing to do with a step's, in words, and the seconds since it began; None: it is none. Any thread may
+        ask."""
+        ...
+
+    def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
+        """What was counted for one phase was another's."""
+        ...
+
+    def lose(self) -> None:
+        """What was computed since the last commit was for nothing."""
+        ...
+
+
+class NoPhaseTimer:
+    """Of a manager whose trainer keeps none."""
+
+    goodput_s = 0.0
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def long_phase(self) -> tuple[str, float] | None:
+        return None
+
+    def move(self, seconds: float, from_phase: str, to_phase: str) -> None: ...
+
+    def lose(self) -> None: ...
+
+
+class Events(Protocol):
+    """What happened to a group, by name: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes), "failed" (reason),
+    "lost work", and "weights differ" (rank, groups; empty: nobody can tell whose), which any rank may see; the rest is told by rank 0."""
+
+    def __call__(self, event: str, step: int, **what: object) -> None: ...
+
+
+def ignore_event(event: str, step: int, **what: object) -> None:
+    """Nobody listens."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Events of a replica group, one JSON line each in <run>/groups/<id>/events.jsonl: for people, charts and proofs.
 
-Floor 3. Every rank has one; the manager calls it (ft/phase_timer.py names the events). Unlike metrics.jsonl, which has each step once
+Floor 3. Every rank has one; the manager calls it (ft/telemetry.py names the events). Unlike metrics.jsonl, which has each step once
 whatever happened, nothing is ever taken out of it. The file appears with the first event. The scribe (scribe.py) writes it; while storage
 fails KEPT_BYTES or KEPT_S of lines are kept.
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from ft.device import current_device, device_thread
 from ft.process_groups import shared
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.commands import DROPPED, ENDED, FAILED, READY, Form, Map, MapDevice, Start, Unmap
+from ft.process_groups.channel import DROPPED, ENDED, FAILED, READY, Form, Map, MapDevice, Start, Unmap
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.fork_server import Child, ForkServer, fork_server_of_this_process
 from ft.process_groups.group_init import Ended, Engine, GroupInit

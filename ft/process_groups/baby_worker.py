@@ -34,7 +34,6 @@ def main() -> None:
 
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
 
-    import ft.process_groups.commands
     import ft.process_groups.inline
     import ft.process_groups.shared  # noqa: F401
 
@@ -111,7 +110,7 @@ class Child:
     """Carries out commands, one after the other, until its socket ends."""
 
     def __init__(self, channel: Any) -> None:
-        from ft.process_groups.commands import Form, Map, MapDevice, Start, Unmap
+        from ft.process_groups.channel import Form, Map, MapDevice, Start, Unmap
         from ft.process_groups.shared import SharedPoolClient
 
         self._channel = channel
@@ -139,7 +138,7 @@ class Child:
         threading.Thread(target=self._build, args=(command,), name="ft-form", daemon=True).start()
 
     def _build(self, command: Any) -> None:
-        from ft.process_groups.commands import FAILED, READY
+        from ft.process_groups.channel import FAILED, READY
         from ft.process_groups.gloo import form_gloo
         from ft.process_groups.group_init import GroupInit
         from ft.process_groups.nccl import form_nccl
@@ -164,14 +163,14 @@ class Child:
         self._memory.add_device(command.number, command.export)
 
     def _unmap(self, command: Any, descriptors: list[int]) -> None:
-        from ft.process_groups.commands import DROPPED
+        from ft.process_groups.channel import DROPPED
 
         self._memory.drop(command.numbers)
         self._reply(DROPPED, 0, None, command.numbers)
 
     def _start(self, command: Any, descriptors: list[int]) -> None:
         def ended(error: Exception | None, source: int) -> None:
-            from ft.process_groups.commands import ENDED
+            from ft.process_groups.channel import ENDED
 
             self._reply(ENDED, command.number, None if error is None else str(error), source)
 

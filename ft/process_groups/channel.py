@@ -1,4 +1,8 @@
-"""Messages between a process and its child: a Unix socket, each message with the descriptors that go with it."""
+"""Messages between a group and its child: a Unix socket, each message with the descriptors that go with it.
+
+What a group says is dataclasses, pickled: a process to its own child. What the child says is JSON: the child talks to the network, and
+nothing that comes from there is ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,20 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
+from ft.process_groups.operations import Operation
+from ft.protocol.messages import Shape
+
+READY, FAILED, ENDED, DROPPED = (
+    "ready",
+    "failed",
+    "ended",
+    "dropped",
+)  # of replies: [what, number, error, more]; more of FAILED: absent ranks, and strangers; of DROPPED: what Unmap named
 MOST_DESCRIPTORS = 8  # of one message
 _HEAD = struct.Struct("<I")
 
@@ -74,3 +90,50 @@ class Channel:
                 raise EOFError
             parts += part
         return bytes(parts)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Build the group; answered by READY or FAILED."""
+
+    kind: str  # gloo, nccl
+    store: str
+    rank: int
+    size: int
+    limit_s: float
+    interface: str | None
+    device: int | None  # CUDA device, for nccl
+    shape: Shape = ()
+    holders: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Map:
+    """The descriptor that comes along is memory, to be known by this number."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class MapDevice:
+    """Memory of a GPU, to be known by this number: what torch's `_share_cuda_` gave for it."""
+
+    number: int
+    export: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Unmap:
+    """Answered by DROPPED."""
+
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start an operation, with a Place where it has a tensor; answered by ENDED. `after`: a CUDA event of the parent to wait for first."""
+
+    number: int
+    operation: Operation
+    after: Any = None

@@ -26,8 +26,7 @@ from ft.process_groups import sockets
 from ft.process_groups.base import NEVER
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.native import failure_of, group_of, source_of
-from ft.process_groups.operations import Operation
+from ft.process_groups.operations import Operation, failure_of, group_of, source_of
 from ft.process_groups.rendezvous import Rendezvous
 from ft.process_groups.sockets import Address
 
@@ -68,7 +67,7 @@ def form_gloo(
     _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
     _hear_from_all(backend, rendezvous)
     _set_timeout(backend, backstop)
-    native = group_of(backend, "gloo", "cpu", rendezvous)
+    native = group_of(backend, "gloo", "cpu", rendezvous.rank, rendezvous.size)
     return GlooEngine(native, near, far, _threads_of_gloo() - before)
 
 

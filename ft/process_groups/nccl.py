@@ -22,8 +22,7 @@ from ft.device import device_thread
 from ft.process_groups.base import NEVER
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.native import failure_of, group_of, source_of
-from ft.process_groups.operations import AllReduce, Operation
+from ft.process_groups.operations import AllReduce, Operation, failure_of, group_of, source_of
 from ft.process_groups.rendezvous import Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
@@ -80,7 +79,7 @@ def form_nccl(group_init: GroupInit, rendezvous: Rendezvous, number: int | None)
         backend = c10d.ProcessGroupNCCL(rendezvous.store, rendezvous.rank, rendezvous.size, options)
     group_init.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
     backend.eager_connect_single_device(device)
-    engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous), backend.abort, number)
+    engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, number)
     try:
         _sum_once(engine, group_init, rendezvous, device)
     except BaseException:

@@ -1,7 +1,7 @@
 """Who is in: what the lighthouse answers whom. Driven by rpc/lighthouse_service.py and sim/.
 
 Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
-has happened to the newest quorum, and what its members are told of it, is in generation.py; who cannot work with whom is blame.py's.
+has happened to the newest quorum, and what its members are told of it, is in generation.py.
 `Lighthouse` takes what is said to it apart, refuses what cannot be, and issues.
 
 Where the rules leave a choice:
@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.blame import Pairs, in_words, parts
 from ft.protocol.generation import Generation
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
 from ft.protocol.roster import Roster, word_s
-from ft.protocol.rules import Decision, Problem, View, decide, unlike, validate_request
+from ft.protocol.rules import Decision, Pairs, Problem, View, decide, in_words, parts, unlike, validate_request
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 LEAP = (

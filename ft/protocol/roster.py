@@ -20,9 +20,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ft.protocol import messages as m
-from ft.protocol.blame import Pairs, pairs_among, pairs_with
 from ft.protocol.messages import Call, Kind, Member, Quorum
-from ft.protocol.rules import View
+from ft.protocol.rules import Pairs, View, pairs_among, pairs_with
 
 LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
 WORD_S = 60.0  # that an operator's word holds where takeover_s is "never"

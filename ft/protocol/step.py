@@ -7,7 +7,7 @@
                            VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
-contribution.py has this group's contribution to a step. A healing group passes through the same phases with zeros; its commits are held
+step_control.py has this group's contribution to a step. A healing group passes through the same phases with zeros; its commits are held
 (heal.py) until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group pass through the same phases,
 since each branch depends on an answer of the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the
 forward and backward are finished, and the vote is no.
@@ -36,12 +36,10 @@ from functools import lru_cache
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES, NONE, at, find_divergent
-from ft.protocol.contribution import LocalContribution
 from ft.protocol.heal import Healing
 from ft.protocol.ledger import MAX_UNABLE, Ledger
 from ft.protocol.messages import VOID, Effect, Event, Member, Outcome, Part, Vote
-from ft.protocol.step_control import StepControl, next_commit_id
+from ft.protocol.step_control import FIGURES, NONE, LocalContribution, StepControl, at, find_divergent, next_commit_id
 
 
 @dataclass(frozen=True)

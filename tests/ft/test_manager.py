@@ -19,12 +19,11 @@ from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
-from ft.protocol import compare, lighthouse
+from ft.protocol import lighthouse, step_control
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Phase, Step, StepConfig
-from ft.protocol.step_control import StepControl
+from ft.protocol.step_control import FIGURES, StepControl
 from ft.recording import RecordingManager
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
@@ -420,7 +419,7 @@ def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
     tails = [StepControl.of(event.tail, FIGURES * members).digests for event in reduced]
     names = [m.name_of(member) for member in rank.manager.part.members]
-    return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
+    return [{name for place, name in enumerate(names) if min(step_control.at(tail, place)) < 0} for tail in tails]
 
 
 def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

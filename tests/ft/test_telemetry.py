@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ft import telemetry as teller
-from ft.phase_timer import NoPhaseTimer, ignore_event
-from ft.telemetry import SELDOM_S, ManagerTelemetry, Status
+from ft.telemetry import SELDOM_S, ManagerTelemetry, NoPhaseTimer, Status, ignore_event
 
 
 class Books(NoPhaseTimer):

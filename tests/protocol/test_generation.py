@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.blame import pairs_among, smallest_cover
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.rules import pairs_among, smallest_cover
 from tests.protocol.talk import Talk, formed, notices, refusals
 
 # ------------------------------------------------------------------------------------------------ restart, pause, stall

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Step, StepConfig
-from ft.protocol.step_control import StepControl
+from ft.protocol.step_control import FIGURES, StepControl, in_tail
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ft.config import FaultTolerance
 from ft.process_groups import gloo, nccl
 from ft.process_groups.baby_worker import Child
-from ft.process_groups.commands import Form
+from ft.process_groups.channel import Form
 from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
 from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, process_settings

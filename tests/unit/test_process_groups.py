@@ -28,8 +28,7 @@ from ft.grad_buffers import zeros
 from ft.process_groups import gloo, inline, shared, sockets
 from ft.process_groups import operations as ops
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
-from ft.process_groups.channel import Channel
-from ft.process_groups.commands import ENDED, Form
+from ft.process_groups.channel import ENDED, Channel, Form
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.generation import Generation, GroupWork
 from ft.process_groups.group_init import GroupInit
