@@ -195,7 +195,7 @@ class Run(Components):
     def apply(self, commit: Commit, local: LocalStep) -> tuple[float, float]:
         """The optimizer's step with the gradients that hold. Returns the norm of their mean, and the learning rate."""
         with self.progress.phase("reduce"):
-            grad_norm = on_host(gradient_norm(self.parameters())).item()  # it decides what comes next
+            grad_norm = on_host(gradient_norm(self.parameters)).item()  # it decides what comes next
         if not isfinite(grad_norm):
             raise self.nonfinite(local)
         with self.progress.phase("optimizer"):
@@ -208,7 +208,7 @@ class Run(Components):
         config, training = self.config, self.config.training
         lr = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step=step, training_steps=training.steps)
         clipped = min(1.0, training.max_norm / (grad_norm + 1e-6)) if training.max_norm > 0 else 1.0
-        scale_gradients(self.parameters(), clipped / divisor)  # the one division
+        scale_gradients(self.parameters, clipped / divisor)  # the one division
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -259,11 +259,6 @@ class Run(Components):
         )
         size = self.slot_size * self.inner_steps
         self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=self.inner_steps)
-
-    @property
-    def inner_steps(self) -> int:
-        """Optimizer steps from one commit to the next."""
-        return self.config.fault_tolerance.inner_steps
 
     def validate(self) -> None:
         with self.progress.phase("validation"):
@@ -318,7 +313,7 @@ class SemiSyncRun(Run):
                 self.forward_backward(step, batch, losses)
             with self.progress.phase("compute"):
                 [tokens], loss, finite = self.sum_over_group([slot], losses)
-                grad_norm = on_host(gradient_norm(self.parameters())).item()  # it decides what comes next
+                grad_norm = on_host(gradient_norm(self.parameters)).item()  # it decides what comes next
             finite = finite and isfinite(grad_norm)
             if not finite:
                 break  # in all ranks of the group; the window counts for nothing

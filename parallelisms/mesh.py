@@ -13,6 +13,7 @@ are data parallel. Fault tolerance adds no axis here: replica groups are data pa
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import prod
 from typing import Annotated, Literal
 
@@ -132,9 +133,9 @@ class MeshCoordinate:
     cp_rank: int
     tp_rank: int
 
-    @property
+    @cached_property
     def counts(self) -> bool:
-        """Whether this rank is the one that counts what its sequences hold: several may see the same."""
+        """True when this rank is the one that counts what its sequences hold: several may see the same."""
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
-from torch import nn
 
 from configs.check import gradients_lie_on
 from configs.saved import save, to_toml, what_groups_share
@@ -60,6 +59,7 @@ class Components:
         self.config, self.environment, self.world = config, environment, world
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device, self.progress, self.wishes = world.device.torch_device, Progress(), 0
+        self.inner_steps = config.fault_tolerance.inner_steps  # of the optimizer, from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.scribe = cleanup.enter_context(closing(Scribe(self.report_storage)))
         self.events = Events(self.group_folder, self.scribe)
@@ -120,6 +120,7 @@ class Components:
             device=self.device,
             seed=training.seed,
         )
+        self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
         return [
             f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
@@ -229,9 +230,6 @@ class Components:
         self.events("storage", self.log.step or 0, words=words)
         if hasattr(self, "manager"):  # else it has yet to be made
             self.manager.tell("storage", words)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for part in self.model.parts for parameter in part.parameters()]
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, Corruption]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder

@@ -9,7 +9,7 @@ rank flips the bit at the next step's boundary and removes the file: it is done 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +25,9 @@ ORDER, HANG = "corrupt", "hang"  # the files
 
 
 class Corruption:
-    """The faults of one rank. `folder`: its group's own; `group_rank`: its number there. `weights`: the model's, as they are then."""
+    """The faults of one rank. `folder`: its group's own; `group_rank`: its number there. `weights`: the model's."""
 
-    def __init__(
-        self, folder: Path, group_rank: int, weights: Callable[[], Iterable[Tensor]], *, enabled: bool, log: Log
-    ) -> None:
+    def __init__(self, folder: Path, group_rank: int, weights: Iterable[Tensor], *, enabled: bool, log: Log) -> None:
         self._folder, self._rank, self._weights = folder, str(group_rank), weights
         self._enabled, self._log = enabled, log
 
@@ -38,7 +36,7 @@ class Corruption:
         if not self._enabled:
             return
         if self._is_ordered(ORDER):
-            flip_bit(next(shard for shard in map(_local, self._weights()) if shard.numel()))
+            flip_bit(next(shard for shard in map(_local, self._weights) if shard.numel()))
             self._log.warning("drill: after step %d a bit of this rank's first weight was flipped", step)
             (self._folder / ORDER).unlink()
         if self._is_ordered(HANG):

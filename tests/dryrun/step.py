@@ -140,8 +140,8 @@ class Run(train.Run):
             if plant:
                 PLANTS[plant](self)
             assert self.train_step()
-            held = [local_of(x) for x in (*self.parameters(), *self.states())]
-            digest(self.parameters())
+            held = [local_of(x) for x in (*self.parameters, *self.states())]
+            digest(self.parameters)
         return {
             "reads": dict(traffic.reads),
             "to_host": dict(traffic.to_host),
@@ -166,7 +166,7 @@ class Run(train.Run):
     def whole_weights(self) -> set[tuple[int, ...]]:
         """The shapes of matrices of blocks, as tensor parallelism leaves them, that FSDP has cut. The embedding's and the head's are not
         among them: the chunks of the loss add up to a gradient of that shape, in fp32."""
-        shapes, own = set(), {tuple(local_of(parameter).shape) for parameter in self.parameters()}
+        shapes, own = set(), {tuple(local_of(parameter).shape) for parameter in self.parameters}
         for part in self.model.parts:
             for parameter in part.layers.parameters():
                 shape = list(parameter.shape)
@@ -219,7 +219,7 @@ def _with_state(make: Callable[[Run], dict[str, Tensor]]) -> Callable[[Run], Non
 
         def with_state(*_: Any) -> None:
             step()
-            run.optimizer.state[run.parameters()[0]].update(make(run))
+            run.optimizer.state[run.parameters[0]].update(make(run))
 
         run.optimizer.step = with_state  # type: ignore[method-assign, assignment]
 

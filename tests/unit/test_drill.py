@@ -12,7 +12,7 @@ from training.log import Log
 
 
 def corruption(folder: Path, weights: list[torch.Tensor], *, rank: int = 0, enabled: bool = True) -> Corruption:
-    return Corruption(folder, rank, lambda: weights, enabled=enabled, log=Log())
+    return Corruption(folder, rank, weights, enabled=enabled, log=Log())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
