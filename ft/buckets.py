@@ -1,4 +1,4 @@
-"""Where each gradient lies while it is summed: which bucket, which piece of memory, and in what order the buckets go.
+"""Layout of gradients while they are summed: bucket, piece of memory, and the order in which buckets go.
 
 Flow: gradients.py asks for the layout once, of all parameters it was given; grad_buffers.py makes memory of it; what goes over the wire is
 one Bucket after the other. Groups that differ in any of this would add apples to pears, so `shape` names it for the first quorum.
@@ -97,7 +97,7 @@ def lay_out(
 
 
 def _riders(tensors: Sequence[Tensor], device: torch.device, most_bytes: int) -> list[int]:
-    """Of the small ones those that are complete last."""
+    """Returns the small parameters whose gradients are complete last."""
     last_bucket_params: list[int] = []
     left_bytes = RIDERS_BYTES
     for index, tensor in enumerate(tensors):

@@ -57,7 +57,7 @@ class EffectQueue:
             self._news.notify_all()
 
     def next(self) -> m.Effect | None:
-        """What `take` would give now, if it need not wait."""
+        """The effect that `take` would return now without waiting; None: it would wait."""
         with self._news:
             return self._effects[0] if self._effects else None
 

@@ -107,7 +107,7 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Returns this rank's shard."""
     if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
         with torch.no_grad():
             local: Tensor = tensor.to_local()
@@ -133,5 +133,5 @@ def like(parameter: Any, local: Tensor) -> Tensor:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor of that shape."""
     return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))

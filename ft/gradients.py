@@ -124,8 +124,8 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------ before the first step
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those that are trained. Their order is part of the layout and must be the same in each group. Once per part of the model, before
-        `shape` is asked for. Raises ValueError for a complex one where sums are quantised."""
+        """Registers the parameters that are trained. Their order is part of the layout and must be the same in each group. Once per part of
+        the model, before `shape` is asked for. Raises ValueError for a complex one where sums are quantised."""
         assert "_layout" not in self.__dict__, "parameters are attached before the first step"
         known = {id(parameter) for parameter in self._parameters}
         for parameter in parameters:
@@ -142,7 +142,7 @@ class Gradients:
 
     @property
     def shape(self) -> tuple[tuple[str, str], ...]:
-        """What all groups must have alike, each with its digest: (("gradient shapes", "5f0c..."), ...)."""
+        """Properties that all groups must have alike, each with its digest: (("gradient shapes", "5f0c..."), ...)."""
         return self._layout.shape
 
     @cached_property
@@ -229,7 +229,7 @@ class Gradients:
             self._send_all_but_last(attempt, zeros=not attempt.contributes)
 
     def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
-        """What has not gone goes now, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.
+        """Sends what has not gone yet, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.
         zeros: so do all; what has gone is gone, and the tail is to say that it does not count. Returns at once. Raises RuntimeError for
         gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
@@ -340,7 +340,7 @@ class Gradients:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether another attempt would give what this one would have: gradients are kept, and no user's tensor was written to since."""
+        """True when another attempt would send the same values: gradients are kept, and no user's tensor was written to since."""
         with self._lock:
             return self._keep and not any(user.changed for user in self._users)
 
@@ -458,7 +458,7 @@ class Gradients:
             torch._foreach_copy_(into, given)
 
     def _gradient(self, index: int) -> Tensor | None:
-        """What this rank holds of it: the one that is kept, else .grad, which is kept from now on."""
+        """This rank's shard of a gradient: the one that is kept, else .grad, which is kept from now on."""
         computed = range(self._first, self._first + len(self._parameters))  # of the slot that is
         if self._is_kept or (self._apart and (index in self._kept or index not in computed)):
             return self._kept.get(index)

@@ -1,4 +1,4 @@
-"""What a rank asks of its group's server: again, for as long as it takes, and an answer that does not come is never taken for a no."""
+"""A rank's calls to its group's server: repeated for as long as it takes; a missing answer is never taken for a no."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ PIECE = 1 << 20  # values that are turned at a time, so that what is in between 
 
 
 class Feedback:
-    """Of one tensor in one group: what its sums have left out so far, fp32, flat. It moves in `commit` alone, so an attempt that fails and
-    its retry send the same bits."""
+    """The error feedback of one tensor in one group: what its sums have left out so far, fp32, flat. It moves in `commit` alone, so an
+    attempt that fails and its retry send the same bits."""
 
     def __init__(self) -> None:
         self.held_back: Tensor | None = None
@@ -52,7 +52,7 @@ class Feedback:
         ] = []  # one, of the latest attempt, once its sum is there, if this group gave anything
 
     def commit(self) -> None:
-        """What was sent last is in the sums."""
+        """Takes the last send's remainder over: it is in the sums."""
         if self.pending:
             self.held_back = self.pending.pop()
 
@@ -187,7 +187,7 @@ class CollectiveQueue:
 
 
 def message_bytes(blocks: int) -> int:
-    """Of so many blocks: a signed byte for each value, block by block, and then their scales, in fp32."""
+    """Bytes of so many blocks: a signed byte for each value, block by block, and then their scales, in fp32."""
     return blocks * (BLOCK + 4)
 
 
@@ -210,7 +210,7 @@ def quantize(values: Tensor, message: Tensor) -> None:
 
 
 def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """What `quantize` wrote, into `out` (blocks, BLOCK), fp32, or added to it."""
+    """Dequantizes what `quantize` wrote into `out` (blocks, BLOCK), fp32, or added to it."""
     codes, scales = _parts(message, len(out))
     for piece in _pieces(len(out)):
         values = codes[piece].to(torch.float32).mul_(scales[piece].unsqueeze(1))

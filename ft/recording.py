@@ -1,4 +1,4 @@
-"""What a rank of a fault drill writes down of its steps. Where PHAROS_DRILL is not 1, nobody makes this.
+"""A record of each step of a rank, for fault drills. Where PHAROS_DRILL is not 1, nobody makes this.
 
 start.py makes a RecordingManager in place of a Manager; bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has
 `event`, `at_s` (the machine's monotonic clock), `pid` and `step`:

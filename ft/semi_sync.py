@@ -42,8 +42,8 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradients(self) -> list[Tensor]:
-        """What this group gives to the mean, of the form of its shards: the way back from the local weights to the outer ones; without an
-        outer optimizer the local weights themselves."""
+        """This group's contribution to the mean, of the form of its shards: the way back from the local weights to the outer ones; without
+        an outer optimizer the local weights themselves."""
         local = _shards(self.local)
         if self._optimizer is None:
             return [shard.clone() for shard in local]
@@ -85,7 +85,7 @@ class Fragment:
         return {name: outer.detach() for name, outer in zip(self.names, self.outer, strict=True)}
 
     def optimizer_state(self) -> dict[str, Any]:
-        """What the outer optimizer knows: NAME.momentum_buffer, ...; live."""
+        """State of the outer optimizer: NAME.momentum_buffer, ...; live."""
         return {f"{name}.{key}": value for name, own in self._optimizer_states() for key, value in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Fragment:
     # ------------------------------------------------------------------------------------------------ the outer optimizer
 
     def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
-        """Of this fragment's weights alone. Gradients of the inner steps, which the user may still look at, are put back."""
+        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still look at, are put back."""
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         inner = [(parameter, parameter.grad) for parameter in everything]
         try:

@@ -238,7 +238,7 @@ class SemiSyncManager:
 
 
 class Stateful(Protocol):
-    """What can be saved."""
+    """An object whose state can be saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -30,7 +30,7 @@ log = logging.getLogger("pharos.manager")
 
 
 class PhaseTimer(Protocol):
-    """Where the seconds go."""
+    """An account of seconds by phase."""
 
     @property
     def goodput_s(self) -> float:
@@ -45,16 +45,16 @@ class PhaseTimer(Protocol):
         ...
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
-        """What was counted for one phase was another's."""
+        """Moves seconds that were counted for one phase to another."""
         ...
 
     def lose(self) -> None:
-        """What was computed since the last commit was for nothing."""
+        """Counts what was computed since the last commit as lost."""
         ...
 
 
 class NoPhaseTimer:
-    """Of a manager whose trainer keeps none."""
+    """A phase timer that keeps nothing, for a trainer without one."""
 
     goodput_s = 0.0
 
@@ -70,8 +70,9 @@ class NoPhaseTimer:
 
 
 class Events(Protocol):
-    """What happened to a group, by name: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes), "failed" (reason),
-    "lost work", and "weights differ" (rank, groups; empty: nobody can tell whose), which any rank may see; the rest is told by rank 0."""
+    """A receiver of events of a group, by name: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes), "failed"
+    (reason), "lost work", and "weights differ" (rank, groups; empty: nobody can tell whose), which any rank may see; the rest is told by
+    rank 0."""
 
     def __call__(self, event: str, step: int, **what: object) -> None: ...
 
@@ -188,12 +189,12 @@ class ManagerTelemetry:
     # ---- what happened
 
     def lost(self) -> None:
-        """What was computed for this step was for nothing."""
+        """Counts what was computed for this step as lost."""
         self._phase_timer.lose()
         self.event("lost work")
 
     def event(self, name: str, **what: object) -> None:
-        """Of what all ranks of the group see, one tells."""
+        """Reports an event that all ranks of the group see; rank 0 does so for all."""
         if self._group_rank == 0:
             self._on_event(name, self._step(), **what)
 

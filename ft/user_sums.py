@@ -52,7 +52,7 @@ class ManagedAllreduce:
 
     @property
     def changed(self) -> bool:
-        """Whether the user has written into the tensor: then what a retry writes there is not what the user made of it."""
+        """True when the user has written into the tensor: a retry would overwrite that."""
         with self._lock:
             return _version(self._tensor) != self._version
 

@@ -1,4 +1,4 @@
-"""What Pharos asks of a model: the two places a fork touches are models/<name>.py and a TOML with `model.name = "<name>"`.
+"""The contract between Pharos and a model: the two places a fork touches are models/<name>.py and a TOML with `model.name = "<name>"`.
 
 models/<name>.py holds
     Config                                        a frozen dataclass that extends ModelConfig: the [model] section
@@ -58,7 +58,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def flops_per_token(self, seq_len: int) -> int:
-        """What one trained token costs, forward and backward."""
+        """Floating point operations of one trained token, forward and backward."""
         raise NotImplementedError
 
     def new_cache(self, batch: int, length: int) -> Any:

@@ -81,7 +81,7 @@ def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
 
 @dataclass(frozen=True)
 class Published:
-    """What a config.json says."""
+    """The settings of a config.json."""
 
     config: Config  # [model]; its tokenizer_path is still to be set
     tied: bool

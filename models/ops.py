@@ -139,7 +139,7 @@ def cross_entropy_sum_of_part(
 
 
 def _in_blocks(x: Tensor) -> bool:
-    """Whether to walk in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
+    """True when attention walks in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in _PLAIN
 
 

@@ -70,7 +70,7 @@ def pieces_of_ranks(cp: int, load_balancer: str) -> list[list[int]]:
 
 
 def positions(pieces: list[list[int]], seq_len: int) -> list[Tensor]:
-    """Where in the sequence each rank's tokens stand, in the order in which it holds them: [T] int64 for each."""
+    """Positions in the sequence of each rank's tokens, in the order in which it holds them: [T] int64 for each."""
     by_piece = torch.arange(seq_len).chunk(sum(map(len, pieces)))
     return [torch.cat([by_piece[piece] for piece in mine]) for mine in pieces]
 

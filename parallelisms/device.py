@@ -88,7 +88,7 @@ class Device:
         return _cpu_name()
 
     def fast_bfloat16(self) -> bool:
-        """Whether bf16 matrix products are faster than fp32 here: CUDA since Ampere, which a GPU that is not here (--explain) is taken
+        """True when bf16 matrix products are faster than fp32 here: CUDA since Ampere, which a GPU that is not here (--explain) is taken
         for; CPUs with AMX or AVX512-BF16."""
         if self.type == "cuda":
             return not has_cuda() or torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
@@ -103,7 +103,7 @@ class Device:
 
 
 def has_cuda() -> bool:
-    """Whether this machine has a CUDA device: for what must be refused before one is picked. Takes none into use."""
+    """True when this machine has a CUDA device: for what must be refused before one is picked. Takes none into use."""
     return torch.cuda.is_available()
 
 
@@ -113,7 +113,7 @@ def type_here() -> str:
 
 
 def cuda_capability() -> tuple[int, int]:
-    """What this machine's first CUDA device can, as a version; (0, 0): there is none."""
+    """Compute capability of this machine's first CUDA device; (0, 0): there is none."""
     return torch.cuda.get_device_capability(0) if has_cuda() else (0, 0)
 
 

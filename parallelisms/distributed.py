@@ -143,6 +143,6 @@ def host_group(world: World, *, timeout_s: float) -> dist.ProcessGroup | None:
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:
-    """What each rank says on `topic` (a name used once), by rank. Through the store: it works where a collective would not."""
+    """Exchanges a text of each rank on `topic` (a name used once). Through the store: it works where a collective would not."""
     world.store.set(f"{topic}/{world.global_rank}", text)
     return [world.store.get(f"{topic}/{rank}").decode() for rank in range(world.world_size)]

@@ -65,7 +65,7 @@ def apply_fsdp(
 
 
 def reshard_all(parts: Iterable[nn.Module]) -> None:
-    """What a forward without a backward has gathered is given back. Weights are written to the shards, by a heal for one; a forward that
+    """Frees what a forward without a backward has gathered. Weights are written to the shards, by a heal for one; a forward that
     finds whole weights in place would not look there."""
     for part in parts:
         for module in part.modules():
@@ -74,7 +74,7 @@ def reshard_all(parts: Iterable[nn.Module]) -> None:
 
 
 def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
-    """Whether gathered parameters are freed between forward and backward."""
+    """True when gathered parameters are freed between forward and backward."""
     return {"default": shards > 1 and stages == 1, "always": True, "never": False}[config.fsdp_reshard_after_forward]
 
 

@@ -41,7 +41,7 @@ class LossByParts(Protocol):
 def head_loss(
     loss: LossFunction, *, chunk_tokens: int, loss_parallel: bool, compile: CompileConfig
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """What models.contract.Head calls: hidden [B, T, C], weight [V, C], labels [B, T] -> loss sum, fp32 scalar.
+    """The loss that models.contract.Head calls: hidden [B, T, C], weight [V, C], labels [B, T] -> loss sum, fp32 scalar.
 
     `chunk_tokens`: tokens whose logits exist at once; 0: all. A chunk reaches `loss` as one sequence, [1, n, V]. Under tensor
     parallelism the weight is a DTensor of [Shard(0)] and the hidden state has all tokens on every rank; the gradient of the

@@ -1,4 +1,4 @@
-"""Where the ranks stand: the axes of the device mesh, outermost first.
+"""The device mesh of the ranks: its axes, outermost first.
 
     pp            stages of the pipeline
     dp_replicate  copies of the sharded model (HSDP, DDP)

@@ -21,7 +21,7 @@ from parallelisms.mesh import CP, PP, TP
 
 
 class Parallelized(Protocol):
-    """What the training loop sees of a model, whatever its layout."""
+    """The training loop's view of a model, whatever its layout."""
 
     parts: list[Model]  # the pieces of the model that this rank holds
 

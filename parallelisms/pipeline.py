@@ -105,7 +105,7 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
-        """What runs the table on this rank, for batches that look like `tokens` [B, T]."""
+        """Builds the runner of the table on this rank, for batches that look like `tokens` [B, T]."""
         microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
         mine = self._stages_by_rank[self._mesh.get_local_rank()]
         stages = [self._stage(part, stage, microbatch) for part, stage in zip(self.parts, mine, strict=True)]

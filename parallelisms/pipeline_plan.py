@@ -221,7 +221,7 @@ def _room(config: ParallelismConfig, n_layers: int) -> list[int]:
 
 
 def splits_backward(config: ParallelismConfig) -> bool:
-    """Whether the schedule computes gradients of inputs first and those of weights later."""
+    """True when the schedule computes gradients of inputs first and those of weights later."""
     schedule = schedule_of(config)
     if config.pipeline_parallel_schedule_csv:
         return any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)

@@ -1,4 +1,4 @@
-"""Who computes what, when: the table of a pipeline schedule, from torch's schedules or a CSV file; its picture and its bubble.
+"""The table of a pipeline schedule: which rank computes what, and when, from torch's schedules or a CSV file; its picture and its bubble.
 
 A table has one row of actions per rank, written as in torch's CSV files: 2F0 is the forward of stage 2 for microbatch 0; B the
 backward, or its halves I (gradients of the inputs) and W (of the weights); (0F4;3B1)OVERLAP_F_B may overlap. What the picture shows
@@ -26,7 +26,7 @@ _MOST_SLOTS = 36  # a picture that fits on a screen; of a longer one the steady 
 
 
 class Action(NamedTuple):
-    """What is computed at once: `kind` is F, B, I or W."""
+    """One computation: `kind` is F, B, I or W."""
 
     stage: int
     kind: str
@@ -120,7 +120,7 @@ def parse(cell: str) -> Cell:
 
 
 def cell_text(cell: Cell) -> str:
-    """What `parse` reads."""
+    """The text that `parse` reads."""
     return str(cell[0]) if len(cell) == 1 else f"({';'.join(map(str, cell))})OVERLAP_F_B"
 
 
@@ -189,7 +189,7 @@ def timeline(rows: Table) -> list[list[Timed]]:
 
 
 def _needs(action: Action, last_stage: int) -> list[Action]:
-    """What must be there before; B stands for I, too."""
+    """Actions that must precede this one; B stands for I, too."""
     stage, kind, microbatch = action
     if kind == "F":
         return [Action(stage - 1, "F", microbatch)] if stage > 0 else []

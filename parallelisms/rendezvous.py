@@ -1,4 +1,4 @@
-"""Where the ranks of a group find each other: `comm.init_method`, read and turned into the store they meet in.
+"""The rendezvous of a group's ranks: `comm.init_method`, read and turned into the store they meet in.
 
 distributed.py (training) and tools/cluster/ (the check of a new cluster) open their store here. Floor 2.
 """
@@ -51,7 +51,7 @@ class InitMethod:
         raise ValueError("no such way to meet")
 
     def check(self, *, longest_start_s: float) -> None:
-        """What can be seen before anybody meets. Raises ValueError."""
+        """Checks what can be seen before any rank starts. Raises ValueError."""
         if self.scheme != "file":
             return
         file = Path(self.path)

@@ -29,7 +29,7 @@ from ft.process_groups.rendezvous import address_of
 
 
 class ProcessGroupBaby(ProcessGroup):
-    """What both kinds have in common."""
+    """Base of both kinds."""
 
     NATIVE = ""
 

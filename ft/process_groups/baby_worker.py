@@ -58,7 +58,7 @@ class ForkServerProcess:
                 self._control.send(str(self._give(descriptors[0])).encode())
 
     def _next(self) -> Any:
-        """What is asked; None when nobody asks any more. Meanwhile there is time to make a spare."""
+        """Returns the next request; None when the parent has hung up. Makes a spare while it waits."""
         if self._spare is None and not self._control.waits(REST_S):
             self._spare = self._fork()
         return self._control.receive()

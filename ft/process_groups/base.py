@@ -185,7 +185,7 @@ class ProcessGroup(Collectives):
             raise RendezvousFailed("abandoned while it formed")
 
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
-        """Who waits for this group, to form or to finish, is woken with the reason; peers that wait for it see a closed connection.
+        """Wakes every wait on this group, to form or to finish, with the reason; peers that wait for it see a closed connection.
         Returns at once, from any thread. `then` is called, in another one, when no operation of it touches a tensor any more."""
         with self._state:
             group_init, generation, self._generation = self._forming, self._generation, None

@@ -69,7 +69,7 @@ class Channel:
             return None
 
     def waits(self, limit_s: float) -> bool:
-        """Whether something can be received, or the other end is gone, within the limit."""
+        """Waits until something can be received or the other end is gone; False: neither within the limit."""
         poll = select.poll()  # not select, which knows no descriptors from 1024 on
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(1000 * limit_s))

@@ -1,4 +1,4 @@
-"""Where child processes come from: one process with torch imported, which forks them (baby_worker.py says how).
+"""The source of child processes: one process with torch imported, which forks them (baby_worker.py).
 
 A process that trains has one fork server, started when its first group of children is made and kept until its end, so that no generation
 waits for an import. A child's end is certain: Child.kill sends SIGKILL through a descriptor, never to a successor of its number.

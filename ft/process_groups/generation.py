@@ -57,7 +57,7 @@ class GroupWork(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Of the list of output tensors. It is set at the physical end: whoever reads them then, on any stream, reads the result."""
+        """A future of the output tensors, set when they are complete in memory: a read after that, on any stream, sees the result."""
         return self._future
 
     def is_completed(self) -> bool:
@@ -79,7 +79,7 @@ class GroupWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Of a message that was received."""
+        """The sender of a received message; -1 for every other operation."""
         return self._source
 
     _source_rank = source_rank

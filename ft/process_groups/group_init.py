@@ -15,7 +15,7 @@ Ended = Callable[[Exception | None, int], None]  # the error if there was one; t
 
 
 class Engine(Protocol):
-    """What carries out the operations of one generation: torch's groups in this process, or in a child."""
+    """The executor of one generation's operations: torch's group in this process, or in a child."""
 
     def start(self, operation: Operation, ended: Ended) -> None:
         """Starts it, and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""

@@ -1,4 +1,4 @@
-"""What a process group can be asked to do: one dataclass per collective, with one small method that starts it on a group of torch.
+"""The operations of a process group: one dataclass per collective, with one small method that starts it on a group of torch.
 
 base.py makes them of what torch calls; inline.py starts them here; baby.py sends them to a child, which starts them with the same method.
 So whatever is tested on one kind is the code of all kinds.

@@ -51,7 +51,7 @@ class Reaper:
                 )
 
     def wait(self, limit_s: float) -> bool:
-        """Whether all have ended within the limit."""
+        """Waits until all have ended; False: some have not within the limit."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, limit_s)
 

@@ -1,4 +1,4 @@
-"""Where the members of a group meet before torch connects them: a store, and a key of each member's own in it.
+"""The rendezvous of a group's members before torch connects them: a store, and a key of each member's own in it.
 
 torch's own constructors wait for a member that never comes, and nobody can call them off. So each member says in the store that it is
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
@@ -92,7 +92,7 @@ class Rendezvous:
             raise RendezvousFailed(f"has not formed within {self.limit_s:g} s", absent) from None
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
-        """What stands there, once all does. Raises TimeoutError; RendezvousFailed or OSError when it was given up."""
+        """Returns all values once they are there. Raises TimeoutError; RendezvousFailed or OSError when it was given up."""
         if self._own is not None:
             self._own.set_timeout(timedelta(seconds=self.left_s()))
             return self._own.multi_get(keys)
@@ -121,7 +121,7 @@ def _read(value: bytes) -> tuple[str, str, Any]:
 
 
 def address_of(store: Store) -> tuple[str, int]:
-    """Of the server behind a store of torch, for a child process that needs a connection of its own. Raises ValueError."""
+    """Address of the server behind a store of torch, for a child process that needs a connection of its own. Raises ValueError."""
     server = _server_behind(store)
     if server is None:
         raise ValueError(

@@ -99,7 +99,7 @@ def without_expandable_segments(settings: str) -> str:
 
 @dataclass
 class PoolLease:
-    """What one operation has taken until it ends: buffers, what is to be copied back, and what must not go meanwhile."""
+    """Resources that one operation holds until it ends: buffers, tensors to be copied back, and references that keep memory alive."""
 
     buffers: list[UntypedStorage] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -231,7 +231,7 @@ class SharedPoolClient:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor of that shape."""
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 

@@ -103,7 +103,7 @@ class StoreClient(Store):
         raise error
 
     def hang_up(self) -> None:
-        """Who waits in it is woken, and it is of no use any more."""
+        """Wakes blocked callers; the client cannot be used afterwards."""
         with self._closing:
             self._gone = True
             if self._socket is not None:
@@ -147,7 +147,7 @@ class StoreClient(Store):
             return self._integer()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
+        """True when all keys are there."""
         with self._asking:
             self._send(_CHECK, len(keys), *map(self._key, keys))
             return self._exactly(1)[0] == _YES
@@ -170,7 +170,7 @@ class StoreClient(Store):
             return self._integer() > 0
 
     def num_keys(self) -> int:
-        """Of the whole store, whatever their prefix."""
+        """Number of keys of the whole store, whatever their prefix."""
         with self._asking:
             self._send(_KEYS)
             return self._integer()

@@ -1,4 +1,4 @@
-"""What has happened to a quorum since it was issued, and what its members are told of it. lighthouse.py holds the newest one.
+"""The history of a quorum since it was issued, and the notices that its members get. lighthouse.py holds the newest one.
 
 Where the rules leave a choice:
 - Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
@@ -65,7 +65,7 @@ class Generation:
         return not self.failed and not self.lost and not self._roster.gone
 
     def holds(self, member: Member) -> bool:
-        """Whether it is in it with the state that it calls with now."""
+        """True when it is a member with the state that it calls with now."""
         return member.state == self._members[member.replica_id].state
 
     # ---- what its members are told
@@ -95,7 +95,8 @@ class Generation:
         self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
 
     def announce(self, why: str, now_s: float) -> None:
-        """Those who have called know already. Said again as long as somebody waits, for whoever was asking just then took no notice."""
+        """Notifies members that have not called yet. Repeated as long as a call waits: a member that was calling just then took no
+        notice."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_s = self._change_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
@@ -103,7 +104,7 @@ class Generation:
             self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, self._change))
 
     def leave_behind(self, old: Quorum | None) -> None:
-        """Who was in the old quorum and is not in this one may be waiting on it, and nobody else would tell."""
+        """Notifies members of the old quorum that are not in this one: they may be waiting on it, and hear of its end from nobody else."""
         if old:
             out = tuple(i for i in old.ids if i not in self._roster.previous and i in self._roster.peers)
             why = f"quorum {self.quorum.quorum_id} was formed without this group"
@@ -131,7 +132,7 @@ class Generation:
     # ---- waits that would not end
 
     def hear(self, report: m.Report, now_s: float) -> None:
-        """Of a member."""
+        """Takes in a member's report."""
         replica_id, before = report.replica_id, self._heard.get(report.replica_id)
         self._heard[replica_id] = report
         went_on = before is None or (before.launched, before.step) != (report.launched, report.step)

@@ -72,7 +72,7 @@ class Healing:
         self.open, self.failed = None, False
 
     def release(self) -> list[tuple[StepControl, bool]]:
-        """What was held, in order; nothing is any more."""
+        """Returns the held steps in order, and clears them."""
         held, self.held = self.held, []
         return held
 

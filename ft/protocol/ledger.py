@@ -27,7 +27,7 @@ MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a commit did to the ledger."""
+    """The effect of a commit on the ledger."""
 
     contributed: tuple[int, ...]  # slots
     holes: tuple[int, ...]  # slots of the deal that did not make it, and will be dealt again
@@ -62,8 +62,8 @@ class Ledger:
         return dict(self.pending)
 
     def redeal(self, participants: Sequence[str]) -> None:
-        """Of the open deal, the slots of those who are gone: they become holes at the commit; with slots_per_step others are to compute
-        them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
+        """Handles the slots of groups that are gone, in the open deal: they become holes at the commit; with slots_per_step others are to
+        compute them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
         if not self.slots_per_step:
             return
         there = {process_of(replica_id) for replica_id in participants}

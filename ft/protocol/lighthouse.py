@@ -1,4 +1,4 @@
-"""Who is in: what the lighthouse answers whom. Driven by rpc/lighthouse_service.py and sim/.
+"""The lighthouse's machine: who is in the quorum, and the answer to each call. Driven by rpc/lighthouse_service.py and sim/.
 
 Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
 has happened to the newest quorum, and what its members are told of it, is in generation.py.
@@ -103,7 +103,7 @@ class Lighthouse:
 
     @property
     def saved(self) -> Saved:
-        """What a restart must know."""
+        """The state that a restart needs."""
         over = self._generation is not None and not self.roster.claims  # nobody holds a state any more
         quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
         return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
@@ -114,7 +114,7 @@ class Lighthouse:
         return self._last_id + (LEAP if self._forgot and self._last_id else 0)
 
     def __contains__(self, replica_id: str) -> bool:
-        """Whether it is one of the live ids."""
+        """True when it is one of the live ids."""
         return replica_id in self.roster
 
     def handle(self, event: Event, now_s: float) -> Out:
@@ -420,7 +420,8 @@ class Lighthouse:
     # ---- what to refuse
 
     def _refused(self, event: Call, now_s: float) -> bool:
-        """Whether the call was refused. A lost id, a wrong kind, a second group under one name, another shape, absurd claims."""
+        """Refuses a call that cannot be honoured; True: it did. A lost id, a wrong kind, a second group under one name, another shape,
+        absurd claims."""
         member = event.member
         if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True

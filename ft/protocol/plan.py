@@ -1,4 +1,4 @@
-"""What one rank of one group does in a quorum: pure functions of the quorum, so that all groups come to the same plan.
+"""The part of one rank of one group in a quorum: pure functions of the quorum, so that all groups come to the same plan.
 
 The lighthouse has chosen who takes part and from which state all go on; group.py asks here for each of its waiting ranks.
 """
@@ -37,7 +37,7 @@ def roles(quorum: Quorum) -> Roles:
 
 
 def heals(quorum: Quorum) -> dict[int, tuple[int, ...]]:
-    """Who heals from whom: the replica rank of each group that must fetch the reference state, and those of its sources, at most two."""
+    """Sources of each heal: the replica rank of each group that must fetch the reference state, and those of its sources, at most two."""
     role = roles(quorum)
     free = [
         rank for rank in role.whole if not quorum.members[rank].writes_checkpoint

@@ -1,4 +1,4 @@
-"""Who is there: what is known of each live id, and the sets of ids that the rules count. lighthouse.py tells it what it has heard.
+"""The roster of live ids: the facts about each, and the sets of ids that the rules count. lighthouse.py tells it what it has heard.
 
 Whatever changes the standing of an id ends in `place`, which puts that one id into the sets it belongs to: so an event costs the same
 with 2 groups and with 1,000, and a quorum O(N).
@@ -41,7 +41,7 @@ class Claim:
 
 @dataclass
 class Heal:
-    """What is known of a group that fetches a state, or could not."""
+    """State of a group that fetches a state, or could not."""
 
     process: str
     quorum_id: int  # in which it fetches; 0: in none
@@ -52,7 +52,7 @@ class Heal:
 
 @dataclass
 class Peer:
-    """What is known of one live id."""
+    """Facts about one live id."""
 
     kind: Kind
     seen_s: float
@@ -133,7 +133,7 @@ class Roster:
         return now_s - self.peers[first].called_s if first else 0.0
 
     def _awaited(self) -> int:
-        """Those that return, until they can be counted under their new id."""
+        """Ids that return, until they can be counted under their new id."""
         return sum([self.live.get(name) not in self._healthy for name in self.returning]) if self.returning else 0
 
     def place(self, replica_id: str) -> None:
@@ -254,7 +254,7 @@ class Roster:
     # ---- several of them
 
     def settle_kind(self, kind: Kind) -> None:
-        """Those of the other kind were waited for until now."""
+        """Ends the wait for groups of the other kind."""
         self.kind = kind
         for replica_id in list(self.peers):
             self.place(replica_id)

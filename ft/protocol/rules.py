@@ -28,7 +28,7 @@ Pairs = frozenset[frozenset[str]]  # of replica_ids
 
 @dataclass(slots=True)
 class View:
-    """What the rules look at. Collections are the roster's own, not copies."""
+    """Input of the rules. Collections are the roster's own, not copies."""
 
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
     present: Collection[str]  # of those, members of the previous quorum
@@ -107,7 +107,7 @@ def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decisi
 
 
 def validate_request(event: Call) -> Problem:
-    """What no honest member claims. torchft's may leave world size and addresses out."""
+    """Refuses claims that no honest member makes. torchft's may leave world size and addresses out."""
     member = event.member
     texts = (member.replica_id, member.address, member.store_address, member.commit_id)
     all_texts = "".join(texts)  # as a rule shorter in all than one may be
@@ -135,7 +135,7 @@ def _differ(shape: Shape, job: Mapping[str, str]) -> list[str]:
 
 
 def unlike(event: Call, ours: Shape) -> Problem:
-    """What is another in the caller's job (its layout, dtypes, buckets ...) than in ours."""
+    """Refuses a caller whose job differs from ours (its layout, dtypes, buckets ...)."""
     if not event.shape:
         return None
     differ = _differ(event.shape, dict(ours))

@@ -58,7 +58,7 @@ def next_commit_id(previous: str, step: int, quorum_id: int, tokens: Sequence[fl
 
 
 class LocalContribution:
-    """Of one step at a time; kept until that step holds, or its gradients are dropped."""
+    """This group's contribution to one step; kept until that step holds, or its gradients are dropped."""
 
     def __init__(self) -> None:
         self.clear()
@@ -97,12 +97,12 @@ class LocalContribution:
 
 
 def in_tail(digest: Digest, *, copied: bool) -> Digest:
-    """What a member puts into its place."""
+    """Returns the digest as a member puts it into its place of the tail."""
     return tuple(-figure for figure in digest) if copied else digest
 
 
 def at(digests: Sequence[float], rank: int) -> Digest:
-    """What the member of that replica rank has put there."""
+    """Returns the digest that the member of that replica rank has put there."""
     return tuple(digests[FIGURES * rank : FIGURES * (rank + 1)]) or NONE
 
 

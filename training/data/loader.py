@@ -79,7 +79,7 @@ class Cut:
 
     @property
     def microbatches(self) -> int:
-        """Of one slot on one rank."""
+        """Batches of one slot on one rank."""
         return self.slot_size // (self.dp_size * self.local_batch_size)
 
     def positions(self, slot: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What a group server is told and what it wants done (group.Group), and what its ranks get from it."""
+"""Events and effects of a group server (group.Group), and the messages that its ranks get."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part(Event):
-    """What one rank does in a quorum (plan.py). An event for step.Step: the answer to AskQuorum."""
+    """One rank's part in a quorum (plan.py). An event for step.Step: the answer to AskQuorum."""
 
     quorum_id: int
     epoch: str
@@ -267,7 +267,7 @@ class Part(Event):
 
 @dataclass(frozen=True)
 class Outcome(Event):
-    """What a group has decided; the same for all its ranks, and for ever."""
+    """A group's decision: the same for all its ranks, and final."""
 
     kind: Literal["configured", "commit", "healed"]
     quorum_id: int

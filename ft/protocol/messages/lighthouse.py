@@ -1,4 +1,4 @@
-"""What the lighthouse is told and what it wants done (lighthouse.Lighthouse)."""
+"""Events and effects of the lighthouse (lighthouse.Lighthouse)."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Notify(Effect):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a lighthouse must remember over its own death."""
+    """The state that a lighthouse keeps over its own death."""
 
     epoch: str
     last_id: int = 0
@@ -155,7 +155,7 @@ class Saved:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Saved:
-        """Of what to_dict gave, after JSON. Raises TypeError or KeyError for anything else."""
+        """Reads what to_dict wrote, after JSON. Raises TypeError or KeyError for anything else."""
         terms = data.get("terms")  # a file of an earlier version has none
         quorum = quorum_from_dict(data["quorum"]) if data["quorum"] else None
         return Saved(**{**data, "quorum": quorum, "terms": Terms(**terms) if terms else None})

@@ -1,4 +1,4 @@
-"""What travels between all of them: members, quorums, times, notices; and what every machine is given and gives back."""
+"""Messages between all machines: members, quorums, times, notices; and the base of every machine's events and effects."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Times:
         ]
 
     def check_timeout_order(self) -> list[tuple[str, float, str, float]]:
-        """Where the ladder goes down: (name, length, next name, its length)."""
+        """Pairs of timeouts in the wrong order: (name, length, next name, its length)."""
         rungs = [(n, getattr(self, n)) for n in _RUNGS if getattr(self, n) is not None]
         return [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False) if not _fits(b, x, y)]
 
@@ -146,7 +146,7 @@ def name_of(replica_id: str) -> str:
 
 @dataclass(slots=True)  # not frozen, which takes three times as long: there is one for every event
 class Out:
-    """What a machine wants done, in this order, and why it does so or waits."""
+    """A machine's effects, in this order, and its reason for them or for waiting."""
 
     effects: tuple[Effect, ...] = ()
     reason: str = ""

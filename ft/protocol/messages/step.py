@@ -1,4 +1,4 @@
-"""What a rank is told and what it wants done (step.Step)."""
+"""Events and effects of a rank's step (step.Step)."""
 
 from __future__ import annotations
 
