@@ -19,6 +19,7 @@ _seconds: Counter[str] = Counter()
 # The first tier is what a contributor runs before each commit (10 minutes on two cores): all tests but these, by the beginning of their
 # names. `--all` adds them; so does naming them, or their folder.
 ONLY_WITH_ALL = {
+    "dryrun/": "every layout on a device that computes nothing; the first tier has groups of replicas and the default config",
     "e2e/": "whole jobs under every fault; the first tier has the drill of groups of one rank",
     "ft/test_soak.py": "thousands of membership changes, the short one",
     "ft/test_rounds_killed.py": "deaths in rounds, in real processes",
@@ -42,7 +43,11 @@ ONLY_WITH_ALL = {
 # While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
 # They come last, so that no worker waits for its turn while there is something else to do.
 ALONE = ("e2e/", "ft/test_cut_pairs.py", "scripts/test_check_cluster.py", "scripts/test_slurm.py", "sim/test_seeds.py")
-IN_BOTH = ("e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",)
+IN_BOTH = (
+    "e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",
+    "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
+    "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[llama]",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

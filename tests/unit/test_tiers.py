@@ -19,13 +19,13 @@ def test_every_entry_names_tests():
         assert any(file.startswith(beginning) for file in FILES), beginning
     for name in IN_BOTH:
         file, _, test = name.partition("::")
-        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
+        assert f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), name
 
 
 def test_the_first_tier_has_most_of_each_suite():
     suites = Counter(file.split("/")[0] for file in FILES)
     later = Counter(file.split("/")[0] for file in FILES if is_only_with_all(f"{file}::"))
-    assert {suite for suite, count in suites.items() if 2 * later[suite] > count} == {"e2e"}
+    assert {suite for suite, count in suites.items() if 2 * later[suite] > count} == {"e2e", "dryrun"}
 
 
 def test_the_bare_command_selects_the_first_tier_and_all_selects_both():
