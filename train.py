@@ -38,7 +38,7 @@ from parallelisms.distributed import launched_rank, launched_world_size, process
 from parallelisms.fsdp import reshard_all
 from parallelisms.means import sum_over_ranks
 from parallelisms.seeds import seed_slot
-from training.checkpoint import CheckpointFailed, ModelState, Stateful
+from training.checkpoint import CheckpointFailed, ModelState
 from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
@@ -52,6 +52,8 @@ from training.validation import validate
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+
     from ft.semi_sync_manager import SemiSyncManager
 
 

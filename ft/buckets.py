@@ -41,7 +41,7 @@ class Bucket:
 
 
 @dataclass
-class Layout:
+class BucketLayout:
     """`buckets`: the last one ends in the tail. `starts`: by parameter, where its gradient begins in the memory of its kind. `sizes`:
     elements of each kind of memory."""
 
@@ -66,10 +66,10 @@ class Layout:
 
 def lay_out(
     tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool = False
-) -> Layout:
+) -> BucketLayout:
     """`tensors`: what this rank holds of each parameter, in the order of registration. `in_place`: large gradients need no memory of
     ours. `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
-    layout = Layout()
+    layout = BucketLayout()
     device = tensors[0].device if tensors else device
     last_bucket_params = _riders(tensors, device, FEW_BYTES if quantized else RIDER_BYTES)
     filling: dict[Kind, list[int]] = {}
@@ -108,7 +108,7 @@ def _riders(tensors: Sequence[Tensor], device: torch.device, most_bytes: int) ->
     return last_bucket_params
 
 
-def _shape(tensors: Sequence[Tensor], layout: Layout, *, quantized: bool) -> tuple[tuple[str, str], ...]:
+def _shape(tensors: Sequence[Tensor], layout: BucketLayout, *, quantized: bool) -> tuple[tuple[str, str], ...]:
     kinds = list(layout.sizes)
     plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in layout.buckets]
     return (

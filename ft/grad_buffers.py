@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft.buckets import Bucket, Kind, Layout
+from ft.buckets import Bucket, BucketLayout, Kind
 from ft.process_groups import shared as shared_memory
 
 READY = (
@@ -27,7 +27,7 @@ class GradBuffers:
     """One set. `sums` and `gradients`, by parameter: where its sum goes, and the same memory as its `.grad` (a DTensor around it if the
     parameter is one); none for those that are reduced in place."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         self._flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
         self.sums: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
@@ -50,7 +50,7 @@ class GradBuffers:
 class BufferPool:
     """The sets of one layout. Thread-safe."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         self._make = lambda: GradBuffers(layout, parameters, shared=shared)
         self._lock = threading.Lock()
         self._free = deque(self._make() for _ in range(READY))

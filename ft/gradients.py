@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, Layout, lay_out
+from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, BucketLayout, lay_out
 from ft.device import on_host, streams_of
 from ft.grad_buffers import BufferPool, Buffers, GradBuffers, like, local_of
 from ft.process_groups.generation import GroupWork
@@ -61,7 +61,7 @@ class _Attempt:
     participants: int
     contributes: bool
     scratch: GradBuffers
-    layout: Layout
+    layout: BucketLayout
     ready: set[int] = field(default_factory=set)  # parameters whose hooks have been called
     missing: list[int] = field(default_factory=list)  # by bucket: how many have not
     copied: set[int] = field(default_factory=set)  # parameters whose gradients are in their buckets
@@ -146,7 +146,7 @@ class Gradients:
         return self._layout.shape
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> BucketLayout:
         return lay_out(
             [local_of(parameter.detach()) for parameter in self._parameters] * self._places,
             bucket_bytes=self._bucket_bytes,

@@ -52,7 +52,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import Events, ManagerTelemetry, NoPhaseTimer, PhaseTimer, Status, ignore_event
+from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
 HEALS = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)
@@ -113,7 +113,7 @@ class Manager:
         shape: Sequence[tuple[str, str]] = (),
         restore: Callable[[], object] | None = None,
         phase_timer: PhaseTimer | None = None,
-        on_event: Events = ignore_event,
+        on_event: OnEvent = ignore_event,
         seen: Seen | None = None,
     ) -> None:
         self._group, self._config, self._options = group, config, options

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from ft.manager import Manager
 from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, cut
 from ft.sync_schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None]
 
@@ -235,14 +238,6 @@ class SemiSyncManager:
         for fragment in self._fragments:
             fragment.reset()
         self._resets = self._gradients.dropped = False
-
-
-class Stateful(Protocol):
-    """An object whose state can be saved."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class _State:

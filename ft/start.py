@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ft.config import Environment, FaultTolerance
 from ft.seam import Seam
 from ft.solo import SoloManager
-from ft.telemetry import Events, PhaseTimer, ignore_event
+from ft.telemetry import OnEvent, PhaseTimer, ignore_event
 
 if TYPE_CHECKING:
     from ft.agreement import Agreement
@@ -31,7 +31,7 @@ def open_manager(
     shape: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
     phase_timer: PhaseTimer | None = None,
-    on_event: Events = ignore_event,
+    on_event: OnEvent = ignore_event,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the device that has the gradients.
     `shape`: what all groups must have alike, by name. `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most

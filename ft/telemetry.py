@@ -69,7 +69,7 @@ class NoPhaseTimer:
     def lose(self) -> None: ...
 
 
-class Events(Protocol):
+class OnEvent(Protocol):
     """A receiver of events of a group, by name: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes), "failed"
     (reason), "lost work", and "weights differ" (rank, groups; empty: nobody can tell whose), which any rank may see; the rest is told by
     rank 0."""
@@ -116,7 +116,7 @@ class ManagerTelemetry:
         group_rank: int,
         step: Callable[[], int],
         phase_timer: PhaseTimer,
-        on_event: Events,
+        on_event: OnEvent,
         tell: Callable[[str, int, str], None],
         inner_steps: int = 1,
         long_phase_s: float = 0.0,

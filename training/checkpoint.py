@@ -23,11 +23,13 @@ import torch.distributed as dist
 
 from training import checkpoint_files as files
 from training.checkpoint_files import CheckpointFailed, Damaged, FileRecord, Manifest
-from training.checkpoint_states import FIGURES, ModelState, OptimizerState, Stateful
+from training.checkpoint_states import FIGURES, ModelState, OptimizerState
 from training.progress import Clock
 from training.writer_lease import Alone, Aside, WriterLease
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+
     from training.checkpoint_dcp import Snapshot, Streamed
 
 __all__ = ["FIGURES", "RETRY_S", "CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
@@ -305,11 +307,11 @@ class Checkpointer:
             partial = self._ranks.first(lambda: files.begin(self.folder, step, claim.name) if claim.take() else None)
             if partial is None:
                 return self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
-            report = Report(dcp.write(states, partial, group=self._ranks.group, planner=planner))
+            report = SaveReport(dcp.write(states, partial, group=self._ranks.group, planner=planner))
         except OSError as error:
-            report = Report(problem=files.reason(error), own=True)
+            report = SaveReport(problem=files.reason(error), own=True)
         except dcp.OtherRankFailed as error:
-            report = Report(problem=str(error))
+            report = SaveReport(problem=str(error))
         reports = self._ranks.gather(report)
         size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
@@ -322,7 +324,7 @@ class Checkpointer:
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
 
-    def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[Report]) -> int | None:
+    def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
         """Rank 0: publishes what all have written and returns its bytes, or takes it back and raises CheckpointFailed. None: a writer that
         came after this one has cleared it away, or has saved as much."""
         claim, records = self._claim, tuple(record for report in reports for record in report.records)
@@ -490,7 +492,7 @@ class Checkpointer:
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """One rank's part of a save. `own`: the problem is this rank's, not what it heard of another's."""
 
     records: Sequence[FileRecord] = ()

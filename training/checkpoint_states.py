@@ -6,7 +6,7 @@ Flow: train.py makes them over what it built; checkpoint.py asks them for live t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +14,6 @@ from torch import nn
 from ft.materialise import materialise
 
 FIGURES = "figures"  # what metrics_writer.py remembers of this run's own files; only groups that share a run have it
-
-
-class Stateful(Protocol):
-    """An object that can be saved: a dictionary with the same keys at every time. Parts that vary in form go into one value."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class ModelState:

@@ -6,6 +6,7 @@ import importlib
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +22,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import choose_precision
 from parallelisms.seeds import make_deterministic
-from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState, Stateful
+from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data
 from training.drill import Corruption
 from training.events import Events
@@ -41,6 +42,9 @@ from training.sinks import open_sinks
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
 TRACES = (
     "comm_traces"  # of collectives before a hang, by the flight recorder; inside the folder of the run, or of its group

@@ -38,7 +38,7 @@ GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs 
 LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"})
 
 
-class LogLike(Protocol):
+class BarLog(Protocol):
     """The part of training.log.Log that a Bar uses."""
 
     is_terminal: bool
@@ -134,7 +134,7 @@ class Bar:
         label: str,
         unit: str,
         *,
-        log: LogLike,
+        log: BarLog,
         clock: Clock = time.monotonic,
         interval_s: float = 5.0,
     ) -> None:

@@ -101,12 +101,12 @@ def _become(waiting: Any) -> None:
     try:
         if (message := waiting.receive()) is not None:
             waiting.close()
-            Child(Channel(socket.socket(fileno=message[1][0]))).serve()
+            ChildGroup(Channel(socket.socket(fileno=message[1][0]))).serve()
     finally:
         os._exit(0)  # without a word to torch's threads: they may never end
 
 
-class Child:
+class ChildGroup:
     """Carries out commands, one after the other, until its socket ends."""
 
     def __init__(self, channel: Any) -> None:

@@ -132,7 +132,7 @@ class Unmap:
 
 @dataclass(frozen=True)
 class Start:
-    """Start an operation, with a Place where it has a tensor; answered by ENDED. `after`: a CUDA event of the parent to wait for first."""
+    """Start an operation, with a SharedTensor for each tensor; answered by ENDED. `after`: a CUDA event of the parent to wait for first."""
 
     number: int
     operation: Operation

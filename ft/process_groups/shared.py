@@ -35,8 +35,8 @@ _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandle
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of a tensor: segment (0: it has no elements) and strides; offset in elements."""
+class SharedTensor:
+    """The place of a tensor in shared memory: segment (0: it has no elements) and strides; offset in elements."""
 
     segment: int
     dtype: torch.dtype
@@ -120,13 +120,13 @@ class SharedPoolOwner:
         self._count = 0
         self._closed = False
 
-    def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> Place:
-        """Place where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
+    def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
+        """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
         if tensor.is_cuda and not tensor.numel():
-            return Place(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
+            return SharedTensor(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
-            return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.device)
+            return SharedTensor(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.device)
         buffer = self._buffer(tensor.numel() * tensor.element_size())
         lease.buffers.append(buffer)
         copy = torch.empty(0, dtype=tensor.dtype).set_(buffer, 0, tensor.shape, _strides(tensor.shape))
@@ -134,7 +134,7 @@ class SharedPoolOwner:
             copy.copy_(tensor.detach())
         if written:
             lease.back.append((tensor.detach(), copy))
-        return Place(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0, copy.device)
+        return SharedTensor(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0, copy.device)
 
     def give_back(self, lease: PoolLease, *, complete: bool) -> None:
         """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed, which torch may still
@@ -223,7 +223,7 @@ class SharedPoolClient:
         for number in numbers:
             del self._segments[number]
 
-    def tensor(self, place: Place) -> Tensor:
+    def tensor(self, place: SharedTensor) -> Tensor:
         made = torch.empty(0, dtype=place.dtype, device=place.device)
         if not place.segment:
             return made.view(place.shape)

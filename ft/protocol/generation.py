@@ -21,7 +21,7 @@ STALL_STEPS = 5.0  # median steps that others wait for a member
 STALL_FLOOR_S = 10.0  # and seconds, at least
 
 
-class Generation:
+class QuorumRecord:
     """Its members are the roster's previous ones. `notify` is told who is to hear what."""
 
     def __init__(

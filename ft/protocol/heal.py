@@ -21,7 +21,7 @@ class Healing:
     are to be applied to that state."""
 
     def __init__(self, group_rank: int, backlog: int) -> None:
-        self.open: Heal | None = None  # fetching, or waiting for the group's word
+        self.open: OpenHeal | None = None  # fetching, or waiting for the group's word
         self.failed = False  # the last one was closed without a state, and the group is still behind
         self.held: list[tuple[StepControl, bool]] = []  # and whether a quorum was due after it
         self._group_rank, self._backlog = group_rank, backlog
@@ -32,7 +32,7 @@ class Healing:
         return len(self.held) >= self._backlog
 
     def begin(self, part: Part, attempt: int) -> None:
-        self.open, self.failed = Heal(part.quorum_id, attempt, part.reference), False
+        self.open, self.failed = OpenHeal(part.quorum_id, attempt, part.reference), False
 
     def ended(self, event: HealEnded) -> Vote | None:
         """The vote on what has come; None if it is of another heal, or this one was voted on."""
@@ -76,13 +76,15 @@ class Healing:
         held, self.held = self.held, []
         return held
 
-    def _vote(self, heal: Heal, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> Vote:
+    def _vote(
+        self, heal: OpenHeal, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()
+    ) -> Vote:
         heal.voted = True
         return Vote(self._group_rank, "healed", *heal.place, verdict, False, reason, blame)
 
 
 @dataclass
-class Heal:
+class OpenHeal:
     quorum_id: int
     attempt: int
     reference: State  # what is to come

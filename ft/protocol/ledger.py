@@ -26,7 +26,7 @@ MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job 
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """The effect of a commit on the ledger."""
 
     contributed: tuple[int, ...]  # slots
@@ -84,7 +84,7 @@ class Ledger:
         """Returns the open deal: all its slots, as if they had never been dealt."""
         self.pending = {}
 
-    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> Entry:
+    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> LedgerEntry:
         """`tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: none, and its group
         said that it cannot. skip: a slot that was unable too often is left out for good."""
         assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
@@ -103,7 +103,7 @@ class Ledger:
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
         self.pending = {}
-        return Entry(given, tuple([slot for slot in slots if slot not in gone]), useless)
+        return LedgerEntry(given, tuple([slot for slot in slots if slot not in gone]), useless)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON. With the open deal: whoever heals from it must continue it."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.generation import Generation
+from ft.protocol.generation import QuorumRecord
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
 from ft.protocol.roster import Roster, word_s
-from ft.protocol.rules import Decision, Pairs, Problem, View, decide, in_words, parts, unlike, validate_request
+from ft.protocol.rules import Decision, Pairs, Problem, QuorumView, decide, in_words, parts, unlike, validate_request
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 LEAP = (
@@ -80,7 +80,7 @@ class Lighthouse:
         self.config = config = config.under(terms)
         self.roster = Roster()
         self.reason = "nobody has called"
-        self._generation: Generation | None = None  # of the newest quorum
+        self._generation: QuorumRecord | None = None  # of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._restored_in = 0  # the last quorum that went back to a checkpoint
         self._shape: Shape = ()  # of the job
@@ -309,7 +309,7 @@ class Lighthouse:
         elif roster.sitting:
             self._call_back(now_s)
 
-    def _view(self, now_s: float) -> View:
+    def _view(self, now_s: float) -> QuorumView:
         view = self.roster.view(now_s)
         view.settled = self._settled
         view.min_replicas = self.config.min_replicas
@@ -350,16 +350,16 @@ class Lighthouse:
         ]  # one may know of a quorum that this lighthouse does not
         return any(call.known > generation.quorum.quorum_id for call in calls if call)
 
-    def _take(self, quorum: Quorum, now_s: float) -> Generation:
+    def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         generation = self._generation
         if generation and generation.quorum.quorum_id == quorum.quorum_id:
             generation.renew(quorum)
         else:
-            generation = self._generation = Generation(quorum, self.roster, self.config.times, self._notify)
+            generation = self._generation = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
         self.roster.take(quorum, now_s)
         return generation
 
-    def _adopt(self, quorum: Quorum, now_s: float) -> Generation:
+    def _adopt(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         """From the state file or a report."""
         self._last_id = max(self._last_id, quorum.quorum_id)
         self._settled = max(self._settled, quorum.reference[0])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Call, Kind, Member, Quorum
-from ft.protocol.rules import Pairs, View, pairs_among, pairs_with
+from ft.protocol.rules import Pairs, QuorumView, pairs_among, pairs_with
 
 LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
 WORD_S = 60.0  # that an operator's word holds where takeover_s is "never"
@@ -40,7 +40,7 @@ class Claim:
 
 
 @dataclass
-class Heal:
+class HealState:
     """State of a group that fetches a state, or could not."""
 
     process: str
@@ -83,7 +83,7 @@ class Roster:
         self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
         self.sitting: dict[str, float] = {}  # id that sits out -> until, at least
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
-        self.heals: OrderedDict[str, Heal] = OrderedDict()  # by name
+        self.heals: OrderedDict[str, HealState] = OrderedDict()  # by name
         self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
         self.word_until_s = -math.inf  # an operator has said that others may take over: until then
@@ -101,7 +101,7 @@ class Roster:
             None  # that cannot work together, of the ids that were asked about last
         )
         self._parted: dict[str, frozenset[str]] = {}  # id that sits out -> the processes that it could not work with
-        self._view = View(
+        self._view = QuorumView(
             candidates=self.candidates,
             present=self.present,
             missing=self._missing,
@@ -114,7 +114,7 @@ class Roster:
 
     # ---- what the rules look at
 
-    def view(self, now_s: float) -> View:
+    def view(self, now_s: float) -> QuorumView:
         """Always the same one: its collections are the sets that `place` keeps, and what can be counted is put in here."""
         view = self._view
         view.kind = self.kind
@@ -348,7 +348,7 @@ class Roster:
         for member in quorum.members:
             heal = self.heals.pop(member.name, None)
             if member.state != quorum.reference:
-                self.heals[member.name] = heal = heal or Heal(m.process_of(member.replica_id), 0, now_s)
+                self.heals[member.name] = heal = heal or HealState(m.process_of(member.replica_id), 0, now_s)
                 heal.quorum_id, heal.since_s = quorum.quorum_id, now_s
         while len(self.heals) > LOST_KEPT + len(quorum.members):
             self.heals.popitem(last=False)

@@ -27,7 +27,7 @@ Pairs = frozenset[frozenset[str]]  # of replica_ids
 
 
 @dataclass(slots=True)
-class View:
+class QuorumView:
     """Input of the rules. Collections are the roster's own, not copies."""
 
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
@@ -57,7 +57,7 @@ class Decision:
     must_restore: tuple[str, ...] = ()  # these have to load a checkpoint before there can be a quorum
 
 
-def decide(view: View) -> Decision:
+def decide(view: QuorumView) -> Decision:
     """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone,
     and count before they shrink. Ours count after it, so a shrink for which too few are left is not honoured: it could never end."""
     ours = view.kind == "pharos"
@@ -88,7 +88,7 @@ def decide(view: View) -> Decision:
     return _with_reference(view, members, why)
 
 
-def _with_reference(view: View, members: tuple[Member, ...], why: str) -> Decision:
+def _with_reference(view: QuorumView, members: tuple[Member, ...], why: str) -> Decision:
     if view.kind == "torchft":
         return Decision(members, (max(member.step for member in members), 0, ""), why)
     up_to_date_candidates = [member for member in members if member.replica_id in view.up_to_date_candidates]

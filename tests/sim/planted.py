@@ -13,7 +13,7 @@ from ft.protocol import messages as m
 from ft.protocol.group import Group
 from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse
-from ft.protocol.rules import View
+from ft.protocol.rules import QuorumView
 from ft.protocol.step import Step
 from tests.simulator import runs
 from tests.simulator.cluster import Machines
@@ -22,7 +22,7 @@ from tests.simulator.cluster import Machines
 class NoMajority(Lighthouse):
     """Rule 5 is gone: less than half of the healthy groups may go on."""
 
-    def _view(self, now_s: float) -> View:
+    def _view(self, now_s: float) -> QuorumView:
         view = super()._view(now_s)
         return replace(view, healthy=min(view.healthy, max(1, 2 * len(view.candidates) - 1)))
 

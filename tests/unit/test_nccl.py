@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ft.config import FaultTolerance
 from ft.process_groups import gloo, nccl
-from ft.process_groups.baby_worker import Child
+from ft.process_groups.baby_worker import ChildGroup
 from ft.process_groups.channel import Form
 from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
@@ -107,7 +107,7 @@ def in_process(address: str) -> None:
 
 def in_child(address: str) -> None:
     replies: list[bytes] = []
-    child = Child(SimpleNamespace(send=replies.append))
+    child = ChildGroup(SimpleNamespace(send=replies.append))
     child._build(Form("nccl", address, 0, 1, 60.0, None, 3))
     assert b"ready" in replies[0], replies
     child._engine.end()

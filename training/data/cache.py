@@ -33,7 +33,7 @@ from typing import Protocol
 import numpy as np
 
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
-from training.progress import Bar, LogLike
+from training.progress import Bar, BarLog
 from training.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -49,7 +49,7 @@ FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to f
 YOUNG_NS = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 
 
-class Log(LogLike, Protocol):
+class CacheLog(BarLog, Protocol):
     """The part of training.log.Log that is used."""
 
     def warning(self, message: str, *args: object) -> None: ...
@@ -110,7 +110,7 @@ class Corpus:
         return _map_corpus, (self.folder, self.meta, self.store)
 
 
-def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
+def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: CacheLog, vocab_size: int = 0) -> Corpus:
     """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once.
 
     `vocab_size`: of the model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the
@@ -137,7 +137,7 @@ def bucket_of(content: bytes) -> int:
 class _Cache:
     """One call of open_corpus."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int) -> None:
+    def __init__(self, source: Source, tokenizer: Tokenizer, folder: Path, log: CacheLog, vocab_size: int) -> None:
         self._source, self._tokenizer, self._folder = source, tokenizer, folder
         self._log, self._vocab_size = log, vocab_size
         stamps = [(str(file.path.absolute()), file.name, file.stamp) for file in source.files]
@@ -346,7 +346,7 @@ class _Writer:
 class _Lock:
     """The builder's hold on the cache folder. Its file says how far the builder is, for those who wait."""
 
-    def __init__(self, descriptor: int, log: Log) -> None:
+    def __init__(self, descriptor: int, log: CacheLog) -> None:
         self._descriptor, self._log = descriptor, log
         self.held = False
         self._label, self._bar, self._told_s = "", Bar(0, "", "B", log=log), 0.0
@@ -393,7 +393,7 @@ class _Lock:
 
 
 @contextmanager
-def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_Lock]:
+def _only_one(path: Path, log: CacheLog, until: Callable[[], object]) -> Iterator[_Lock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     lock = _Lock(descriptor, log)
@@ -411,7 +411,7 @@ def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_Lo
         os.close(descriptor)
 
 
-def _remove_leftovers(folder: Path, log: Log) -> None:
+def _remove_leftovers(folder: Path, log: CacheLog) -> None:
     """Temporary folders of builders that were killed. Called under the lock: on this host none is being written."""
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from training.config import TrainingConfig
-from training.data.cache import Corpus, Log, open_corpus
+from training.data.cache import CacheLog, Corpus, open_corpus
 from training.data.loader import BatchSource, Loader
 from training.data.order import Order, in_split
 from training.data.sources import find_source
@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 
 def open_data(
-    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: Log, vocab_size: int = 0
+    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: CacheLog, vocab_size: int = 0
 ) -> Dataset:
     """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait.
 
