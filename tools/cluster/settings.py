@@ -11,11 +11,8 @@ from pathlib import Path
 # How launchers tell a process its place: (rank, world size, rank on its node), and what tells them from one another.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "srun": (
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-    ),  # the latter two are set in steps, not in batch scripts
+    # the latter two are set in steps, not in batch scripts
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
 
@@ -107,36 +104,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--backend", choices=("auto", "gloo", "nccl", "mpi"), default="auto", help="auto: nccl on GPUs, else gloo")
-    add(
-        "--init_method", default="env://", help="env:// (default), file:///path or tcp://host:port, as comm.init_method"
-    )
+    init_methods = "env:// (default), file:///path or tcp://host:port, as comm.init_method"
+    add("--init_method", default="env://", help=init_methods)
     add("--timeout", type=float, default=30, help="seconds within which a rank that says nothing is named (default 30)")
     add("--start_timeout", type=float, default=300, help="seconds for all ranks to arrive (default 300)")
-    add(
-        "--sizes",
-        default="1KiB,64KiB,1MiB",
-        help="message sizes, the largest buffer of a rank (default 1KiB,64KiB,1MiB)",
-    )
-    add(
-        "--folder",
-        type=Path,
-        default=Path("outputs"),
-        help="folder of runs: a checkpoint is tried in it (default outputs)",
-    )
+    sizes = "1KiB,64KiB,1MiB"
+    add("--sizes", default=sizes, help=f"message sizes, the largest buffer of a rank (default {sizes})")
+    folder = "folder of runs: a checkpoint is tried in it (default outputs)"
+    add("--folder", type=Path, default=Path("outputs"), help=folder)
     add("--disk_mib", type=float, default=2, help="MiB that each rank writes there (default 2; a real disk wants 1000)")
-    add(
-        "--slow",
-        type=float,
-        default=0,
-        help="what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)",
-    )
+    slow = "what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)"
+    add("--slow", type=float, default=0, help=slow)
     add("--skew_ms", type=float, default=500, help="clocks may differ by this many milliseconds (default 500)")
-    add(
-        "--least_mb_s",
-        type=float,
-        default=0,
-        help="links below this are named whatever is usual, MB/s (default 0: none)",
-    )
+    least = "links below this are named whatever is usual, MB/s (default 0: none)"
+    add("--least_mb_s", type=float, default=0, help=least)
     return parser
 
 
