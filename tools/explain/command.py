@@ -8,6 +8,7 @@ else a GPU where this machine has one, or where the model is too large for anyth
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -51,20 +52,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
     """What is not ours, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
-    rest, given = [], {"--ranks": "", "--device": ""}
-    words = iter(word for word in argv if word != "--explain")
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in given:
-            given[name] = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    ranks, device = given["--ranks"], given["--device"]
-    if ranks and not (ranks.isdecimal() and int(ranks) > 0):
-        raise ValueError(f"--ranks {ranks}: must be a whole number from 1")
-    if device not in ("", "cpu", "cuda"):
-        raise ValueError(f"--device {device}: must be cpu or cuda")
-    return rest, int(ranks or 0), device
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--explain", action="store_true")
+    for flag in ("--ranks", "--device"):
+        parser.add_argument(flag, nargs="?", default="", const="")
+    given, rest = parser.parse_known_args(argv)
+    if given.ranks and not (given.ranks.isdecimal() and int(given.ranks) > 0):
+        raise ValueError(f"--ranks {given.ranks}: must be a whole number from 1")
+    if given.device not in ("", "cpu", "cuda"):
+        raise ValueError(f"--device {given.device}: must be cpu or cuda")
+    return rest, int(given.ranks or 0), given.device
 
 
 def ranks_asked(config: ParallelismConfig) -> int:
@@ -87,18 +84,12 @@ def ranks_asked(config: ParallelismConfig) -> int:
 
 def _without_devices(config: Config) -> Config:
     """Less what a start asks of the devices it finds: the run will be on others."""
-    parallelism = replace(
+    rotated = replace(
         config.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
     )
-    training = replace(config.training, enable_cpu_offload=False)
-    fault_tolerance = replace(config.fault_tolerance, process_group="auto")
-    return replace(
-        config,
-        parallelism=parallelism,
-        training=training,
-        fault_tolerance=fault_tolerance,
-        float8=type(config.float8)(),
-    )
+    training, fault_tolerance = config.training, replace(config.fault_tolerance, process_group="auto")
+    config = replace(config, parallelism=rotated, training=replace(training, enable_cpu_offload=False))
+    return replace(config, fault_tolerance=fault_tolerance, float8=type(config.float8)())
 
 
 def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]]:
@@ -153,12 +144,9 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
-    precision = choose_precision(
-        training.dtype,
-        training.mixed_precision_param,
-        training.mixed_precision_reduce,
-        Device(torch.device(device_type)),
-    )
+    device_found = Device(torch.device(device_type))
+    dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    precision = choose_precision(*dtypes, device_found)
     sizes = degrees(config.parallelism, world_size)
     at_once = training.local_batch_size * sizes.data_parallel
     return Job(

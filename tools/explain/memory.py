@@ -261,9 +261,8 @@ class Ruler(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[
-            tuple[int, int] | Collective | str
-        ] = []  # a storage's serial and bytes from now on; or a label
+        # a storage's serial and bytes from now on; or a label
+        self.events: list[tuple[int, int] | Collective | str] = []
         self._serials: dict[int, int] = {}  # address of a live storage: its serial
         self._bytes: list[int] = []  # by serial, when it was last alive
         self._watches: dict[int, weakref.ref[Any]] = {}  # by address

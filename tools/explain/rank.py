@@ -159,9 +159,12 @@ def _act(job: Job, *, pp_rank: int = 0) -> tuple[Stage, Step]:
         with fake, Others():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
             step = measure(parallel, job.optimizer, [(tokens, tokens)])
-        [part], [held], axes = parallel.parts, step.held, axes_of(mesh)
-        kinds, groups = tuple(_kinds(part)), tuple(_groups(part, job, mesh))
-        return Stage(tuple(_modules(part)), kinds, groups, held), by_axis(step, axes)
+        [part], [held] = parallel.parts, step.held
+        modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
+        modules += [f"layers.{name}" for name in part.layers]
+        modules += [name for name in ("norm", "output") if getattr(part, name) is not None]
+        stage = Stage(tuple(modules), tuple(_kinds(part)), tuple(_groups(part, job, mesh)), held)
+        return stage, by_axis(step, axes_of(mesh))
 
 
 def _eager(layout: Layout) -> Layout:
@@ -202,12 +205,6 @@ def by_axis(step: Step, axes: Mapping[str, str]) -> Step:
     return replace(step, stretches=tuple(stretches))
 
 
-def _modules(part: Model) -> Iterable[str]:
-    yield from (["tok_embeddings"] if part.tok_embeddings is not None else [])
-    yield from (f"layers.{name}" for name in part.layers)
-    yield from (name for name in ("norm", "output") if getattr(part, name) is not None)
-
-
 def _kinds(part: Model) -> Iterable[Kind]:
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name, _ in part.named_parameters())
     left = dict(counts)
@@ -243,8 +240,11 @@ def _pipeline_ranks(job: Job) -> list[Rank]:
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
     seen: dict[Any, tuple[Stage, Step]] = {}
     acted = []
+    option = job.layout.activation_checkpoint.selective_ac_option
+    every = int(option) if option.isdigit() else 1
     for index, names in enumerate(modules):
-        kind = _stage_kind(names, job)
+        # Stages with equal shapes, whose blocks compute again at the same places
+        kind = tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
         if kind not in seen:
             seen[kind] = _act(_alone(job, modules), pp_rank=index)
         stage, step = seen[kind]
@@ -253,13 +253,6 @@ def _pipeline_ranks(job: Job) -> list[Rank]:
         _pipeline_rank(job, pp_rank, rows, {index: acted[index] for index in mine})
         for pp_rank, mine in enumerate(placement(config, len(modules)))
     ]
-
-
-def _stage_kind(names: list[str], job: Job) -> tuple[str, ...]:
-    """Stages with equal shapes, whose blocks compute again at the same places."""
-    option = job.layout.activation_checkpoint.selective_ac_option
-    every = int(option) if option.isdigit() else 1
-    return tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
 
 
 def _alone(job: Job, modules: list[list[str]]) -> Job:
@@ -281,18 +274,18 @@ def _alone(job: Job, modules: list[list[str]]) -> Job:
 
 def _pipeline_rank(job: Job, pp_rank: int, rows: Table, stages: dict[int, tuple[Stage, Step]]) -> Rank:
     """The rank's row of the table, each action as it was seen."""
-    scenes = {index: _Scene(step, job.microbatches, _unsent(index, set(stages))) for index, (_, step) in stages.items()}
+    scenes = {}
+    for index, (_, step) in stages.items():
+        # Messages between two stages of one rank are assignments
+        unsent = {"SEND_F", "RECV_B"} if index + 1 in stages else set[str]()
+        unsent |= {"RECV_F", "SEND_B"} if index - 1 in stages else set()
+        scenes[index] = _Scene(step, job.microbatches, unsent)
     parts = [scene.buffers() for scene in scenes.values()]
     for action in (action for cell in rows[pp_rank] for action in cell):
         parts += scenes[action.stage].play(action)
+    # The optimizer
     parts += [stretch for scene in scenes.values() for stretch in scene.end()]
     return _rank(job, pp_rank, stages, join(parts))
-
-
-def _unsent(stage: int, here: set[int]) -> set[str]:
-    """Messages that become assignments, since the other stage is on the same rank."""
-    behind = {"SEND_F", "RECV_B"} if stage + 1 in here else set()
-    return behind | ({"RECV_F", "SEND_B"} if stage - 1 in here else set())
 
 
 class _Scene:

@@ -14,7 +14,7 @@ from parallelisms.device import DIFFERENCES
 from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
-from tools.explain.rank import Group, Job, Kind, Rank, plain, ranks
+from tools.explain.rank import Job, Kind, Rank, plain, ranks
 
 WIDTH = 110
 _MOST_ROWS = 16  # of a table; of a longer one the middle is left out
@@ -126,18 +126,16 @@ def _modules(acted: Sequence[Rank]) -> Iterator[str]:
     rows = []
     for rank in acted:
         for stage in rank.stages:
-            number = f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
-            rows.append((number, _folded(stage.modules)))
+            blocks = [name for name in stage.modules if name.startswith("layers.")]
+            names = [name for name in stage.modules if name not in blocks[1:]]
+            if len(blocks) > 1:  # those in a row as one: layers.0 to 7
+                names[names.index(blocks[0])] += f" to {blocks[-1].removeprefix('layers.')}"
+            rows.append((_who(rank, acted), ", ".join(names)))
     yield from _table(rows)
 
 
-def _folded(modules: Sequence[str]) -> str:
-    """Blocks in a row as one: layers.0 to 7."""
-    blocks = [name.removeprefix("layers.") for name in modules if name.startswith("layers.")]
-    head = [name for name in modules if name == "tok_embeddings"]
-    tail = [name for name in modules if name in ("norm", "output")]
-    middle = [f"layers.{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else f"layers.{blocks[0]}"] if blocks else []
-    return ", ".join([*head, *middle, *tail])
+def _who(rank: Rank, acted: Sequence[Rank]) -> str:
+    return f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
 
 
 def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
@@ -163,10 +161,9 @@ def _cut(kind: Kind, degrees: Degrees) -> str:
 def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
     for rank in acted:
-        name = f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
         held = rank.held
         figures = (held.parameters, held.gradients, held.optimizer, rank.activations, rank.peak)
-        rows.append((name, *(_size(figure) for figure in figures)))
+        rows.append((_who(rank, acted), *(_size(figure) for figure in figures)))
     yield from _table(rows, right=range(1, 6))
     yield from _wrapped(
         "activations: the most that they, gathered weights, gradients on their way and buffers come to at one instant; peak: the most "
@@ -201,16 +198,9 @@ def _communication(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
     for (axis, kind), same in groupby(items, key=lambda item: (item[0].group, item[0].kind)):
         counts = list(same)
         total = sum(c.bytes * n for c, n in counts)
-        rows.append(
-            (
-                axis,
-                kind,
-                f"{sum(n for _, n in counts):,}",
-                _size(max(c.bytes for c, _ in counts)),
-                _size(total),
-                _size(_sent(kind, total, _ranks_of(axis, job.degrees))),
-            )
-        )
+        times, largest = sum(n for _, n in counts), max(c.bytes for c, _ in counts)
+        sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
+        rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
     if len(acted) > 1:
         yield f"rank {rank.pp_rank} of pp, which sends most:"
     yield from _table(rows, right=range(2, 6))
@@ -235,7 +225,8 @@ def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
     if shards > 1:
         rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
         for size, same in groupby(stage.groups, key=lambda group: group.elements):
-            names = _group_names(list(same))
+            first, *others = (group.name for group in same)
+            names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
             rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
         yield f"one message per group; its buffer for {shards} shards:"
         yield from _table(_ends_of_rows(rows), right=(1, 2))
@@ -248,11 +239,6 @@ def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
     yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
     for name, order in (("forward ", forward), ("backward", backward)):
         yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
-
-
-def _group_names(groups: list[Group]) -> str:
-    first, last = groups[0].name, groups[-1].name
-    return first if len(groups) == 1 else f"{first} ... {last} ({len(groups)} groups)"
 
 
 def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -268,9 +254,8 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         if what == "pre_backward":
             now = backward
         if what in letters:
-            short = (
-                name.rstrip(")") or "all"
-            )  # a pipeline gathers before the first forward, which tells groups their names
+            # a pipeline gathers before the first forward, which tells groups their names
+            short = name.rstrip(")") or "all"
             for long, brief in (("layers.", ""), ("tok_embeddings", "emb"), ("norm, output", "head"), (", ", "+")):
                 short = short.replace(long, brief)
             now.append(f"{letters[what]}:{short}")
