@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -95,11 +96,9 @@ def main(argv: Sequence[str]) -> int:
     path = arguments.run / FILE_NAME
     try:
         rows = read(path)
-    except OSError as error:
-        print(f"samples: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"samples: {path}: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        print(f"samples: {path}: {why}", file=sys.stderr)
         return 2
     if arguments.step is not None or arguments.position is not None:
         return show_some(rows, step=arguments.step, position=arguments.position, as_json=arguments.json)
@@ -153,13 +152,10 @@ def prove(rows: Sequence[Row]) -> Proof:
     missing = list(without(gaps, holes))
     still_open = list(without(holes, join(span for span, _ in trained)))
     wrong += [f"missing: positions {gap}, below the highest, and no holes of the last step" for gap in missing]
-    wrong += [
-        f"positions {hole} are holes of the last step, and were trained on" for hole in without(holes, still_open)
-    ]
-    steps = [Range(0, 1), *(row.steps for row in rows)]
-    wrong += [
-        f"step {after} comes after step {before}" for before, after in pairwise(steps) if after.first != before.end
-    ]
+    filled = without(holes, still_open)
+    wrong += [f"positions {hole} are holes of the last step, and were trained on" for hole in filled]
+    steps = pairwise([Range(0, 1), *(row.steps for row in rows)])
+    wrong += [f"step {after} comes after step {before}" for before, after in steps if after.first != before.end]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
     return Proof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
 
@@ -207,15 +203,12 @@ def eras(rows: Iterable[Row]) -> list[Era]:
 
 def lines_of(table: Sequence[Era]) -> list[str]:
     cells = [("steps", "positions", "by, in their order", "open holes")]
-    cells += [(str(era.steps), listed(era.positions), " ".join(shorten(era.by)), listed(era.holes)) for era in table]
+    for era in table:
+        counts = Counter(era.by)  # in the order of their first slots; who has several is named once, with their number
+        by = [owner if count == 1 else f"{owner} x {count}" for owner, count in counts.items()]
+        cells.append((str(era.steps), listed(era.positions), " ".join(by), listed(era.holes)))
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     return ["  ".join([*map(str.ljust, line, widths), line[3]]).rstrip() for line in cells]
-
-
-def shorten(owners: Sequence[str]) -> list[str]:
-    """Who has several slots is named once, with their number: "a:1 x 2"."""
-    counts = {owner: owners.count(owner) for owner in owners}
-    return [owner if count == 1 else f"{owner} x {count}" for owner, count in counts.items()]
 
 
 def listed(ranges: Sequence[Range]) -> str:
@@ -226,9 +219,8 @@ def listed(ranges: Sequence[Range]) -> str:
 def sentences(rows: Sequence[Row], found: Proof) -> list[str]:
     lives = {owner for row in rows for owner in row.slots.values()}
     groups = len({owner.partition(":")[0] for owner in lives})
-    who = f"{groups} {'group' if groups == 1 else 'groups'}" + (
-        f" in {len(lives)} lives" if len(lives) > groups else ""
-    )
+    who = "1 group" if groups == 1 else f"{groups} groups"
+    who += f" in {len(lives)} lives" if len(lives) > groups else ""
     what = f"{found.sequences:,} sequences in {found.steps:,} steps by {who}"
     if found.exact:
         end = max(span.end for row in rows for span in row.positions)
