@@ -40,12 +40,12 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
         narration.addHandler(logging.NullHandler())
         narration.propagate = False
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # torch's signal handlers would replace ours
-    output, ranks, result = Output(logs, plan.log_ranks), Ranks(plan.grace_s), None
+    output, ranks, result = Output(logs, plan.log_ranks), LocalRanks(plan.grace_s), None
     try:
         spec = _spec(command, plan, nproc, logs)
         result = Agent(spec, output, ranks).run()
         spec.rdzv_handler.shutdown()
-    except Stopped as stopped:
+    except RanksStopped as stopped:
         result = stopped.result
     except (RendezvousError, DistError) as error:
         say(f"the {plan.nnodes} nodes did not meet at {plan.endpoint or 'this node'}: {error.__cause__ or error}")
@@ -57,7 +57,7 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
     return explain(result, output, ranks) if result.is_failed() else 0
 
 
-def explain(result: RunResult, output: Output, ranks: Ranks) -> int:
+def explain(result: RunResult, output: Output, ranks: LocalRanks) -> int:
     """Says which rank failed first and why, in its own last words; returns 2 if it blamed the user's input, else 1."""
 
     def order(rank: int) -> tuple[bool, bool, float]:
@@ -83,7 +83,7 @@ def say(text: str) -> None:
     print(f"pharos: {text}", file=sys.stderr, flush=True)
 
 
-class Stopped(Exception):
+class RanksStopped(Exception):
     """Ranks that were asked to stop have failed: the agent must neither restart them nor wait for other nodes."""
 
     def __init__(self, result: RunResult) -> None:
@@ -92,9 +92,9 @@ class Stopped(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, extended at the methods it offers for that: it tells Ranks which processes signals are for."""
+    """torch's agent, extended at the methods it offers for that: it tells LocalRanks which processes signals are for."""
 
-    def __init__(self, spec: WorkerSpec, output: Output, ranks: Ranks) -> None:
+    def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks) -> None:
         # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
         super().__init__(spec, output, exit_barrier_timeout=60)
         self._ranks = ranks
@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             if ranks.asked_to_stop:
-                raise Stopped(result)
+                raise RanksStopped(result)
             self._note_restart(worker_group.spec, time.monotonic())
         return result
 
@@ -134,7 +134,7 @@ class Agent(LocalElasticAgent):
             self._ranks.pids = {}
 
 
-class Ranks(Signals):
+class LocalRanks(Signals):
     """The processes of this node's ranks, and what is asked of them from outside.
 
     The first SIGTERM or SIGINT is passed on as SIGTERM; a second one, or the end of the grace time, kills. SIGUSR1 is

@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRow:
     """A step, or the last of several that groups have made by themselves."""
 
     step: int
@@ -70,7 +70,7 @@ class Era:
 
 
 @dataclass(frozen=True)
-class Proof:
+class SampleProof:
     """What can be told from all the rows. Exact: every position below the highest was trained once, but for `open`."""
 
     steps: int
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found.exact else 1
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[SampleRow]:
     """In the order of the file. A last line that is being written right now is left out. Raises OSError, and ValueError, which names the
     line."""
     rows = []
@@ -123,7 +123,7 @@ def read(path: Path) -> list[Row]:
             if not slots:
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
-            rows.append(Row(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1))))
+            rows.append(SampleRow(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1))))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is no line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -134,7 +134,7 @@ def read(path: Path) -> list[Row]:
 # ------------------------------------------------------------------------------------------------ the proof
 
 
-def prove(rows: Sequence[Row]) -> Proof:
+def prove(rows: Sequence[SampleRow]) -> SampleProof:
     """Holds every position against every other; `rows` is not empty."""
     last = rows[-1]
     trained = sorted((row.range_of(slot), row.step) for row in rows for slot in row.slots)
@@ -157,7 +157,7 @@ def prove(rows: Sequence[Row]) -> Proof:
     steps = pairwise([Range(0, 1), *(row.steps for row in rows)])
     wrong += [f"step {after} comes after step {before}" for before, after in steps if after.first != before.end]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
-    return Proof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
+    return SampleProof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
@@ -186,7 +186,7 @@ def without(ranges: Sequence[Range], taken: Sequence[Range]) -> Iterator[Range]:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def eras(rows: Iterable[Row]) -> list[Era]:
+def eras(rows: Iterable[SampleRow]) -> list[Era]:
     found = list[Era]()
     for row in rows:
         by, positions = [row.slots[slot] for slot in sorted(row.slots)], row.positions
@@ -216,7 +216,7 @@ def listed(ranges: Sequence[Range]) -> str:
     return ", ".join(map(str, ranges[:SHOWN])) + more
 
 
-def sentences(rows: Sequence[Row], found: Proof) -> list[str]:
+def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
     lives = {owner for row in rows for owner in row.slots.values()}
     groups = len({owner.partition(":")[0] for owner in lives})
     who = "1 group" if groups == 1 else f"{groups} groups"
@@ -233,7 +233,7 @@ def sentences(rows: Sequence[Row], found: Proof) -> list[str]:
 # ------------------------------------------------------------------------------------------------ one of it
 
 
-def show_some(rows: Sequence[Row], *, step: int | None, position: int | None, as_json: bool) -> int:
+def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | None, as_json: bool) -> int:
     """The slots of one step, or all that one position was in."""
     found: list[dict[str, Any]] = [
         {"step": row.step, "positions": row.range_of(slot), "by": row.slots[slot]}

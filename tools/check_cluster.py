@@ -31,7 +31,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 from scripts.launch import ranks_here, set_defaults  # noqa: E402 (our packages first)
 from scripts.lib.lifeline import follow  # noqa: E402
 from scripts.plan import Plan  # noqa: E402
-from tools.cluster.settings import Place, Settings  # noqa: E402
+from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
 
 POLL_S = 0.05
 SETTLE_S = 10.0  # what the others may take after the last word was due
@@ -39,7 +39,7 @@ SETTLE_S = 10.0  # what the others may take after the last word was due
 
 def main(argv: Sequence[str]) -> int:
     try:
-        settings, place, plan = Settings.parse(argv), Place.read(os.environ), Plan.read(os.environ)
+        settings, place, plan = CheckSettings.parse(argv), RankPlace.read(os.environ), Plan.read(os.environ)
         if place is None and plan.nnodes > 1 and plan.node_rank is None:
             raise ValueError(
                 f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, from 0 to {plan.nnodes - 1}"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def check_comm(settings: Settings) -> None:
+def check_comm(settings: CheckSettings) -> None:
     """Raises ValueError. The settings of `[comm]` by the same rules."""
     from parallelisms.distributed import CommConfig
 
@@ -88,7 +88,7 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def start_ranks(settings: Settings, plan: Plan) -> int:
+def start_ranks(settings: CheckSettings, plan: Plan) -> int:
     """Runs this node's ranks, forked from this process, which has imported torch once for all of them: that saves 150 MB for each.
     Returns the exit code of the check. Leaves no process. Raises ValueError: the port cannot be had."""
     import torch.distributed as dist
@@ -111,10 +111,10 @@ def start_ranks(settings: Settings, plan: Plan) -> int:
     parent = os.getpid()
     gc.collect()
     gc.freeze()  # so that collections in the ranks leave the shared pages alone
-    ranks, store = Ranks(), None
+    ranks, store = ForkedRanks(), None
     try:
         for local in range(nproc):
-            place = Place((plan.node_rank or 0) * nproc + local, plan.nnodes * nproc, local)
+            place = RankPlace((plan.node_rank or 0) * nproc + local, plan.nnodes * nproc, local)
             pid = os.fork()
             if pid == 0:
                 become(settings, place, parent, listener)
@@ -128,7 +128,7 @@ def start_ranks(settings: Settings, plan: Plan) -> int:
         del store
 
 
-def become(settings: Settings, place: Place, parent: int, listener: socket.socket | None) -> NoReturn:
+def become(settings: CheckSettings, place: RankPlace, parent: int, listener: socket.socket | None) -> NoReturn:
     """The rest of a forked process' life."""
     code = 1
     try:
@@ -149,7 +149,7 @@ def become(settings: Settings, place: Place, parent: int, listener: socket.socke
 
 
 @dataclass
-class Ranks:
+class ForkedRanks:
     """The processes that were forked."""
 
     pids: dict[int, int] = field(default_factory=dict)  # rank by pid, of those that live

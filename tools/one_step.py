@@ -59,7 +59,7 @@ functions call: when it no longer fits, a test says so.
 """
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """One entry. `depth`: the frames of this repository above it, from `train_step` on."""
 
     depth: int
@@ -71,7 +71,7 @@ class Tracer:
     """A profile function for sys.setprofile. A generator's frame is entered anew each time that it is resumed."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         # frames of this repository, and whether they lie under an excluded one
         self._stack: list[tuple[FrameType, bool]] = []
 
@@ -85,7 +85,7 @@ class Tracer:
                 return
             hidden = file.startswith(EXCLUDED) or bool(self._stack and self._stack[-1][1])
             if not hidden:
-                self.calls.append(Call(len(self._stack), file, _name_of(frame)))
+                self.calls.append(TracedCall(len(self._stack), file, _name_of(frame)))
             self._stack.append((frame, hidden))
         elif event == "return" and self._stack and self._stack[-1][0] is frame:
             self._stack.pop()
@@ -118,7 +118,7 @@ def member(argv: list[str], at: int, out: Path) -> int:
     return train.main(argv)
 
 
-def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[Call]:
+def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[TracedCall]:
     """Calls of that step, in order. Raises RuntimeError where a group fails."""
     from ft.compat.lighthouse_server import LighthouseServer
 
@@ -159,10 +159,10 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
                 lighthouse.shutdown()
         if any(process.returncode for process in running):
             raise RuntimeError("\n".join(text[-2000:] for text in said))
-        return [Call(*call) for call in json.loads(out.read_text())]
+        return [TracedCall(*call) for call in json.loads(out.read_text())]
 
 
-def tree(calls: list[Call]) -> list[str]:
+def tree(calls: list[TracedCall]) -> list[str]:
     """Nested lines; neighbours of one depth and name become one line with their number."""
     lines: list[str] = []
     last, count = "", 0

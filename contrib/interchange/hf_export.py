@@ -25,7 +25,7 @@ from contrib.interchange.weights import CODES, INDEX, Planned, index_json, raise
 from models import llama, llama_hf
 from models.llama_hf import Entry
 from scripts.generate import checkpoint_of
-from scripts.make_seed_checkpoint import Progress, check_room
+from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp
 from training.checkpoint_files import read_manifest, verify
 from training.log import Log
@@ -90,7 +90,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     check_room(out, total_bytes)
     tie = ", embeddings tied" if tied else ""
     log.info("export    %s, %s of %.1f GB%s", checkpoint.path, str(target), total_bytes / 1e9, tie)
-    progress = Progress(total_bytes, log, what="export")
+    progress = WriteProgress(total_bytes, log, what="export")
 
     def make(name: str) -> Tensor:
         entry = entries[name]

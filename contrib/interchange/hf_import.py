@@ -26,7 +26,7 @@ from contrib.interchange.folder import TOKENIZER, carried, copy, landing, put, r
 from contrib.interchange.weights import CODES, Weights, read_json
 from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
-from scripts.make_seed_checkpoint import Progress, check_room, for_any_machine
+from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_machine
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_dcp import Streamed
 from training.checkpoint_files import CheckpointFailed, Manifest, step_folder
@@ -37,7 +37,7 @@ FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedWeights:
     """Published weights that have been looked through."""
 
     folder: Path
@@ -61,7 +61,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
     entries = {entry.ours: entry for entry in source.entries}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
-    progress = Progress(total_bytes, log, what="import")
+    progress = WriteProgress(total_bytes, log, what="import")
 
     def make(name: str) -> Tensor:
         name = name.removeprefix("model.")
@@ -81,7 +81,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
     report(config, source.published.max_positions, out, log)
 
 
-def look_through(folder: Path, *, dtype: str) -> Source:
+def look_through(folder: Path, *, dtype: str) -> PublishedWeights:
     """Every check that needs the files. Raises ValueError, which names the file and what is wrong in it."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; it should hold config.json and *.safetensors (nothing is fetched)")
@@ -121,10 +121,10 @@ def look_through(folder: Path, *, dtype: str) -> Source:
                 f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
             )
     stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
-    return Source(folder, published, entries, weights, getattr(torch, dtype or stored))
+    return PublishedWeights(folder, published, entries, weights, getattr(torch, dtype or stored))
 
 
-def settings(source: Source, out: Path, config_file: Path) -> Config:
+def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:
     """Those of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
     base = load([str(config_file)])
     name = out.name
@@ -153,7 +153,7 @@ def write_seed(folder: Path, tensors: dict[str, Tensor], streamed: Streamed) -> 
     checkpoint_files.publish(folder, manifest)
 
 
-def tell(source: Source, out: Path, log: Log) -> None:
+def tell(source: PublishedWeights, out: Path, log: Log) -> None:
     """What is read, and all of it that is not taken as it is."""
     published = source.published
     count = sum(torch.Size(entry.shape).numel() for entry in source.entries)

@@ -106,7 +106,7 @@ class Nodes:
         return set(ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
 
 
-class Step(ReplicaSupervisor):
+class SlurmStep(ReplicaSupervisor):
     """A group, and the srun that runs it: a step of the job."""
 
     def __init__(
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> int:
     here = next(iter(nodes.addresses.values()))
     lighthouse.address = f"http://{f'[{here}]' if ':' in here else here}:{lighthouse.port}"
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
-    steps = [Step(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
+    steps = [SlurmStep(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with closing(lock):
         code = run(steps, lighthouse, wishes, grace_s, lambda groups: tell_all(groups, nodes.job))

@@ -6,7 +6,7 @@ import sys
 
 from configs.schema import Config
 from tools import size
-from tools.one_step import Call, Tracer, digest_of, functions_of, tree
+from tools.one_step import TracedCall, Tracer, digest_of, functions_of, tree
 from training.schedule import decay_length, learning_rate_factor
 
 
@@ -27,8 +27,8 @@ def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
 
 
 def test_a_tree_of_calls_names_repeated_ones_once():
-    calls = [Call(1, "a.py", "f"), Call(2, "a.py", "g"), Call(2, "a.py", "g"), Call(1, "a.py", "f")]
-    assert tree(calls) == ["f  a.py", "  g  a.py  x2", "f  a.py"]
+    f, g = TracedCall(1, "a.py", "f"), TracedCall(2, "a.py", "g")
+    assert tree([f, g, g, f]) == ["f  a.py", "  g  a.py  x2", "f  a.py"]
 
 
 def test_the_page_of_one_step_fits_the_code():

@@ -47,17 +47,21 @@ class Team:
         return self.ranks[(self.ranks.index(self.rank) + distance) % self.size]
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A result that is not what it must be. `source`: the rank whose block it is; -1: all ranks' numbers are in it."""
-
-    op: str
-    source: int
-    at: int
-    how: str
+# Whose block it is (-1: all ranks' numbers are in it), what arrived, and what must.
+Results = Iterator[tuple[int, Tensor, Tensor]]
+Check = Callable[[Team], Results]
 
 
-Check = Callable[[Team], Iterator[Wrong]]
+def wrong(check: Check, team: Team) -> list[tuple[int, str]]:
+    """Whose blocks are wrong at this rank, and how. All ranks of the team call it, and go on to its end."""
+    found = []
+    for source, got, expected in check(team):
+        if not torch.equal(got, expected):
+            differ = (got != expected).cpu()
+            first, count = int(differ.nonzero()[0]), int(differ.sum())
+            values = f"{got[first].item():g}, not {expected[first].item():g}"
+            found.append((source, f"element {first} is {values} ({count} of {differ.numel()} differ)"))
+    return found
 
 
 def block(team: Team, source: int, destination: int = 0) -> Tensor:
@@ -117,93 +121,82 @@ def ring_all_reduce(tensor: Tensor, op: str, team: Team) -> None:
         chunks[(place - step) % size].copy_(hop(place - step + 1, place - step))
 
 
-def send_recv(team: Team) -> Iterator[Wrong]:
+def send_recv(team: Team) -> Results:
     """Each to its right."""
     left, got = team.beside(-1), torch.zeros(COUNT, device=team.device)
     send_in_turn(team, block(team, team.rank), got)
-    yield from _wrong(team, "send/recv", left, got, block(team, left))
+    yield left, got, block(team, left)
 
 
-def isend_irecv(team: Team) -> Iterator[Wrong]:
+def isend_irecv(team: Team) -> Results:
     """Each to its left and from its right, both at once."""
     right, got = team.beside(1), torch.zeros(COUNT, device=team.device)
     exchange(team, block(team, team.rank), team.beside(-1), got, right)
-    yield from _wrong(team, "isend/irecv", right, got, block(team, right))
+    yield right, got, block(team, right)
 
 
-def broadcast(team: Team) -> Iterator[Wrong]:
+def broadcast(team: Team) -> Results:
     for root in team.ranks:
         got = block(team, root) if root == team.rank else torch.zeros(COUNT, device=team.device)
         dist.broadcast(got, root, team.group)
-        yield from _wrong(team, "broadcast", root, got, block(team, root))
+        yield root, got, block(team, root)
 
 
-def scatter(team: Team) -> Iterator[Wrong]:
+def scatter(team: Team) -> Results:
     for root in team.ranks:
         blocks = [block(team, root, rank) for rank in team.ranks] if root == team.rank else None
         got = torch.zeros(COUNT, device=team.device)
         dist.scatter(got, blocks, root, team.group)
-        yield from _wrong(team, "scatter", root, got, block(team, root, team.rank))
+        yield root, got, block(team, root, team.rank)
 
 
-def gather(team: Team) -> Iterator[Wrong]:
+def gather(team: Team) -> Results:
     for root in team.ranks:
         parts = [torch.zeros(COUNT, device=team.device) for _ in team.ranks] if root == team.rank else None
         dist.gather(block(team, team.rank, root), parts, root, team.group)
         for source, got in zip(team.ranks, parts or (), strict=False):
-            yield from _wrong(team, "gather", source, got, block(team, source, root))
+            yield source, got, block(team, source, root)
 
 
-def all_gather(team: Team) -> Iterator[Wrong]:
+def all_gather(team: Team) -> Results:
     got = torch.zeros(COUNT * team.size, device=team.device)
     dist.all_gather_into_tensor(got, block(team, team.rank), team.group)
     for source, part in zip(team.ranks, got.split(COUNT), strict=True):
-        yield from _wrong(team, "all_gather", source, part, block(team, source))
+        yield source, part, block(team, source)
 
 
-def all_to_all(team: Team) -> Iterator[Wrong]:
+def all_to_all(team: Team) -> Results:
     got = torch.zeros(COUNT * team.size, device=team.device)
     dist.all_to_all_single(got, torch.cat([block(team, team.rank, rank) for rank in team.ranks]), group=team.group)
     for source, part in zip(team.ranks, got.split(COUNT), strict=True):
-        yield from _wrong(team, "all_to_all", source, part, block(team, source, team.rank))
+        yield source, part, block(team, source, team.rank)
 
 
-def reduce(team: Team, op: str) -> Iterator[Wrong]:
+def reduce(team: Team, op: str) -> Results:
     for root in team.ranks:
         got = term(team, op, team.rank)
         dist.reduce(got, root, getattr(dist.ReduceOp, op), team.group)
         if root == team.rank:  # elsewhere the buffer may hold anything
-            yield from _wrong(team, f"reduce {op}", -1, got, reduced(team, op))
+            yield -1, got, reduced(team, op)
 
 
-def all_reduce(team: Team, op: str) -> Iterator[Wrong]:
+def all_reduce(team: Team, op: str) -> Results:
     got = term(team, op, team.rank)
     dist.all_reduce(got, getattr(dist.ReduceOp, op), team.group)
-    yield from _wrong(team, f"all_reduce {op}", -1, got, reduced(team, op))
+    yield -1, got, reduced(team, op)
 
 
-def reduce_scatter(team: Team, op: str) -> Iterator[Wrong]:
+def reduce_scatter(team: Team, op: str) -> Results:
     got, whole = torch.zeros(COUNT, device=team.device), COUNT * team.size
     dist.reduce_scatter_tensor(got, term(team, op, team.rank, whole), getattr(dist.ReduceOp, op), team.group)
     expected = reduced(team, op, whole).split(COUNT)[team.ranks.index(team.rank)]
-    yield from _wrong(team, f"reduce_scatter {op}", -1, got, expected)
+    yield -1, got, expected
 
 
-def ring(team: Team, op: str) -> Iterator[Wrong]:
+def ring(team: Team, op: str) -> Results:
     got = term(team, op, team.rank)
     ring_all_reduce(got, op, team)
-    yield from _wrong(team, f"ring all_reduce {op}", -1, got, reduced(team, op))
-
-
-def _wrong(team: Team, op: str, source: int, got: Tensor, expected: Tensor) -> Iterator[Wrong]:
-    if torch.equal(got, expected):
-        return
-    differ = (got != expected).cpu()
-    first, count = int(differ.nonzero()[0]), int(differ.sum())
-    how = (
-        f"element {first} is {got[first].item():g}, not {expected[first].item():g} ({count} of {differ.numel()} differ)"
-    )
-    yield Wrong(op, source, team.rank, how)
+    yield -1, got, reduced(team, op)
 
 
 CHECKS: dict[str, Check] = {

@@ -32,9 +32,9 @@ from parallelisms.rendezvous import InitMethod, open_store
 from scripts.launch import cores_here
 from tools.cluster import probes, verdicts
 from tools.cluster.control import Control, GivenUp, Silent
-from tools.cluster.operations import CHECKS, Check, Team, Wrong, operations, seconds
+from tools.cluster.operations import CHECKS, Check, Team, operations, seconds, wrong
 from tools.cluster.report import tell
-from tools.cluster.settings import Place, Settings, usual_share
+from tools.cluster.settings import CheckSettings, RankPlace, usual_share
 from tools.cluster.verdicts import Finding, Names, conclusions
 
 POLL_S = 0.05
@@ -43,7 +43,7 @@ AGAIN = 3  # how often what looks slow is measured again before it is said: the 
 MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two
 
 
-def run_rank(settings: Settings, place: Place) -> int:
+def run_rank(settings: CheckSettings, place: RankPlace) -> int:
     """The exit code of this rank: 0 all is well, 1 something was found."""
     host = os.environ.get(HOST_NAME) or socket.gethostname()
     method = settings.init_method
@@ -89,7 +89,9 @@ class Work(threading.Thread):
     What is found goes into `figures`, as JSON, as soon as it is known: the last words hold whatever this rank got done.
     """
 
-    def __init__(self, settings: Settings, place: Place, store: dist.Store, control: Control, host: str) -> None:
+    def __init__(
+        self, settings: CheckSettings, place: RankPlace, store: dist.Store, control: Control, host: str
+    ) -> None:
         super().__init__(name="work", daemon=True)
         self.settings, self.place, self.control = settings, place, control
         self.hosts = [""] * place.world_size
@@ -164,25 +166,25 @@ class Work(threading.Thread):
     def values(self) -> str:
         """Each operation with checked numbers; where all see a wrong one, again two ranks at a time."""
         size, values = self.place.world_size, self.figures["values"]
-        wrong: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        bad: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for op, check in CHECKS.items() if size > 1 else ():
             self.control.meet(f"values: {op}")
-            for found in self._checked(op, check):
-                wrong[op].append((found.source, found.at, found.how))
-        self.figures["wrong"] = [(op, *row) for op, rows in wrong.items() for row in rows]
+            for source, how in self._checked(op, check):
+                bad[op].append((source, self.place.rank, how))
+        self.figures["wrong"] = [(op, *row) for op, rows in bad.items() for row in rows]
 
         def unclear(said: list[dict[str, list[tuple[int, int, str]]]]) -> list[str]:
             return [op for op in CHECKS if verdicts.needs_pairs([row for rows in said for row in rows.get(op, ())])]
 
-        ops = self.control.agree("values: all of them", wrong, unclear)
+        ops = self.control.agree("values: all of them", bad, unclear)
         if ops and 2 < size <= MOST_PAIRED:
             self.figures["pairs"] = self._pairs(ops)
         right = sum(text == "right" for text in values.values())
         return f"{right} of {len(CHECKS)} operations right" if size > 1 else "one rank has nobody to talk to"
 
-    def _checked(self, op: str, check: Check) -> list[Wrong]:
+    def _checked(self, op: str, check: Check) -> list[tuple[int, str]]:
         try:
-            found = list(check(self.team))
+            found = wrong(check, self.team)
         except (RuntimeError, NotImplementedError) as error:
             # torch says that the backend has no such operation, rather than that it failed
             words = ("not support", "not implement", "unsupported", "no backend", "cannot use reduceop")
@@ -204,7 +206,7 @@ class Work(threading.Thread):
             if self.place.rank in pair:
                 team = Team(pair, self.place.rank, self.team.device, group)
                 for op in ops:
-                    if list(CHECKS[op](team)):
+                    if wrong(CHECKS[op], team):
                         bad[op].append((pair[0], pair[1]))
         return bad
 

@@ -13,7 +13,7 @@ from typing import Any
 from bench.pairs import table
 from scripts.plot_loss import STYLE
 from tools.cluster.operations import bus_factor
-from tools.cluster.settings import Settings, usual_share
+from tools.cluster.settings import CheckSettings, usual_share
 from tools.cluster.verdicts import Finding
 
 Said = Mapping[int, Mapping[str, Any]]  # each rank's last words, by rank
@@ -25,7 +25,7 @@ MORE_STYLE = """
 """
 
 
-def tell(settings: Settings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> None:
+def tell(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> None:
     """Prints it, and writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
     folder = settings.folder / "check_cluster"
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def tell(settings: Settings, hosts: Sequence[str], said: Said, found: Sequence[F
     print(f"\n{folder}/report.json, report.svg", flush=True)
 
 
-def as_json(settings: Settings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
+def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
     """Everything, in seconds, bytes and bytes a second; ranks and sizes are keys of text, as JSON has it."""
     some = next(iter(said.values()))
     slowest: dict[str, dict[str, float]] = {}  # by operation and size: the seconds of the slowest rank

@@ -18,7 +18,7 @@ LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank this process is."""
 
     rank: int
@@ -26,7 +26,7 @@ class Place:
     local_rank: int
 
     @staticmethod
-    def read(environ: Mapping[str, str]) -> Place | None:
+    def read(environ: Mapping[str, str]) -> RankPlace | None:
         """None: no launcher started this process. Raises ValueError."""
         for launcher, names in LAUNCHERS.items():
             rank, size, local = (environ.get(name, "") for name in names)
@@ -35,12 +35,12 @@ class Place:
             if not all(text.isdecimal() for text in (rank, size, local or "0")) or int(rank) >= int(size):
                 given = ", ".join(f"{name}={environ.get(name, '')}" for name in names)
                 raise ValueError(f"{given}: not what {launcher} says: whole numbers, the rank below the size")
-            return Place(int(rank), int(size), int(local or "0"))
+            return RankPlace(int(rank), int(size), int(local or "0"))
         return None
 
 
 @dataclass(frozen=True)
-class Settings:
+class CheckSettings:
     """The flags, checked."""
 
     backend: str
@@ -65,7 +65,7 @@ class Settings:
         return 0.5 * self.timeout_s
 
     @staticmethod
-    def parse(argv: Sequence[str]) -> Settings:
+    def parse(argv: Sequence[str]) -> CheckSettings:
         """Raises ValueError; on --help, and on flags that there are not, argparse ends the process (0, 2)."""
         given = _parser().parse_args(argv)
         for name in ("timeout", "start_timeout", "disk_mib", "skew_ms"):
@@ -75,7 +75,7 @@ class Settings:
             raise ValueError(f"--slow {given.slow:g}: a share of what is usual, below 1")
         if given.folder.exists() and not given.folder.is_dir():
             raise ValueError(f"--folder {given.folder}: a file, not a folder")
-        return Settings(
+        return CheckSettings(
             given.backend,
             given.init_method,
             given.timeout,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tools.cluster.settings import Settings
+from tools.cluster.settings import CheckSettings
 
 Link = tuple[int, int]  # from, to
 LATENCY_TIMES, LATENCY_MORE_S = 5.0, 2e-3  # a link is late that takes so many times, and so much more than, the usual
@@ -233,14 +233,16 @@ def _usual(rates: Mapping[Link, float]) -> float:
     return median(best.values()) if best else 0.0
 
 
-def bad_links(settings: Settings, names: Names, rows: Mapping[Link, Mapping[str, float]]) -> list[Finding]:
+def bad_links(settings: CheckSettings, names: Names, rows: Mapping[Link, Mapping[str, float]]) -> list[Finding]:
     """Slow and late ones, by what `probes.measure` gives of each."""
     bytes_s = {link: row["bytes_s"] for link, row in rows.items()}
     slow = slow_links(names, bytes_s, share=settings.slow, least=settings.least_mb_s * 1e6)
     return slow + late_links(names, {link: row["latency_s"] for link, row in rows.items()})
 
 
-def conclusions(settings: Settings, names: Names, said: dict[int, dict[str, Any]], waited_s: float) -> list[Finding]:
+def conclusions(
+    settings: CheckSettings, names: Names, said: dict[int, dict[str, Any]], waited_s: float
+) -> list[Finding]:
     """All findings in what the ranks said, by rank; who is not in it said nothing."""
     seen: dict[int, str] = {}
     for words in said.values():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from configs.schema import Config
     from parallelisms.mesh import ParallelismConfig
     from tools.explain.memory import DeviceType
-    from tools.explain.rank import Job, Rank
+    from tools.explain.rank import ExplainedJob, RankProfile
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
 
@@ -92,7 +92,7 @@ def _without_devices(config: Config) -> Config:
     return replace(config, fault_tolerance=fault_tolerance, float8=type(config.float8)())
 
 
-def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]]:
+def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
     """Memory of a rank that groups take. Raises ValueError where the environment says nothing of the groups, or the process group is of
     another device."""
     import torch
@@ -105,7 +105,7 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
 
-    def beside(rank: Rank) -> dict[str, int]:
+    def beside(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
         dtype = job.layout.precision.master
         return memory(
@@ -123,7 +123,7 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
     return beside
 
 
-def job_of(config: Config, *, world_size: int, device: str) -> Job:
+def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     """As train.py puts the same parts together. Raises ValueError: no such tokenizer, where nothing else says the vocabulary."""
     import torch
 
@@ -131,7 +131,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     from parallelisms.device import Device
     from parallelisms.mesh import degrees
     from parallelisms.precision import choose_precision
-    from tools.explain.rank import Job
+    from tools.explain.rank import ExplainedJob
     from training.loss import cross_entropy_sum
     from training.optimizer import build_optimizer
     from training.tokenizer import build_tokenizer
@@ -149,7 +149,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     precision = choose_precision(*dtypes, device_found)
     sizes = degrees(config.parallelism, world_size)
     at_once = training.local_batch_size * sizes.data_parallel
-    return Job(
+    return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=lambda: build(model, vocab_size=vocab_size, max_seq_len=training.seq_len),
         loss=cross_entropy_sum,

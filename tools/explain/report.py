@@ -14,7 +14,7 @@ from parallelisms.device import DIFFERENCES
 from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
-from tools.explain.rank import Job, Kind, Rank, plain, ranks
+from tools.explain.rank import ExplainedJob, ParameterKind, RankProfile, plain, ranks
 
 WIDTH = 110
 _MOST_ROWS = 16  # of a table; of a longer one the middle is left out
@@ -31,7 +31,7 @@ _CARDS = {24: "RTX 4090", 40: "A100 40", 80: "A100, H100", 141: "H200", 180: "B2
 _USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspaces, gaps between blocks
 
 
-def explain(job: Job, beside: Callable[[Rank], Mapping[str, int]] | None = None) -> str:
+def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
     """The text: at most WIDTH columns, ends in a newline. `beside`: bytes of a rank that something else takes, each with what for."""
     acted = ranks(job)
     sections = [
@@ -56,7 +56,7 @@ def explain(job: Job, beside: Callable[[Rank], Mapping[str, int]] | None = None)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _head(job: Job) -> Iterator[str]:
+def _head(job: ExplainedJob) -> Iterator[str]:
     where = DIFFERENCES[job.device_type].words
     n = job.degrees.world_size
     yield from _wrapped(
@@ -65,7 +65,7 @@ def _head(job: Job) -> Iterator[str]:
     )
 
 
-def _batch(job: Job) -> Iterator[str]:
+def _batch(job: ExplainedJob) -> Iterator[str]:
     d, seq_len = job.degrees, job.seq_len
     sequences = job.local_batch_size * d.data_parallel * job.passes
     model = job.model()
@@ -84,7 +84,7 @@ def _batch(job: Job) -> Iterator[str]:
         yield f"activation checkpointing ({mode}) computes {share}, which these figures and MFU leave out"
 
 
-def _dtypes(job: Job) -> Iterator[str]:
+def _dtypes(job: ExplainedJob) -> Iterator[str]:
     precision = job.layout.precision
     names = [str(dtype).removeprefix("torch.") for dtype in (precision.master, precision.compute, precision.reduce)]
     rows = [
@@ -106,7 +106,7 @@ def _mesh(degrees: Degrees) -> Iterator[str]:
     yield from _table(rows) if len(rows) > 1 else ["one rank: nothing is shared"]
 
 
-def _ranks(job: Job) -> Iterator[str]:
+def _ranks(job: ExplainedJob) -> Iterator[str]:
     degrees = job.degrees
     if degrees.world_size == 1:
         return
@@ -122,7 +122,7 @@ def _ranks(job: Job) -> Iterator[str]:
     yield from _table([("rank", *shown, "which of the step's sequences, if dealt in order"), *_ends_of_rows(rows)])
 
 
-def _modules(acted: Sequence[Rank]) -> Iterator[str]:
+def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
     rows = []
     for rank in acted:
         for stage in rank.stages:
@@ -134,11 +134,11 @@ def _modules(acted: Sequence[Rank]) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _who(rank: Rank, acted: Sequence[Rank]) -> str:
+def _who(rank: RankProfile, acted: Sequence[RankProfile]) -> str:
     return f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
 
 
-def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _parameters(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     rows, seen = [("name", "whole", "cut", "of a rank")], set()
     for stage in (stage for rank in acted for stage in rank.stages):
         for kind in stage.kinds:
@@ -148,7 +148,7 @@ def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _cut(kind: Kind, degrees: Degrees) -> str:
+def _cut(kind: ParameterKind, degrees: Degrees) -> str:
     """Which axis has cut what: "rows: dp_shard, tp"."""
     parts = {
         dim: [plain(axis, dp_shard=degrees.dp_shard, cp=degrees.cp) for axis, cut in kind.cuts if cut == dim]
@@ -158,7 +158,7 @@ def _cut(kind: Kind, degrees: Degrees) -> str:
     return "; ".join(texts) or "whole"
 
 
-def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
     for rank in acted:
         held = rank.held
@@ -177,7 +177,7 @@ def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory, and not in the peak"
 
 
-def _beside(acted: Sequence[Rank], beside: Callable[[Rank], Mapping[str, int]] | None) -> Iterator[str]:
+def _beside(acted: Sequence[RankProfile], beside: Callable[[RankProfile], Mapping[str, int]] | None) -> Iterator[str]:
     """Of the rank that has most."""
     if beside is not None:
         most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
@@ -185,8 +185,8 @@ def _beside(acted: Sequence[Rank], beside: Callable[[Rank], Mapping[str, int]] |
         yield "the gradients are kept until the step holds, and no longer than that: they are in the table above"
 
 
-def _communication(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
-    def sent(rank: Rank) -> float:
+def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    def sent(rank: RankProfile) -> float:
         return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job.degrees)) * n for c, n in rank.collectives.items())
 
     rank = max(acted, key=sent)
@@ -219,7 +219,7 @@ def _ranks_of(axis: str, degrees: Degrees) -> int:
     return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
 
 
-def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
+def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
     d, precision = job.degrees, job.layout.precision
     shards, stage = d.dp_shard * d.cp, rank.stages[0]
     if shards > 1:
@@ -262,7 +262,7 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # of a pipeline one microbatch, to the end
 
 
-def _pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     pp = job.degrees.pp
     if pp == 1:
         return
@@ -283,12 +283,12 @@ def _narrow(line: str) -> str:
     return head + " ".join(cell.ljust(width - 1) for cell in kept)
 
 
-def _warnings(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     for warning in (*_warn_pipeline(job, acted), *_warn_layout(job, acted), *_warn_figures(job)):
         yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
 
 
-def _warn_pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _warn_pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     pp = job.degrees.pp
     if pp == 1:
         return
@@ -309,7 +309,7 @@ def _warn_pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
 
 
-def _warn_layout(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _warn_layout(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     d, config = job.degrees, job.layout.parallelism
     kinds = {kind.name: kind for rank in acted for stage in rank.stages for kind in stage.kinds}
     uneven = [
@@ -329,7 +329,7 @@ def _warn_layout(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
 
 
-def _warn_figures(job: Job) -> Iterator[str]:
+def _warn_figures(job: ExplainedJob) -> Iterator[str]:
     if job.degrees.cp > 1 and job.layout.parallelism.context_parallel_rotate_method == "ring":
         yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
     if job.layout.compile.enable:
