@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Checks a cluster before it is burnt: every kind of communication, every link, every rank, the clocks and the folder of runs.
 
     NPROC=4 python scripts/check_cluster.py                                  ranks on this machine
     torchrun --nnodes 2 ... scripts/check_cluster.py                         the ranks of a launcher; srun and mpirun, too
     NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python scripts/check_cluster.py     the same without one
 
-Flow: here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase) -> cluster/operations.py and
-probes.py (measure) -> cluster/verdicts.py (judges) -> cluster/report.py.
+Flow: scripts/check_cluster.py -> here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase)
+-> cluster/operations.py and probes.py (measure) -> cluster/verdicts.py (judges) -> cluster/report.py.
 Exit code: 0 all is well; 1 something was found, and named by rank and host; 2 bad input.
 """
 
@@ -22,16 +21,12 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "tools"))]
-
-from scripts.launch import ranks_here, set_defaults  # noqa: E402 (our packages first)
-from scripts.lib.lifeline import follow  # noqa: E402
-from scripts.plan import Plan  # noqa: E402
-from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
+from scripts.launch import ranks_here, set_defaults
+from scripts.lib.lifeline import follow
+from scripts.plan import Plan
+from tools.cluster.settings import CheckSettings, RankPlace
 
 POLL_S = 0.05
 SETTLE_S = 10.0  # what the others may take after the last word was due
@@ -200,7 +195,3 @@ def ended(rank: int, code: int) -> int:
 
 def say(text: str) -> None:
     print(f"check_cluster: {text}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
