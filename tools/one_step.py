@@ -48,7 +48,7 @@ Written by `make one_step`; do not edit. Each line is an entry into a function o
 trainer's thread, with its file; indented below the function that it was called from. Repeated neighbours are one line with their number.
 Model, data and metrics are left out, and so are the other processes: the group's server and the lighthouse.
 
-```text
+```
 {tree}
 ```
 
