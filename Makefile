@@ -5,7 +5,7 @@ help:
 	@echo "make check   style, format, types           make test    tests, the first tier"
 	@echo "make test_all  all tests (35 minutes)"
 	@echo "make compat  every Python found here        make size    lines per package"
-	@echo "make one_step  calls of one training step, with replica groups and without"
+	@echo "make one_step  calls of one training step, with replica groups and without; renews docs/one_step.md"
 	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
 	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
 	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
@@ -37,7 +37,7 @@ size:
 	@python3 tools/size.py
 
 one_step:
-	@.venv/bin/python tools/one_step.py
+	@.venv/bin/python tools/one_step.py --write docs/one_step.md
 	@.venv/bin/python tools/one_step.py --groups 1
 
 lock:

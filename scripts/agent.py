@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from scripts.plan import RESTARTS_WITHIN_S, Plan
@@ -36,15 +35,17 @@ MEET_TIMEOUT_S = 900  # for the other nodes to arrive
 
 def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
     """Runs `command` as `nproc` ranks of this node until all have ended; returns the exit code. Leaves no process."""
-    _quieten_torch()
-    output = Output(logs, plan.log_ranks)
-    ranks = Ranks(plan.grace_s)
-    result = None
+    if "LOGLEVEL" not in os.environ:  # else the agent's narration is asked for
+        narration = logging.getLogger("torch.distributed.elastic")
+        narration.addHandler(logging.NullHandler())
+        narration.propagate = False
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # torch's signal handlers would replace ours
+    output, ranks, result = Output(logs, plan.log_ranks), LocalRanks(plan.grace_s), None
     try:
-        agent = Agent(_spec(command, plan, nproc, rendezvous := _rendezvous(plan, logs)), output, ranks)
-        result = agent.run()
-        rendezvous.shutdown()
-    except Stopped as stopped:
+        spec = _spec(command, plan, nproc, logs)
+        result = Agent(spec, output, ranks).run()
+        spec.rdzv_handler.shutdown()
+    except RanksStopped as stopped:
         result = stopped.result
     except (RendezvousError, DistError) as error:
         say(f"the {plan.nnodes} nodes did not meet at {plan.endpoint or 'this node'}: {error.__cause__ or error}")
@@ -56,7 +57,7 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
     return explain(result, output, ranks) if result.is_failed() else 0
 
 
-def explain(result: RunResult, output: Output, ranks: Ranks) -> int:
+def explain(result: RunResult, output: Output, ranks: LocalRanks) -> int:
     """Says which rank failed first and why, in its own last words; returns 2 if it blamed the user's input, else 1."""
 
     def order(rank: int) -> tuple[bool, bool, float]:
@@ -82,7 +83,7 @@ def say(text: str) -> None:
     print(f"pharos: {text}", file=sys.stderr, flush=True)
 
 
-class Stopped(Exception):
+class RanksStopped(Exception):
     """Ranks that were asked to stop have failed: the agent must neither restart them nor wait for other nodes."""
 
     def __init__(self, result: RunResult) -> None:
@@ -91,26 +92,30 @@ class Stopped(Exception):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, extended at the methods it offers for that: it tells Ranks which processes signals are for."""
+    """torch's agent, extended at the methods it offers for that: it tells LocalRanks which processes signals are for."""
 
-    def __init__(self, spec: WorkerSpec, output: Output, ranks: Ranks) -> None:
+    def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks) -> None:
         # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
         super().__init__(spec, output, exit_barrier_timeout=60)
         self._ranks = ranks
         self._restarted_s: list[float] = []  # within the last RESTARTS_WITHIN_S
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with self._ranks.starting():
+        ranks = self._ranks
+        with ranks.change:  # a signal that arrives meanwhile is passed on to all of them afterwards
             pids: dict[int, Any] = super()._start_workers(worker_group)
-            self._ranks.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+            ranks.pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+            ranks.ever.update(ranks.pids.values())
+            ranks.first_failed = set()
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._ranks.note_failures()
+        ranks = self._ranks  # those that failed first are remembered before torch ends the others
+        ranks.first_failed = ranks.first_failed or {rank for rank, pid in ranks.pids.items() if _has_failed(pid)}
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if self._ranks.asked_to_stop:
-                raise Stopped(result)
+            if ranks.asked_to_stop:
+                raise RanksStopped(result)
             self._note_restart(worker_group.spec, time.monotonic())
         return result
 
@@ -125,10 +130,11 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)
-        self._ranks.ended()
+        with self._ranks.change:
+            self._ranks.pids = {}
 
 
-class Ranks(Signals):
+class LocalRanks(Signals):
     """The processes of this node's ranks, and what is asked of them from outside.
 
     The first SIGTERM or SIGINT is passed on as SIGTERM; a second one, or the end of the grace time, kills. SIGUSR1 is
@@ -140,38 +146,19 @@ class Ranks(Signals):
     def __init__(self, grace_s: float) -> None:
         self.asked_to_stop = False
         self.killed = False
-        self.first_failed: set[int] = set()
+        self.change = threading.Lock()  # of `pids`
+        self.pids: dict[int, int] = {}  # by global rank
+        self.ever: set[int] = set()
+        self.first_failed: set[int] = set()  # of the ranks
         self._grace_s = grace_s
-        self._pids: dict[int, int] = {}  # by global rank
-        self._ever: set[int] = set()
-        self._change = threading.Lock()
         self._timers: list[threading.Timer] = []
         super().__init__(log=Log())
 
-    def starting(self) -> threading.Lock:
-        """Hold it while ranks are started: a signal that arrives meanwhile is passed on to all of them afterwards."""
-        return self._change
-
-    def started(self, pids: dict[int, int]) -> None:
-        """The agent has started these; call with `starting` held."""
-        self._pids = pids
-        self._ever.update(pids.values())
-        self.first_failed = set()
-
-    def ended(self) -> None:
-        with self._change:
-            self._pids = {}
-
-    def note_failures(self) -> None:
-        """Remembers the ranks that failed first, before the agent ends the others. Does not reap."""
-        if not self.first_failed:
-            self.first_failed = {rank for rank, pid in self._pids.items() if _has_failed(pid)}
-
     def received(self, number: int) -> None:
-        with self._change:
+        with self.change:
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
-            elif not self._pids:
+            elif not self.pids:
                 self._leave("stopped before any rank was started")
             elif not self.asked_to_stop:
                 self.asked_to_stop, self._asked = True, time.monotonic()
@@ -189,8 +176,9 @@ class Ranks(Signals):
 
     def _send(self, number: signal.Signals) -> None:
         # To the ranks alone: data workers and compilers in their process groups are theirs to end.
-        for pid in self._pids.values():
-            _ignore_gone(os.kill, pid, number)
+        for pid in self.pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _kill(self, why: str) -> None:
         say(f"{why}: ending the ranks")
@@ -199,8 +187,9 @@ class Ranks(Signals):
         self._later(10.0, lambda: self._leave("the ranks' end was not noticed"))
 
     def _end_groups(self) -> None:
-        for pid in self._ever:
-            _ignore_gone(os.killpg, pid, signal.SIGKILL)
+        for pid in self.ever:
+            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+                os.killpg(pid, signal.SIGKILL)
 
     def _later(self, seconds: float, action: Any) -> None:
         timer = threading.Timer(seconds, action)
@@ -273,11 +262,11 @@ class Output(LogsSpecs):
 
     def _follow(self) -> None:
         while not self._done.wait(POLL_S):
-            self._copy(self._read, whole_lines=True)
-        self._copy(self._read, whole_lines=False)
+            self._copy(whole_lines=True)
+        self._copy(whole_lines=False)
 
-    def _copy(self, ranks: Iterable[int], *, whole_lines: bool) -> None:
-        for rank in list(ranks):
+    def _copy(self, *, whole_lines: bool) -> None:
+        for rank in list(self._read):
             if _size(self.path(rank)) == self._read[rank]:
                 continue
             with self.path(rank).open("rb") as file:
@@ -291,47 +280,31 @@ class Output(LogsSpecs):
                 sys.stdout.buffer.flush()
 
 
-def _rendezvous(plan: Plan, logs: Path) -> RendezvousHandler:
-    """The rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One node takes a port of its own."""
+def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
+    """What the agent starts, and the rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One node takes a
+    port of its own."""
     settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
     endpoint, backend = plan.endpoint, "c10d"
     if plan.nnodes == 1:
         endpoint, settings["is_host"] = "localhost:0", True
     elif plan.node_rank is not None:
         backend, settings["rank"] = "static", plan.node_rank
+    address = "localhost" if plan.nnodes == 1 else None  # else the host's name, which need not resolve on a laptop
     run = logs.parent.name  # the same on every node, and another run may use the same host at the same time
-    nodes, address = plan.nnodes, _local_address(plan)
-    return get_rendezvous_handler(RendezvousParameters(backend, endpoint, run, nodes, nodes, address, **settings))
-
-
-def _spec(command: list[str], plan: Plan, nproc: int, rendezvous: RendezvousHandler) -> WorkerSpec:
-    host, _, port = plan.endpoint.rpartition(":")
-    static = rendezvous.get_backend() == "static"
+    meeting = RendezvousParameters(backend, endpoint, run, plan.nnodes, plan.nnodes, address, **settings)
+    host, _, port = endpoint.rpartition(":")
     return WorkerSpec(
         role="train",
         local_world_size=nproc,
-        rdzv_handler=rendezvous,
+        rdzv_handler=get_rendezvous_handler(meeting),
         entrypoint=sys.executable,
         args=("-IS", str(LIFELINE), str(os.getpid()), *command),
         max_restarts=plan.max_restarts,
         monitor_interval=POLL_S,
-        master_addr=host if static else None,
-        master_port=int(port) if static else None,
-        local_addr=_local_address(plan),
+        master_addr=host if backend == "static" else None,
+        master_port=int(port) if backend == "static" else None,
+        local_addr=address,
     )
-
-
-def _local_address(plan: Plan) -> str | None:
-    return "localhost" if plan.nnodes == 1 else None  # else the host's name, which need not resolve on a laptop
-
-
-def _quieten_torch() -> None:
-    """The agent's narration goes nowhere, unless asked for by LOGLEVEL; its signal handlers would replace ours."""
-    if "LOGLEVEL" not in os.environ:
-        agent = logging.getLogger("torch.distributed.elastic")
-        agent.addHandler(logging.NullHandler())
-        agent.propagate = False
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"
 
 
 def _has_failed(pid: int) -> bool:
@@ -341,11 +314,6 @@ def _has_failed(pid: int) -> bool:
     except ChildProcessError:
         return False
     return end is not None and end.si_status != 0
-
-
-def _ignore_gone(send: Any, pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        send(pid, number)
 
 
 def _size(path: Path) -> int:

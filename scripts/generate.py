@@ -7,7 +7,6 @@ standard error.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from configs.keys import keys_of
 from configs.load import load
-from configs.schema import Config
+from configs.schema import Config, model_module
 from models.contract import Model
 from parallelisms.device import pick_device
 from parallelisms.precision import choose_precision
@@ -30,9 +29,8 @@ from training.tokenizer import Tokenizer, build_tokenizer
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    given = [
-        f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := getattr(options, name)) is not None
-    ]
+    asked = {name: getattr(options, name) for name in keys_of(SampleConfig)}
+    given = [f"--sample.{name}={value}" for name, value in asked.items() if value is not None]
     try:
         config = load([str(options.run / "config.toml"), *given])
         path = checkpoint_of(options.run / config.checkpoint.folder, options.step)
@@ -43,14 +41,12 @@ def main(argv: list[str]) -> int:
     sample = config.sample
     prompt = tokenizer.encode(sample.prompt, bos=True)
     model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
-    began, count = time.perf_counter(), 0
     print(sample.prompt, end="", flush=True)
+    began, count = time.perf_counter(), 0
     ids: list[int] = []
     said = ""
-    for token in generate(
-        model, torch.from_numpy(prompt).long().to(next(model.parameters()).device), sample, length=sample.tokens
-    ):
-        count += 1
+    tokens = torch.from_numpy(prompt).long().to(next(model.parameters()).device)
+    for count, token in enumerate(generate(model, tokens, sample, length=sample.tokens), 1):  # noqa: B007 (used below)
         if token == tokenizer.eos_id:
             break
         ids.append(token)
@@ -98,11 +94,9 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
 def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
-    architecture = importlib.import_module(f"models.{config.model.name}")
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
     with torch.device("meta"):
-        model = architecture.build(
-            config.model, vocab_size=config.model.vocab_size or tokenizer.vocab_size, max_seq_len=length
-        )
+        model: Model = model_module(config.model.name).build(config.model, vocab_size=vocab_size, max_seq_len=length)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
     if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):

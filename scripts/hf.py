@@ -17,10 +17,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [
-    str(ROOT),
-    *(folder for folder in sys.path if folder != str(ROOT / "scripts")),
-]  # run by path from any folder
+# Run by path from any folder
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from training.extras import need  # noqa: E402 (our packages first)
 
@@ -74,32 +72,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     importing = commands.add_parser("import", help="safetensors and config.json -> a checkpoint to begin with")
     importing.add_argument("source", metavar="HF_DIR", type=Path, help="folder with config.json and *.safetensors")
     importing.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    importing.add_argument(
-        "--config",
-        type=Path,
-        default=ROOT / "configs" / "llama.toml",
-        help="settings of OUT/config.toml but for [model]; default: configs/llama.toml",
-    )
-    importing.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="", help="convert; default: as it is"
-    )
+    settings = "settings of OUT/config.toml but for [model]; default: configs/llama.toml"
+    importing.add_argument("--config", type=Path, default=ROOT / "configs" / "llama.toml", help=settings)
+    dtypes = ("float32", "bfloat16", "float16")
+    importing.add_argument("--dtype", choices=dtypes, default="", help="convert; default: as it is")
 
     exporting = commands.add_parser("export", help="a run's checkpoint -> safetensors and config.json")
-    exporting.add_argument(
-        "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="outputs/llama, or .../checkpoint/step-N"
-    )
+    source = "outputs/llama, or .../checkpoint/step-N"
+    exporting.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=source)
     exporting.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest that is whole")
     exporting.add_argument("--shard-gb", type=positive, default=5.0, help="largest file, 10^9 bytes; default: 5")
-    exporting.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="", help="convert; default: as it was saved"
-    )
-    exporting.add_argument(
-        "--max-positions",
-        type=count,
-        default=0,
-        help="max_position_embeddings in config.json; default: training.seq_len",
-    )
+    exporting.add_argument("--dtype", choices=dtypes[:2], default="", help="convert; default: as it was saved")
+    positions = "max_position_embeddings in config.json; default: training.seq_len"
+    exporting.add_argument("--max-positions", type=count, default=0, help=positions)
     return parser.parse_args(argv)
 
 

@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
             from tools.explain.command import main as explain
 
             return explain(argv)
-        config = load(argv)
+        from configs.load import load
+
+        config = load(argv)  # brings torch with it, if the file can be read
         nproc = ranks_here(plan)
         alone = nproc == plan.nnodes == 1 and plan.max_restarts == 0
         if not alone:
@@ -59,13 +61,6 @@ def main(argv: list[str]) -> int:
 
 
 # What the user gave
-
-
-def load(argv: list[str]) -> Config:
-    """Raises ValueError. Brings torch with it, if the file can be read."""
-    from configs.load import load
-
-    return load(argv)
 
 
 def check(config: Config, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -121,10 +116,9 @@ def _refuse_unseen_gpus(torch_version: str, cuda: str | None) -> None:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    return ""
 
 
 # What every rank inherits
@@ -154,11 +148,9 @@ def threads_per_rank(nproc: int) -> str:
 def cores_here() -> int:
     """Number of cores that this process may use. A container's quota counts; Python and OpenMP do not look at it."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
+    with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota
         cores = min(cores, int(quota) // int(period))
-    except (OSError, ValueError):
-        pass
     return cores
 
 

@@ -75,7 +75,7 @@ def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES) -> No
     model = meta_model(config)
     tensors = model.state_dict(keep_vars=True)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    progress = Progress(total, log)
+    progress = WriteProgress(total, log)
     streamed = Streamed(
         lambda name: draw(model, tensors[name.removeprefix("model.")], config.training.seed),
         written=progress.add,
@@ -118,7 +118,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         raise OSError(f"{folder}: {needed_bytes / 1e9:,.1f} GB are needed and {free_bytes / 1e9:,.1f} GB are free")
 
 
-class Progress:
+class WriteProgress:
     """How much is written, and how long the rest will take."""
 
     def __init__(self, total_bytes: int, log: Log, *, what: str = "seed") -> None:

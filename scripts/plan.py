@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-RESTARTS_WITHIN_S = (
-    24 * 3600.0
-)  # in any so long MAX_RESTARTS are allowed: who is preempted once a day goes on for years
+# In any so long MAX_RESTARTS are allowed: who is preempted once a day goes on for years
+RESTARTS_WITHIN_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -29,22 +28,23 @@ class Plan:
         if "NPROC" in env and "NGPU" in env and env["NPROC"] != env["NGPU"]:
             raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
         nproc = "NPROC" if "NPROC" in env else "NGPU"
-        nnodes = _whole(env, "NNODES", least=1, default=1)
+        nnodes = whole(env, "NNODES", least=1, default=1)
         plan = Plan(
-            nproc=_whole(env, nproc, least=1) if nproc in env else None,
+            nproc=whole(env, nproc, least=1) if nproc in env else None,
             nnodes=nnodes,
-            node_rank=_whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,
+            node_rank=whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,
             endpoint=env.get("RDZV_ENDPOINT", ""),
             log_ranks=_ranks(env.get("LOG_RANK", "0")),
-            max_restarts=_whole(env, "MAX_RESTARTS", least=0, default=0),
-            grace_s=_whole(env, "STOP_GRACE", least=0, default=120),
+            max_restarts=whole(env, "MAX_RESTARTS", least=0, default=0),
+            grace_s=whole(env, "STOP_GRACE", least=0, default=120),
         )
         if nnodes > 1 and not re.fullmatch(r".+:\d+", plan.endpoint):
             raise ValueError(f"RDZV_ENDPOINT={plan.endpoint}: with NNODES={nnodes} it must be host:port of node 0")
         return plan
 
 
-def _whole(env: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int = 0) -> int:
+def whole(env: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int = 0) -> int:
+    """The number that an environment variable holds. Raises ValueError."""
     text = env.get(name, str(default))
     legal = f"must be a whole number from {least}" + (f" to {below - 1}" if below is not None else "")
     if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):

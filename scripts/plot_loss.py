@@ -52,11 +52,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         training, validation = read(journal)
         out.write_text(draw(arguments.run.resolve().name, training, validation), encoding="utf-8")
-    except OSError as error:
-        print(f"plot_loss: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"plot_loss: {journal}: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        words = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{journal}: {error}"
+        print(f"plot_loss: {words}", file=sys.stderr)
         return 2
     print(f"{out}: {len(training)} steps, {len(validation)} looks at held-out text")
     return 0
@@ -94,8 +92,9 @@ def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> 
         return x, y
 
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    label = escape(f"Loss curve of {name}", quote=True)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_label(name)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">',
         f"<style>{STYLE}</style>",
         f'<rect class="paper" x=".5" y=".5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
         f'<text class="title" x="{LEFT}" y="34">{escape(name)}</text>',
@@ -108,7 +107,7 @@ def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> 
     for value in x_ticks:
         if x_low <= value <= x_high:
             x = place((value, y_low))[0]
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{_count(value)}</text>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.0f}</text>')
     middle = (LEFT + right) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">optimizer step</text>')
     turned = f'transform="rotate(-90 18 {(TOP + bottom) / 2})"'
@@ -181,14 +180,6 @@ def _legend(training: Points, validation: Points) -> list[str]:
         parts.append(_line(kind, [(x - 20, 29.5), (x, 29.5)]))
         x -= 44
     return parts
-
-
-def _count(step: float) -> str:
-    return f"{step:,.0f}"
-
-
-def _label(name: str) -> str:
-    return escape(f"Loss curve of {name}", quote=True)
 
 
 if __name__ == "__main__":

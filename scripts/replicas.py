@@ -8,6 +8,7 @@ The groups' lines are shown as they come, each with its group and rank in front;
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import secrets
@@ -156,13 +157,17 @@ class LighthouseSupervisor:
         opens: bool = False,
     ) -> None:
         """`opens`: its page, in a browser. Raises RuntimeError where it does not start."""
-        self._config, self._env, self._http, self._opens = config, env, http, opens
-        self._process, self.address = start_lighthouse(config, env, bind=bind, http=http)
+        self._config, self._env, self._bind, self._http, self._opens = config, env, bind, http, opens
         self._page = ""
-        threading.Thread(target=self._show_page, args=(self._process,), daemon=True).start()
+        self.address = self._start()
         self.port = int(self.address.rpartition(":")[2])
         self._bind = f"{bind.rpartition(':')[0]}:{self.port}"
         self._failures, self._again_at_s = 0, 0.0
+
+    def _start(self) -> str:
+        self._process, address = start_lighthouse(self._config, self._env, bind=self._bind, http=self._http)
+        threading.Thread(target=self._show_page, args=(self._process,), daemon=True).start()
+        return address
 
     def look(self, now_s: float) -> str:
         """Starts it again where that is due. Returns a line for the user, or nothing."""
@@ -171,10 +176,9 @@ class LighthouseSupervisor:
         self._failures += 1
         self._again_at_s = now_s + RESTART_S * 2 ** min(self._failures, SHORT_LIVES - 1)
         try:
-            self._process, _ = start_lighthouse(self._config, self._env, bind=self._bind, http=self._http)
+            self._start()
         except RuntimeError as error:
             return str(error)
-        threading.Thread(target=self._show_page, args=(self._process,), daemon=True).start()
         return f"the lighthouse died, and is there again (process {self._process.pid})"
 
     def close(self) -> None:
@@ -243,51 +247,39 @@ def run(
 ) -> int:
     """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave;
     a second one, or the end of the grace, kills."""
+    parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
+    told = False
     try:
-        return _run(groups, lighthouse, asked, grace_s, ask)
+        started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
+        say(f"lighthouse at {lighthouse.address}; groups: {started}")
+        while any(group.code is None for group in groups):
+            if asked.came and not told:
+                told = True
+                for group in groups:
+                    group.restarts = 0
+                ask(groups)
+            if told and (len(asked.came) > 1 or time.monotonic() > asked.came[0][1] + grace_s):
+                say("the groups did not end in time")
+                return 1
+            for part in parts:
+                if word := part.look(time.monotonic()):
+                    say(word)
+            if any(group.code == 2 for group in groups):
+                return 2  # bad input is the same in all of them, and has been said
+            time.sleep(POLL_S)
+        return max(group.code or 0 for group in groups)
     finally:
         for group in groups:
             group.end()
         lighthouse.close()
 
 
-def _run(
-    groups: Sequence[ReplicaSupervisor],
-    lighthouse: LighthouseSupervisor,
-    asked: PendingSignals,
-    grace_s: float,
-    ask: Callable[[Sequence[ReplicaSupervisor]], None],
-) -> int:
-    started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
-    say(f"lighthouse at {lighthouse.address}; groups: {started}")
-    parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
-    told = False
-    while any(group.code is None for group in groups):
-        if asked.came and not told:
-            told = True
-            for group in groups:
-                group.restarts = 0
-            ask(groups)
-        if told and (len(asked.came) > 1 or time.monotonic() > asked.came[0][1] + grace_s):
-            say("the groups did not end in time")
-            return 1
-        for part in parts:
-            if word := part.look(time.monotonic()):
-                say(word)
-        if any(group.code == 2 for group in groups):
-            return 2  # bad input is the same in all of them, and has been said
-        time.sleep(POLL_S)
-    return max(group.code or 0 for group in groups)
-
-
 def read_groups(argv: Sequence[str]) -> tuple[int, list[str]]:
     """N of --groups, and the other arguments. Raises ValueError."""
-    rest, text = list(argv), ""
-    for place, word in enumerate(argv):
-        if word == "--groups":
-            text, rest = "".join(argv[place + 1 : place + 2]), [*argv[:place], *argv[place + 2 :]]
-        elif word.startswith("--groups="):
-            text, rest = word.partition("=")[2], [*argv[:place], *argv[place + 1 :]]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--groups", nargs="?", default="", const="")
+    words, rest = parser.parse_known_args(argv)
+    text: str = words.groups
     if not text.isdecimal() or int(text) < 1:
         given = f"--groups {text}" if text else "--groups is missing"
         raise ValueError(f"{given}: how many replica groups, a whole number from 1; such as --groups 3")
@@ -300,10 +292,8 @@ def devices_of_groups(groups: int) -> list[list[str]]:
 
     from scripts.plan import Plan
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return deal_devices(
-        visible_devices(os.environ, count), groups, Plan.read(os.environ).nproc, os.environ.get(SHARED) == "1"
-    )
+    visible = visible_devices(os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return deal_devices(visible, groups, Plan.read(os.environ).nproc, os.environ.get(SHARED) == "1")
 
 
 def visible_devices(env: Mapping[str, str], count: int) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -37,7 +38,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRow:
     """A step, or the last of several that groups have made by themselves."""
 
     step: int
@@ -69,7 +70,7 @@ class Era:
 
 
 @dataclass(frozen=True)
-class Proof:
+class SampleProof:
     """What can be told from all the rows. Exact: every position below the highest was trained once, but for `open`."""
 
     steps: int
@@ -95,11 +96,9 @@ def main(argv: Sequence[str]) -> int:
     path = arguments.run / FILE_NAME
     try:
         rows = read(path)
-    except OSError as error:
-        print(f"samples: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"samples: {path}: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        print(f"samples: {path}: {why}", file=sys.stderr)
         return 2
     if arguments.step is not None or arguments.position is not None:
         return show_some(rows, step=arguments.step, position=arguments.position, as_json=arguments.json)
@@ -111,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found.exact else 1
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[SampleRow]:
     """In the order of the file. A last line that is being written right now is left out. Raises OSError, and ValueError, which names the
     line."""
     rows = []
@@ -124,7 +123,7 @@ def read(path: Path) -> list[Row]:
             if not slots:
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
-            rows.append(Row(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1))))
+            rows.append(SampleRow(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1))))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is no line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -135,7 +134,7 @@ def read(path: Path) -> list[Row]:
 # ------------------------------------------------------------------------------------------------ the proof
 
 
-def prove(rows: Sequence[Row]) -> Proof:
+def prove(rows: Sequence[SampleRow]) -> SampleProof:
     """Holds every position against every other; `rows` is not empty."""
     last = rows[-1]
     trained = sorted((row.range_of(slot), row.step) for row in rows for slot in row.slots)
@@ -153,15 +152,12 @@ def prove(rows: Sequence[Row]) -> Proof:
     missing = list(without(gaps, holes))
     still_open = list(without(holes, join(span for span, _ in trained)))
     wrong += [f"missing: positions {gap}, below the highest, and no holes of the last step" for gap in missing]
-    wrong += [
-        f"positions {hole} are holes of the last step, and were trained on" for hole in without(holes, still_open)
-    ]
-    steps = [Range(0, 1), *(row.steps for row in rows)]
-    wrong += [
-        f"step {after} comes after step {before}" for before, after in pairwise(steps) if after.first != before.end
-    ]
+    filled = without(holes, still_open)
+    wrong += [f"positions {hole} are holes of the last step, and were trained on" for hole in filled]
+    steps = pairwise([Range(0, 1), *(row.steps for row in rows)])
+    wrong += [f"step {after} comes after step {before}" for before, after in steps if after.first != before.end]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
-    return Proof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
+    return SampleProof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
@@ -190,7 +186,7 @@ def without(ranges: Sequence[Range], taken: Sequence[Range]) -> Iterator[Range]:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def eras(rows: Iterable[Row]) -> list[Era]:
+def eras(rows: Iterable[SampleRow]) -> list[Era]:
     found = list[Era]()
     for row in rows:
         by, positions = [row.slots[slot] for slot in sorted(row.slots)], row.positions
@@ -207,15 +203,12 @@ def eras(rows: Iterable[Row]) -> list[Era]:
 
 def lines_of(table: Sequence[Era]) -> list[str]:
     cells = [("steps", "positions", "by, in their order", "open holes")]
-    cells += [(str(era.steps), listed(era.positions), " ".join(shorten(era.by)), listed(era.holes)) for era in table]
+    for era in table:
+        counts = Counter(era.by)  # in the order of their first slots; who has several is named once, with their number
+        by = [owner if count == 1 else f"{owner} x {count}" for owner, count in counts.items()]
+        cells.append((str(era.steps), listed(era.positions), " ".join(by), listed(era.holes)))
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     return ["  ".join([*map(str.ljust, line, widths), line[3]]).rstrip() for line in cells]
-
-
-def shorten(owners: Sequence[str]) -> list[str]:
-    """Who has several slots is named once, with their number: "a:1 x 2"."""
-    counts = {owner: owners.count(owner) for owner in owners}
-    return [owner if count == 1 else f"{owner} x {count}" for owner, count in counts.items()]
 
 
 def listed(ranges: Sequence[Range]) -> str:
@@ -223,12 +216,11 @@ def listed(ranges: Sequence[Range]) -> str:
     return ", ".join(map(str, ranges[:SHOWN])) + more
 
 
-def sentences(rows: Sequence[Row], found: Proof) -> list[str]:
+def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
     lives = {owner for row in rows for owner in row.slots.values()}
     groups = len({owner.partition(":")[0] for owner in lives})
-    who = f"{groups} {'group' if groups == 1 else 'groups'}" + (
-        f" in {len(lives)} lives" if len(lives) > groups else ""
-    )
+    who = "1 group" if groups == 1 else f"{groups} groups"
+    who += f" in {len(lives)} lives" if len(lives) > groups else ""
     what = f"{found.sequences:,} sequences in {found.steps:,} steps by {who}"
     if found.exact:
         end = max(span.end for row in rows for span in row.positions)
@@ -241,7 +233,7 @@ def sentences(rows: Sequence[Row], found: Proof) -> list[str]:
 # ------------------------------------------------------------------------------------------------ one of it
 
 
-def show_some(rows: Sequence[Row], *, step: int | None, position: int | None, as_json: bool) -> int:
+def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | None, as_json: bool) -> int:
     """The slots of one step, or all that one position was in."""
     found: list[dict[str, Any]] = [
         {"step": row.step, "positions": row.range_of(slot), "by": row.slots[slot]}

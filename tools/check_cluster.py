@@ -1,31 +1,40 @@
-#!/usr/bin/env python3
 """Checks a cluster before it is burnt: every kind of communication, every link, every rank, the clocks and the folder of runs.
 
     NPROC=4 python scripts/check_cluster.py                                  ranks on this machine
     torchrun --nnodes 2 ... scripts/check_cluster.py                         the ranks of a launcher; srun and mpirun, too
     NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python scripts/check_cluster.py     the same without one
 
-Flow: here -> tools/cluster/local.py (forks the ranks) -> cluster/rank.py -> cluster/work.py (measures) -> cluster/verdicts.py (judges)
--> cluster/report.py. Exit code: 0 all is well; 1 something was found, and named by rank and host; 2 bad input.
+Flow: scripts/check_cluster.py -> here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase)
+-> cluster/operations.py and probes.py (measure) -> cluster/verdicts.py (judges) -> cluster/report.py.
+Exit code: 0 all is well; 1 something was found, and named by rank and host; 2 bad input.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import socket
 import sys
+import time
+import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "tools"))]
+from scripts.launch import ranks_here, set_defaults
+from scripts.lib.lifeline import follow
+from scripts.plan import Plan
+from tools.cluster.settings import CheckSettings, RankPlace
 
-from scripts.launch import Plan, ranks_here, set_defaults  # noqa: E402
-from tools.cluster.settings import Place, Settings  # noqa: E402 (our packages first)
+POLL_S = 0.05
+SETTLE_S = 10.0  # what the others may take after the last word was due
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        settings, place, plan = Settings.parse(argv), Place.read(os.environ), Plan.read(os.environ)
+        settings, place, plan = CheckSettings.parse(argv), RankPlace.read(os.environ), Plan.read(os.environ)
         if place is None and plan.nnodes > 1 and plan.node_rank is None:
             raise ValueError(
                 f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, from 0 to {plan.nnodes - 1}"
@@ -36,14 +45,14 @@ def main(argv: Sequence[str]) -> int:
         if place is not None:
             from tools.cluster.rank import run_rank
 
-            return leave(run_rank(settings, place))
+            exit_now(run_rank(settings, place))
         return start_ranks(settings, plan)
     except ValueError as error:
         print(f"check_cluster: {error}", file=sys.stderr)
         return 2
 
 
-def check_comm(settings: Settings) -> None:
+def check_comm(settings: CheckSettings) -> None:
     """Raises ValueError. The settings of `[comm]` by the same rules."""
     from parallelisms.distributed import CommConfig
 
@@ -59,18 +68,6 @@ def check_comm(settings: Settings) -> None:
         raise ValueError(str(error).replace("comm.", "--", 1)) from None
 
 
-def start_ranks(settings: Settings, plan: Plan) -> int:
-    """Raises ValueError."""
-    import tools.cluster.rank as rank  # with torch: once, for all of them
-    from tools.cluster.local import Node, run_local
-
-    host, _, port = plan.endpoint.rpartition(":")
-    node = Node(ranks_here(plan))
-    if plan.nnodes > 1:
-        node = Node(ranks_here(plan), plan.nnodes, plan.node_rank or 0, host, int(port))
-    return run_local(settings, node, rank.run_rank)
-
-
 def quiet_torch() -> None:
     """Before torch is imported: no driver is woken that a fork could not use, no library starts threads that it would lose."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -78,12 +75,123 @@ def quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what went wrong is told once, by name
 
 
-def leave(code: int) -> int:
+def exit_now(code: int) -> NoReturn:
     """Without waiting for a thread that may hang in a collective."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def start_ranks(settings: CheckSettings, plan: Plan) -> int:
+    """Runs this node's ranks, forked from this process, which has imported torch once for all of them: that saves 150 MB for each.
+    Returns the exit code of the check. Leaves no process. Raises ValueError: the port cannot be had."""
+    import torch.distributed as dist
+
+    import tools.cluster.rank  # noqa: F401 (once, for all of them)
+
+    nproc, first_node = ranks_here(plan), not plan.node_rank
+    host, port = "127.0.0.1", 0  # where node 0's ranks are met; 0: any port that is free
+    if plan.nnodes > 1:
+        host, _, text = plan.endpoint.rpartition(":")
+        port = int(text)
+    listener = None
+    if first_node and settings.init_method == "env://":
+        try:
+            listener = socket.create_server((host if plan.nnodes == 1 else "", port), backlog=1024)
+        except OSError as error:
+            raise ValueError(f"RDZV_ENDPOINT={host}:{port}: {error.strerror}") from None
+        port = listener.getsockname()[1]
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    parent = os.getpid()
+    gc.collect()
+    gc.freeze()  # so that collections in the ranks leave the shared pages alone
+    ranks, store = ForkedRanks(), None
+    try:
+        for local in range(nproc):
+            place = RankPlace((plan.node_rank or 0) * nproc + local, plan.nnodes * nproc, local)
+            pid = os.fork()
+            if pid == 0:
+                become(settings, place, parent, listener)
+            ranks.pids[pid] = place.rank
+        if listener:  # only now: its server is a thread, which a fork would not copy
+            fd = listener.detach()
+            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=fd)
+        return ranks.wait(settings.timeout_s + SETTLE_S)
+    finally:
+        ranks.kill()
+        del store
+
+
+def become(settings: CheckSettings, place: RankPlace, parent: int, listener: socket.socket | None) -> NoReturn:
+    """The rest of a forked process' life."""
+    code = 1
+    try:
+        follow(parent)
+        if listener:
+            listener.close()
+        size, local = str(place.world_size), str(place.local_rank)
+        os.environ.update(RANK=str(place.rank), WORLD_SIZE=size, LOCAL_RANK=local)
+        from tools.cluster.rank import run_rank
+
+        code = run_rank(settings, place)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:  # noqa: BLE001 (a fork must not run what is behind its parent's main)
+        traceback.print_exc()
+    finally:
+        exit_now(code)
+
+
+@dataclass
+class ForkedRanks:
+    """The processes that were forked."""
+
+    pids: dict[int, int] = field(default_factory=dict)  # rank by pid, of those that live
+    stopped: set[int] = field(default_factory=set)  # ranks
+
+    def wait(self, settle_s: float) -> int:
+        """Until all have ended; those that hang on after the first for longer than `settle_s`, or are stopped when all others
+        are gone, are ended and named. Returns 0 if every rank did."""
+        code, end = 0, float("inf")
+        while self.pids:
+            for pid, rank in list(self.pids.items()):
+                done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                if not done:
+                    continue
+                if os.WIFSTOPPED(status):
+                    self.stopped.add(rank)
+                elif os.WIFCONTINUED(status):
+                    self.stopped.discard(rank)
+                else:
+                    del self.pids[pid]
+                    code = max(code, ended(rank, os.waitstatus_to_exitcode(status)))
+                    end = min(end, time.monotonic() + settle_s)
+            if self.pids and (time.monotonic() > end or set(self.pids.values()) <= self.stopped):
+                for pid, rank in self.pids.items():
+                    how = "is stopped (SIGSTOP)" if rank in self.stopped else "hangs"
+                    say(f"rank {rank} (process {pid}) {how}, and was ended")
+                self.kill()
+                return 1
+            time.sleep(POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """May be called twice."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while self.pids:
+            os.waitpid(self.pids.popitem()[0], 0)
+
+
+def ended(rank: int, code: int) -> int:
+    """The exit code that stands for the rank's."""
+    if code < 0:
+        say(f"rank {rank} was ended by {signal.Signals(-code).name}")
+        return 1
+    return code
+
+
+def say(text: str) -> None:
+    print(f"check_cluster: {text}", file=sys.stderr, flush=True)

@@ -1,12 +1,12 @@
 """Call trace of one steady training step: each entry into a Python function of this repository, on the trainer's thread.
 
-    python tools/one_step.py [CONFIG] [--groups 3] [--step 20] [--tree] [--section.key value ...]
+    python tools/one_step.py [CONFIG] [--groups 3] [--step 20] [--tree] [--write PAGE] [--section.key value ...]
 
 Starts a lighthouse and as many replica groups of one rank on this machine (`--groups 1`: training alone, without either), traces
 `Run.train_step` of the first group at that step with sys.setprofile, and prints the number of calls, distinct functions, files and the
 greatest depth, `train_step` itself not counted. Model, data and metrics are left out, with all that they call: `EXCLUDED`. Comprehensions
 and generator expressions are no functions, although some versions of Python give them a frame. `--tree` prints the calls, nested, repeated
-ones once with their number.
+ones once with their number; `--write` makes a page of them (docs/one_step.md), with a digest by which a test sees that it is out of date.
 
 Exit code: 0; 1 where a group did not end.
 """
@@ -14,11 +14,15 @@ Exit code: 0; 1 where a group did not end.
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,9 +41,25 @@ EXCLUDED = (
 )
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 LIMIT_S = 300.0
+PAGE = """\
+# One training step, call by call
+
+Written by `make one_step`; do not edit. Each line is an entry into a function of this repository during one steady step, on the
+trainer's thread, with its file; indented below the function that it was called from. Repeated neighbours are one line with their number.
+Model, data and metrics are left out, and so are the other processes: the group's server and the lighthouse.
+
+```
+{tree}
+```
+
+In all: {totals}.
+
+`Run.train_step` in `train.py`, which calls the outermost ones, is not counted. {digest} is a digest of the names that these
+functions call: when it no longer fits, a test says so.
+"""
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """One entry. `depth`: the frames of this repository above it, from `train_step` on."""
 
     depth: int
@@ -51,10 +71,9 @@ class Tracer:
     """A profile function for sys.setprofile. A generator's frame is entered anew each time that it is resumed."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self._stack: list[
-            tuple[FrameType, bool]
-        ] = []  # frames of this repository, and whether they lie under an excluded one
+        self.calls: list[TracedCall] = []
+        # frames of this repository, and whether they lie under an excluded one
+        self._stack: list[tuple[FrameType, bool]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
@@ -66,7 +85,7 @@ class Tracer:
                 return
             hidden = file.startswith(EXCLUDED) or bool(self._stack and self._stack[-1][1])
             if not hidden:
-                self.calls.append(Call(len(self._stack), file, _name_of(frame)))
+                self.calls.append(TracedCall(len(self._stack), file, _name_of(frame)))
             self._stack.append((frame, hidden))
         elif event == "return" and self._stack and self._stack[-1][0] is frame:
             self._stack.pop()
@@ -99,7 +118,7 @@ def member(argv: list[str], at: int, out: Path) -> int:
     return train.main(argv)
 
 
-def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[Call]:
+def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[TracedCall]:
     """Calls of that step, in order. Raises RuntimeError where a group fails."""
     from ft.compat.lighthouse_server import LighthouseServer
 
@@ -140,10 +159,10 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
                 lighthouse.shutdown()
         if any(process.returncode for process in running):
             raise RuntimeError("\n".join(text[-2000:] for text in said))
-        return [Call(*call) for call in json.loads(out.read_text())]
+        return [TracedCall(*call) for call in json.loads(out.read_text())]
 
 
-def tree(calls: list[Call]) -> list[str]:
+def tree(calls: list[TracedCall]) -> list[str]:
     """Nested lines; neighbours of one depth and name become one line with their number."""
     lines: list[str] = []
     last, count = "", 0
@@ -158,6 +177,32 @@ def tree(calls: list[Call]) -> list[str]:
     return lines
 
 
+def functions_of(page: str) -> set[tuple[str, str]]:
+    """(file, function) of each line of its tree."""
+    return {(file, function) for function, file in re.findall(r"^ *(\S+)  (\S+\.py)(?:  x\d+)?$", page, re.MULTILINE)}
+
+
+def digest_of(functions: Iterable[tuple[str, str]]) -> str:
+    """Digest of the names that each of these functions calls. What is called as a property, or by a library, is not seen.
+    Raises LookupError for a function that is not there."""
+    digest, trees = hashlib.sha256(), dict[str, ast.AST]()
+    for file, function in sorted(functions):
+        if file not in trees:
+            path = ROOT / file
+            trees[file] = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+        node = trees[file]
+        for name in function.partition(".<locals>")[0].split("."):
+            inner = (child for child in ast.walk(node) if child is not node and getattr(child, "name", "") == name)
+            found = next((child for child in inner if not isinstance(child, ast.alias)), None)
+            if found is None:
+                raise LookupError(f"{file} has no {function}")
+            node = found
+        calls = [child.func for child in ast.walk(node) if isinstance(child, ast.Call)]
+        names = {getattr(call, "attr", getattr(call, "id", "")) for call in calls}
+        digest.update(f"{file} {function}: {' '.join(sorted(names))}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--member"]:
         return member(argv[3:], int(argv[1]), Path(argv[2]))
@@ -166,6 +211,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--step", type=int, default=20)
     parser.add_argument("--tree", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="PAGE")
     given, overrides = parser.parse_known_args(argv)
     try:
         calls = trace(given.config, *overrides, groups=given.groups, step=given.step)
@@ -175,11 +221,13 @@ def main(argv: list[str]) -> int:
     if given.tree:
         print("\n".join(tree(calls)))
     functions = {(call.file, call.function) for call in calls}
-    files = {call.file for call in calls}
-    deepest = max(call.depth for call in calls)
-    print(
-        f"{len(calls)} calls, {len(functions)} functions, {len(files)} files, depth {deepest}; {given.groups} groups, step {given.step}"
-    )
+    files, deepest = {file for file, _ in functions}, max(call.depth for call in calls)
+    totals = f"{len(calls)} calls, {len(functions)} functions, {len(files)} files, depth {deepest}"
+    totals += f"; {given.groups} group{'s' * (given.groups > 1)}, step {given.step}"
+    print(totals)
+    if given.write:
+        lines, digest = "\n".join(tree(calls)), digest_of(functions)
+        given.write.write_text(PAGE.format(tree=lines, totals=totals, digest=digest), encoding="utf-8")
     return 0
 
 

@@ -19,20 +19,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from configs.load import load
 from configs.saved import FILE_NAME
-from contrib.interchange import byte_tokenizer
-from contrib.interchange.carried import GENERATION, TOKENIZER, of_tokenizer
+from contrib.interchange.folder import GENERATION, TOKENIZER, copy, landing, of_tokenizer, put, refuse
 from contrib.interchange.hf_import import FREQUENCIES
-from contrib.interchange.landing import copy, landing, put, refuse
 from contrib.interchange.weights import CODES, INDEX, Planned, index_json, raise_all, read_json, shards, write_file
 from models import llama, llama_hf
 from models.llama_hf import Entry
 from scripts.generate import checkpoint_of
-from scripts.make_seed_checkpoint import Progress, check_room
+from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp
 from training.checkpoint_files import read_manifest, verify
 from training.log import Log
-from training.tokenizer import build_tokenizer
+from training.tokenizer import ByteTokenizer, build_tokenizer
 
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -82,19 +81,16 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     checkpoint = look_through(run, step=step, dtype=dtype)
     beside, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
-    tied = _same_ends(checkpoint)
+    # Tied: embedding and output are the same bits. By digests, as both at once would be twice the largest tensor
+    ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
+    tied = len({hashlib.sha256(checkpoint.read(end).view(torch.uint8).numpy().data).digest() for end in ends}) == 1
     entries = {entry.theirs: entry for entry in checkpoint.entries if not (tied and entry.theirs == llama_hf.HEAD)}
     parts = list(shards([Planned(entry.theirs, entry.shape, target) for entry in entries.values()], shard_bytes))
     total_bytes = sum(tensor.size_bytes for _, tensors in parts for tensor in tensors)
     check_room(out, total_bytes)
-    log.info(
-        "export    %s, %s of %.1f GB%s",
-        checkpoint.path,
-        str(target),
-        total_bytes / 1e9,
-        ", embeddings tied" if tied else "",
-    )
-    progress = Progress(total_bytes, log, what="export")
+    tie = ", embeddings tied" if tied else ""
+    log.info("export    %s, %s of %.1f GB%s", checkpoint.path, str(target), total_bytes / 1e9, tie)
+    progress = WriteProgress(total_bytes, log, what="export")
 
     def make(name: str) -> Tensor:
         entry = entries[name]
@@ -105,10 +101,10 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
             write_file(partial / part, tensors, make, progress.add)
         if len(parts) > 1:
             put(partial / INDEX, index_json(parts))
-        put(partial / GENERATION, _json({"_from_model_config": True, **special}))
+        put(partial / GENERATION, json.dumps({"_from_model_config": True, **special}, indent=2) + "\n")
         for file, name in beside:  # the model's own of these, where it has one
             copy(file, partial / name)
-        for name, text in ({} if checkpoint.model.tokenizer_path else byte_tokenizer.files()).items():
+        for name, text in ({} if checkpoint.model.tokenizer_path else byte_tokenizer()).items():
             put(partial / name, text)
         body = llama_hf.write_config(
             checkpoint.model,
@@ -118,7 +114,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
             max_positions=max_positions or checkpoint.seq_len,
             special=special,
         )
-        put(partial / "config.json", _json(body))
+        put(partial / "config.json", json.dumps(body, indent=2) + "\n")
     log.info('%s is written: transformers.AutoModelForCausalLM.from_pretrained("%s")', out, out)
 
 
@@ -149,10 +145,8 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[list[tuple[Path, str]], 
     special: dict[str, Any] = {}
     if not path or any(name == TOKENIZER for _, name in beside):
         tokenizer = build_tokenizer(path)
-        special = {
-            "bos_token_id": tokenizer.bos_id,
-            "eos_token_id": tokenizer.eos_id,
-        }  # around each document it was trained on
+        # around each document it was trained on
+        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     else:
         log.warning('model.tokenizer_path = "%s": there is no such file, so %s has no %s', path, out, TOKENIZER)
     drawing = next((read_json(file) for file, name in beside if name == GENERATION), {})
@@ -206,12 +200,39 @@ def _check_rotation(path: Path, reader: TensorByTensor, model: llama.Config, set
         )
 
 
-def _same_ends(checkpoint: Checkpoint) -> bool:
-    """Embedding and output are the same bits. By digests: both at once would be twice the largest tensor."""
-    ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
-    digests = {hashlib.sha256(checkpoint.read(entry).view(torch.uint8).numpy().data).digest() for entry in ends}
-    return len(digests) == 1
-
-
-def _json(body: dict[str, Any]) -> str:
-    return json.dumps(body, indent=2) + "\n"
+def byte_tokenizer() -> dict[str, str]:
+    """The built-in byte tokenizer as files that Hugging Face's libraries read: file name -> content. Byte-level BPE without a merge gives
+    the ids that ByteTokenizer gives; a BOS comes in front. What stands for a byte (as in GPT-2's vocabulary): itself where Latin-1
+    prints it, else a character from U+0100 on."""
+    hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
+    vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}
+    special = {BOS: ByteTokenizer.bos_id, EOS: ByteTokenizer.eos_id, PAD: ByteTokenizer.pad_id}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": token, **flags} for token, index in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {BOS: {"id": BOS, "ids": [special[BOS]], "tokens": [BOS]}},
+        },
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": json.dumps(tokenizer) + "\n",
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }

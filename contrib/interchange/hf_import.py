@@ -11,7 +11,6 @@ becomes OUT at the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +22,11 @@ from configs.load import load
 from configs.saved import to_toml
 from configs.schema import Config
 from configs.values import to_text
-from contrib.interchange.carried import TOKENIZER, carried, carry
-from contrib.interchange.landing import landing, put, refuse
+from contrib.interchange.folder import TOKENIZER, carried, copy, landing, put, refuse
 from contrib.interchange.weights import CODES, Weights, read_json
 from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
-from scripts.make_seed_checkpoint import Progress, check_room, for_any_machine
+from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_machine
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_dcp import Streamed
 from training.checkpoint_files import CheckpointFailed, Manifest, step_folder
@@ -39,7 +37,7 @@ FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedWeights:
     """Published weights that have been looked through."""
 
     folder: Path
@@ -56,20 +54,34 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
     source = look_through(folder, dtype=dtype)
     config = settings(source, out, config_file)
     tell(source, out, log)
-    tensors = without_values(source, config)
+    # On the meta device: names, sizes and dtypes. The model itself is not built, as torch would load its compiler to initialise even that
+    tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
+    model = source.published.config
+    tensors[FREQUENCIES] = torch.empty(config.training.seq_len, model.dim // model.n_heads // 2, 2, device="meta")
+    entries = {entry.ours: entry for entry in source.entries}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
-    progress = Progress(total_bytes, log, what="import")
+    progress = WriteProgress(total_bytes, log, what="import")
+
+    def make(name: str) -> Tensor:
+        name = name.removeprefix("model.")
+        if name == FREQUENCIES:
+            return llama.rotary_table(model, config.training.seq_len)
+        entry = entries[name]
+        return entry.to_ours(source.weights.read(entry.theirs)).to(source.dtype)
+
     with landing(out) as partial:
         if files := carried(folder):
-            carry(files, partial / "tokenizer")
-        streamed = Streamed(maker(source, config), written=progress.add)
+            (partial / "tokenizer").mkdir()
+            for file in files:
+                copy(file, partial / "tokenizer" / file.name)
+        streamed = Streamed(make, written=progress.add)
         write_seed(partial / config.checkpoint.folder, tensors, streamed)
         put(partial / "config.toml", to_toml(config))
     report(config, source.published.max_positions, out, log)
 
 
-def look_through(folder: Path, *, dtype: str) -> Source:
+def look_through(folder: Path, *, dtype: str) -> PublishedWeights:
     """Every check that needs the files. Raises ValueError, which names the file and what is wrong in it."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; it should hold config.json and *.safetensors (nothing is fetched)")
@@ -90,16 +102,29 @@ def look_through(folder: Path, *, dtype: str) -> Source:
     wanted = {entry.theirs: entry.shape for entry in entries}
     if published.tied and HEAD in weights.found:
         wanted[HEAD] = wanted[EMBEDDING]
-    code = "" if dtype else CODES.get(published.dtype, "") or _usual(weights)
+    usual, _ = Counter(found.code for found in weights.found.values()).most_common(1)[0]
+    code = "" if dtype else CODES.get(published.dtype, "") or usual
     layers = f"{published.config.n_layers} layer{'s' * (published.config.n_layers > 1)}"
     weights.check(wanted, code=code, ignore=DERIVED, architecture=f"{ARCHITECTURE} of {layers}")
-    _check_tied(published, weights)
-    _check_tokenizer(folder, vocab_size)
+    if published.tied and HEAD in weights.found and not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
+        raise ValueError(
+            f"{weights.found[HEAD].file}: {HEAD}: other values than {EMBEDDING}, expected the same, as config.json says "
+            "tie_word_embeddings = true"
+        )
+    if (folder / TOKENIZER).is_file():
+        try:
+            known = build_tokenizer(str(folder)).vocab_size
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{folder}": ')) from None
+        if known > vocab_size:
+            raise ValueError(
+                f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
+            )
     stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
-    return Source(folder, published, entries, weights, getattr(torch, dtype or stored))
+    return PublishedWeights(folder, published, entries, weights, getattr(torch, dtype or stored))
 
 
-def settings(source: Source, out: Path, config_file: Path) -> Config:
+def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:
     """Those of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
     base = load([str(config_file)])
     name = out.name
@@ -117,29 +142,6 @@ def settings(source: Source, out: Path, config_file: Path) -> Config:
     return config
 
 
-def without_values(source: Source, config: Config) -> dict[str, Tensor]:
-    """What the checkpoint will hold, on the meta device: names, sizes and dtypes. Of the model itself nothing is built, as torch would
-    load its compiler to initialise even that."""
-    assert isinstance(config.model, llama.Config)
-    tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
-    head_dim = config.model.dim // config.model.n_heads
-    return {**tensors, FREQUENCIES: torch.empty(config.training.seq_len, head_dim // 2, 2, device="meta")}
-
-
-def maker(source: Source, config: Config) -> Callable[[str], Tensor]:
-    """What gives the values of "model.NAME", one at a time."""
-    entries = {entry.ours: entry for entry in source.entries}
-
-    def make(name: str) -> Tensor:
-        name = name.removeprefix("model.")
-        if name == FREQUENCIES:
-            return llama.rotary_table(source.published.config, config.training.seq_len)
-        entry = entries[name]
-        return entry.to_ours(source.weights.read(entry.theirs)).to(source.dtype)
-
-    return make
-
-
 def write_seed(folder: Path, tensors: dict[str, Tensor], streamed: Streamed) -> None:
     """Step 0: the weights alone. Raises OSError or CheckpointFailed."""
     partial = checkpoint_files.begin(folder, 0)
@@ -151,7 +153,7 @@ def write_seed(folder: Path, tensors: dict[str, Tensor], streamed: Streamed) -> 
     checkpoint_files.publish(folder, manifest)
 
 
-def tell(source: Source, out: Path, log: Log) -> None:
+def tell(source: PublishedWeights, out: Path, log: Log) -> None:
     """What is read, and all of it that is not taken as it is."""
     published = source.published
     count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
@@ -180,32 +182,4 @@ def report(config: Config, max_positions: int, out: Path, log: Log) -> None:
     if max_positions > config.training.seq_len:
         log.info(
             "back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", max_positions
-        )
-
-
-def _usual(weights: Weights) -> str:
-    """The dtype that most tensors have, where config.json does not say."""
-    return Counter(found.code for found in weights.found.values()).most_common(1)[0][0]
-
-
-def _check_tied(published: Published, weights: Weights) -> None:
-    if not published.tied or HEAD not in weights.found:
-        return
-    if not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
-        raise ValueError(
-            f"{weights.found[HEAD].file}: {HEAD}: other values than {EMBEDDING}, expected the same, as config.json says "
-            "tie_word_embeddings = true"
-        )
-
-
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    if not (folder / TOKENIZER).is_file():
-        return
-    try:
-        known = build_tokenizer(str(folder)).vocab_size
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{folder}": ')) from None
-    if known > vocab_size:
-        raise ValueError(
-            f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
         )

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts" / "slurm"))]
 
-from scripts.replicas import (  # noqa: E402 (our packages first)
+from scripts.plan import whole  # noqa: E402 (our packages first)
+from scripts.replicas import (  # noqa: E402
     ENABLED,
     LighthouseSupervisor,
     PendingSignals,
@@ -61,12 +62,12 @@ class Nodes:
     @staticmethod
     def read(env: Mapping[str, str]) -> Nodes:
         """Raises ValueError: they cannot be dealt to that many groups. RuntimeError: Slurm does not answer."""
-        job, per_group = env["SLURM_JOB_ID"], _whole(env, "NODES_PER_GROUP", 1)
+        job, per_group = env["SLURM_JOB_ID"], whole(env, "NODES_PER_GROUP", least=1, default=1)
         names = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
         most = len(names) // per_group
         if not most:
             raise ValueError(f"NODES_PER_GROUP={per_group}: the job has {len(names)} nodes; nearest: {len(names)}")
-        groups = _whole(env, "NUM_REPLICA_GROUPS", most)
+        groups = whole(env, "NUM_REPLICA_GROUPS", least=1, default=most)
         if groups > most:
             raise ValueError(
                 f"NUM_REPLICA_GROUPS={groups}: the job's {len(names)} nodes are enough for {most} groups of "
@@ -105,7 +106,7 @@ class Nodes:
         return set(ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
 
 
-class Step(ReplicaSupervisor):
+class SlurmStep(ReplicaSupervisor):
     """A group, and the srun that runs it: a step of the job."""
 
     def __init__(
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> int:
     wishes = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:
         nodes = Nodes.read(os.environ)
-        port = _whole(os.environ, "LIGHTHOUSE_PORT", 0, least=0)
+        port = whole(os.environ, "LIGHTHOUSE_PORT", least=0)
         config, restarts, grace_s = prepare([*argv, ENABLED], len(nodes.of), nodes=nodes.per_group)
         lock = RunLock(config.run_folder / "groups")
         folder, before = config.run_folder / "groups", saved(config)
@@ -172,7 +173,7 @@ def main(argv: list[str]) -> int:
     here = next(iter(nodes.addresses.values()))
     lighthouse.address = f"http://{f'[{here}]' if ':' in here else here}:{lighthouse.port}"
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
-    steps = [Step(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
+    steps = [SlurmStep(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with closing(lock):
         code = run(steps, lighthouse, wishes, grace_s, lambda groups: tell_all(groups, nodes.job))
@@ -244,13 +245,6 @@ def ask(*command: str) -> str:
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)}: {ran.stderr.strip() or f'exit code {ran.returncode}'}")
     return ran.stdout
-
-
-def _whole(env: Mapping[str, str], name: str, default: int, *, least: int = 1) -> int:
-    text = env.get(name, str(default))
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name}={text}: must be a whole number from {least}")
-    return int(text)
 
 
 if __name__ == "__main__":

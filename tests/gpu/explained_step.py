@@ -19,7 +19,7 @@ from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.precision import Precision
-from tools.explain.rank import Job, ranks
+from tools.explain.rank import ExplainedJob, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     sizes, vocab_size, batch, seq_len = SIZES[kind]
     config = ParallelismConfig()
     layout = Layout(config, checkpoint, precision=Precision(compute=torch.bfloat16))
-    job = Job(
+    job = ExplainedJob(
         title="a GPU",
         build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
         loss=cross_entropy_sum,

@@ -16,8 +16,8 @@ from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
-from tools.explain.memory import Held, Step, join, measure
-from tools.explain.rank import Job, Rank, axes_of, by_axis, ranks
+from tools.explain.memory import Held, MeasuredStep, join, measure
+from tools.explain.rank import ExplainedJob, RankProfile, axes_of, by_axis, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 
@@ -42,11 +42,11 @@ CHECKPOINTS = {
 }
 
 
-def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Job:
+def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> ExplainedJob:
     world_size, parallelism = LAYOUTS[layout]
     config = ParallelismConfig(**parallelism)
     sizes = replace(SIZES, n_layers=4) if config.pipeline_parallel_degree > 1 else SIZES
-    return Job(
+    return ExplainedJob(
         title=layout,
         build=lambda: llama.build(sizes, vocab_size=V, max_seq_len=T),
         loss=cross_entropy_sum,
@@ -60,7 +60,7 @@ def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Job:
     )
 
 
-def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Step:
+def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> MeasuredStep:
     """What this rank took in its first step."""
     wanted = job(layout, checkpoint, chunk_tokens, passes)
     mesh = build_mesh(wanted.degrees, "cpu")
@@ -91,14 +91,16 @@ def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes:
         assert rank.collectives == sent, case  # but for the pipeline's vote, which is of the first step alone
 
 
-def least(pool: Pool, said: list[Rank], bound: float, layout: str, *more: Any) -> list[tuple[int, int, Step]]:
+def least(
+    pool: Pool, said: list[RankProfile], bound: float, layout: str, *more: Any
+) -> list[tuple[int, int, MeasuredStep]]:
     """Of the first rank of each place in the pipeline: the least activations and peak of up to eight first steps, and a step.
 
     gloo's own thread lets go of a tensor a little after wait() has returned, seen after one of ten collectives. So a tensor may be
     counted for longer than the step needs it, never for less: the least is what the step itself takes.
     """
     world_size = LAYOUTS[layout][0]
-    found: list[tuple[int, int, Step]] = []
+    found: list[tuple[int, int, MeasuredStep]] = []
     for _ in range(8):
         steps = pool.run(world_size, real_steps, layout, *more, timeout_s=120)[:: world_size // len(said)]
         before = found or [(step.activations, step.peak, step) for step in steps]

@@ -60,8 +60,8 @@ def clock(rank: int) -> None:
 
 
 def stopped(rank: int) -> None:
-    """This rank stops (SIGSTOP) when the others are on their way into a collective."""
-    _at("values: all_reduce MIN", rank, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    """This rank stops (SIGSTOP) when the others are on their way into a collective. The main thread stops first: this one waits for it."""
+    _at("values: all_reduce MIN", rank, lambda: (os.kill(os.getpid(), signal.SIGSTOP), time.sleep(5)))
 
 
 def killed(rank: int) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from configs.load import load
 from contrib.interchange import hf_export
+from contrib.interchange.folder import landing
 from contrib.interchange.hf_export import TensorByTensor
-from contrib.interchange.landing import landing
 from contrib.interchange.weights import Weights
 from scripts import make_seed_checkpoint
 from tests.scripts.hf_world import (

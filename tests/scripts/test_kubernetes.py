@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.samples import Proof, prove, read
+from scripts.samples import SampleProof, prove, read
 from tests.scripts.slurm_cluster import free_ports
 from tests.scripts.test_run_replicas import CONFIG
 
@@ -158,7 +158,7 @@ def test_a_group_dies_and_one_is_evicted_and_both_come_back(pods: Pods):
     assert [group.wait(WAIT_S) for group in groups] == [0, 0]
     rows = read(pods.run / "samples.jsonl")
     assert [row.step for row in rows] == list(range(1, saved + 21))
-    assert prove(rows) == Proof(steps=saved + 20, sequences=rows[-1].positions[-1].end)
+    assert prove(rows) == SampleProof(steps=saved + 20, sequences=rows[-1].positions[-1].end)
     assert server.poll() is None
 
 

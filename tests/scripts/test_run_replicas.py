@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.samples import Proof, Row, prove, read
+from scripts.samples import SampleProof, SampleRow, prove, read
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "run_replicas.sh"
@@ -79,7 +79,7 @@ class Job:
     def steps(self) -> list[int]:
         return [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
-    def samples(self) -> list[Row]:
+    def samples(self) -> list[SampleRow]:
         return read(self.run / "samples.jsonl")
 
     def make_anew(self, step: int) -> None:
@@ -138,7 +138,7 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs
     assert again.end() == 0, again.text[-3000:]
     assert again.steps() == list(range(1, last + 1)) == [row.step for row in again.samples()]
     assert again.samples()[:saved] == before[:saved]
-    assert prove(again.samples()) == Proof(steps=last, sequences=again.samples()[-1].positions[-1].end)
+    assert prove(again.samples()) == SampleProof(steps=last, sequences=again.samples()[-1].positions[-1].end)
     assert "loaded from" in again.text.partition("] step ")[0] and again.text.count(f"finished step {last}") >= 1
 
 

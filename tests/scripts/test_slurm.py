@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.samples import Proof, prove, read
+from scripts.samples import SampleProof, prove, read
 from tests.scripts.slurm_cluster import ROOT, Cluster, Unavailable, fetch, free_ports, until
 from tests.scripts.test_run_replicas import CONFIG
 
@@ -109,7 +109,7 @@ class Job:
         assert f"loaded from outputs/tiny/checkpoint/step-{saved}" in self.text
         rows = read(self.run / "samples.jsonl")
         assert [row.step for row in rows] == list(range(1, last + 1))
-        assert prove(rows) == Proof(steps=last, sequences=rows[-1].positions[-1].end)
+        assert prove(rows) == SampleProof(steps=last, sequences=rows[-1].positions[-1].end)
 
 
 def test_a_job_loses_a_step_and_a_node_and_is_preempted_and_its_time_runs_out_and_it_finishes(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.samples import Proof, prove, read
+from scripts.samples import SampleProof, prove, read
 from tests.rpc.peer import Unavailable, install
 from tests.scripts.slurm_cluster import free_ports
 from tests.scripts.test_run_replicas import CONFIG
@@ -82,5 +82,5 @@ def test_a_lighthouse_and_two_groups(torchx: list[subprocess.Popen[str]], tmp_pa
     torchx.append(groups := start(tmp_path, "groups", *common, *words, "--", "--training.steps=20"))
     assert groups.wait(WAIT_S) == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
     rows = read(tmp_path / "outputs" / "tiny" / "samples.jsonl")
-    assert prove(rows) == Proof(steps=20, sequences=rows[-1].positions[-1].end)
+    assert prove(rows) == SampleProof(steps=20, sequences=rows[-1].positions[-1].end)
     assert {owner.partition(":")[0] for row in rows for owner in row.slots.values()} == {"0", "1"}

@@ -17,7 +17,7 @@ from parallelisms.mesh import ParallelismConfig, degrees
 from parallelisms.precision import Precision
 from tools.explain.command import job_of, main, ranks_asked
 from tools.explain.memory import Ruler, Stretch, join
-from tools.explain.rank import Job, ranks
+from tools.explain.rank import ExplainedJob, ranks
 from tools.explain.report import WIDTH, explain
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
@@ -28,9 +28,9 @@ V, T = 70, 64
 UNEVEN = ("tok_embeddings layers.0", "layers.1 layers.2 layers.3 norm output")
 
 
-def job(world_size: int, *, batch: int = 4, device_type: str = "cuda", **parallelism: object) -> Job:
+def job(world_size: int, *, batch: int = 4, device_type: str = "cuda", **parallelism: object) -> ExplainedJob:
     config = ParallelismConfig(**parallelism)  # type: ignore[arg-type]
-    return Job(
+    return ExplainedJob(
         title="a.toml",
         build=lambda: llama.build(SIZES, vocab_size=V, max_seq_len=T),
         loss=cross_entropy_sum,
@@ -154,7 +154,7 @@ def test_order_of_issue_under_prefetch():
         (replace(job(1), layout=Layout()), "float32 runs at a small part"),
     ],
 )  # fmt: skip
-def test_warnings(wanted: Job, warning: str):
+def test_warnings(wanted: ExplainedJob, warning: str):
     text = " ".join(explain(wanted).split())
     assert warning in text.partition("WARNINGS")[2]
 

@@ -6,7 +6,7 @@ import sys
 
 from configs.schema import Config
 from tools import size
-from tools.one_step import Call, Tracer, tree
+from tools.one_step import TracedCall, Tracer, digest_of, functions_of, tree
 from training.schedule import decay_length, learning_rate_factor
 
 
@@ -27,8 +27,15 @@ def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
 
 
 def test_a_tree_of_calls_names_repeated_ones_once():
-    calls = [Call(1, "a.py", "f"), Call(2, "a.py", "g"), Call(2, "a.py", "g"), Call(1, "a.py", "f")]
-    assert tree(calls) == ["f  a.py", "  g  a.py  x2", "f  a.py"]
+    f, g = TracedCall(1, "a.py", "f"), TracedCall(2, "a.py", "g")
+    assert tree([f, g, g, f]) == ["f  a.py", "  g  a.py  x2", "f  a.py"]
+
+
+def test_the_page_of_one_step_fits_the_code():
+    page = (size.ROOT / "docs" / "one_step.md").read_text(encoding="utf-8")
+    named = functions_of(page)
+    counted = f" {len(named)} functions, {len({file for file, _ in named})} files,"
+    assert counted in page and f" {digest_of(named)} is a digest" in page, "out of date: `make one_step` writes it anew"
 
 
 def test_the_core_is_what_a_run_can_import():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.slurm import groups
-from scripts.slurm.groups import Nodes, Step
+from scripts.slurm.groups import Nodes, SlurmStep
 
 
 class Slurm:
@@ -52,7 +52,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_r
     assert nodes.lost("1") and not nodes.lost("0")
     assert nodes.renew("1") == "n5 takes the place of n3" and nodes.renew("1") == ""
     assert (nodes.of["1"], nodes.spares) == (["n4", "n5"], [])
-    step = Step("1", ["a.toml"], {}, tmp_path / "log", 1, nodes)
+    step = SlurmStep("1", ["a.toml"], {}, tmp_path / "log", 1, nodes)
     monkeypatch.setattr(groups.ReplicaSupervisor, "start", lambda self: 0)
     step.start()
     assert "--nodelist=n4,n5" in step.command and "--nodes=2" in step.command

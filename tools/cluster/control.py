@@ -1,14 +1,14 @@
 """How ranks of a check keep in step: through the store, never through what is being checked, and never without a deadline.
 
 rank.py's working thread calls `meet` before everything it does with others, so all enter a collective within milliseconds
-and whoever does not come is known by name. Its main thread exchanges the last words.
+and whoever does not come is known by name.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -69,9 +69,8 @@ class Control:
         """Whether `key` is set in time. Raises GivenUp."""
         end = time.monotonic() + timeout_s
         while (left := end - time.monotonic()) > 0:
-            with suppress(
-                dist.DistError, RuntimeError
-            ):  # of a wait that ended, or a store that went: the deadline tells
+            # of a wait that ended, or a store that went: the deadline tells
+            with suppress(dist.DistError, RuntimeError):
                 self._store.wait([key], timedelta(seconds=min(LOOK_S, left)))
                 return True
             if self._store.check(["given up"]):
@@ -86,24 +85,3 @@ class Control:
             if int(count) < self._count:
                 seen[rank] = step
         return seen
-
-
-def last_words(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    words: dict[str, Any],
-    *,
-    failed: bool,
-    given_up_on: Sequence[int],
-    wait_s: float,
-) -> dict[int, dict[str, Any]]:
-    """Says `words`, and returns those of every rank that says its own within `wait_s`; whoever is missing is silent."""
-    store.set(f"end/{rank}", json.dumps(words))
-    if failed:
-        store.set("given up", "")
-    keys = {other: f"end/{other}" for other in range(world_size)}
-    wanted = [key for other, key in keys.items() if other not in given_up_on]
-    with suppress(dist.DistError, RuntimeError):  # who is missing is seen below
-        store.wait(wanted, timedelta(seconds=wait_s))
-    return {other: json.loads(store.get(key)) for other, key in keys.items() if store.check([key])}

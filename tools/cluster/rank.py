@@ -1,6 +1,6 @@
-"""One rank of a check: its work in a thread, watched from here, and its last words, whatever became of the work.
+"""One rank of a check: its work in a thread, watched from the main thread, and its last words, whatever became of the work.
 
-    open the store -> who is where -> work.py in a thread -> last words -> the lowest rank that spoke tells it all
+    open the store -> who is where -> the phases, in a thread -> last words -> the lowest rank that spoke tells it all
 
 Nothing here waits without a deadline: a rank that hangs in C code, or a store whose holder has stopped, ends this process too.
 """
@@ -9,186 +9,340 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
 import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from parallelisms.device import has_cuda
+from parallelisms.device import DIFFERENCES, has_cuda, pick_device
+from parallelisms.distributed import join
 from parallelisms.rendezvous import InitMethod, open_store
 from scripts.launch import cores_here
-from tools.cluster.conclude import conclusions
-from tools.cluster.control import Control, GivenUp, Silent, last_words
+from tools.cluster import probes, verdicts
+from tools.cluster.control import Control, GivenUp, Silent
+from tools.cluster.operations import CHECKS, Check, Team, operations, seconds, wrong
 from tools.cluster.report import tell
-from tools.cluster.settings import Place, Settings, usual_share
-from tools.cluster.verdicts import Finding, Names
-from tools.cluster.work import Work
+from tools.cluster.settings import CheckSettings, RankPlace, usual_share
+from tools.cluster.verdicts import Finding, Names, conclusions
 
 POLL_S = 0.05
 HOST_NAME = "PHAROS_HOST"  # what this node is called in findings, where its own name says little (containers)
+AGAIN = 3  # how often what looks slow is measured again before it is said: the best figure counts
+MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two
 
 
-def run_rank(settings: Settings, place: Place) -> int:
+def run_rank(settings: CheckSettings, place: RankPlace) -> int:
     """The exit code of this rank: 0 all is well, 1 something was found."""
     host = os.environ.get(HOST_NAME) or socket.gethostname()
+    method = settings.init_method
+
+    def say(text: str) -> None:
+        print(f"check_cluster: rank {place.rank} on {host}{text}", file=sys.stderr, flush=True)
+
     try:
-        store = _open(settings, place)
-        control = Control(
-            dist.PrefixStore("control", store), place.rank, place.world_size, timeout_s=settings.timeout_s
-        )
+        rank, size = place.rank, place.world_size
+        store = open_store(InitMethod.parse(method), global_rank=rank, world_size=size, timeout_s=settings.start_s)
+        store.set_timeout(timedelta(seconds=settings.timeout_s))
+        control = Control(dist.PrefixStore("control", store), rank, size, timeout_s=settings.timeout_s)
         ending = dist.PrefixStore("control", store.clone())  # type: ignore[attr-defined]  # for this thread
     except (dist.DistError, RuntimeError) as error:
-        where = (
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            if settings.init_method == "env://"
-            else ""
-        )
-        print(
-            f"check_cluster: rank {place.rank} on {host} does not reach the others: {settings.init_method}{where}: {error}",
-            file=sys.stderr,
-        )
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if method == "env://" else ""
+        say(f" does not reach the others: {method}{where}: {error}")
         return 1
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch"
-    )  # new names of collectives that torch 2.11 has not
-    watched = _Watched(settings, place, store, control, host)
-    watched.start()
-    while watched.is_alive() and time.monotonic() < control.deadline + 1:
-        watched.join(POLL_S)
-    if watched.is_alive():
-        watched.trouble = f"still in {control.step} after {settings.timeout_s:.0f} s"
-    _end_anyway(settings, place, host, control.step)
-    return _finish(watched.settings, place, ending, watched)
+    # new names of collectives that torch 2.11 has not
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    work = Work(settings, place, store, control, host)
+    work.start()
+    while work.is_alive() and time.monotonic() < control.deadline + 1:
+        work.join(POLL_S)
+    if work.is_alive():
+        work.trouble = f"still in {control.step} after {settings.timeout_s:.0f} s"
+
+    def end_anyway() -> None:
+        say(
+            f": the store at {method} does not answer; rank 0 or the launcher holds it, and has stopped or is cut off; "
+            f"last step: {control.step}"
+        )
+        os._exit(1)
+
+    timer = threading.Timer(2 * settings.timeout_s + 10, end_anyway)
+    timer.daemon = True
+    timer.start()
+    return finish(work, ending)
 
 
-def _open(settings: Settings, place: Place) -> dist.Store:
-    method = InitMethod.parse(settings.init_method)
-    store = open_store(method, global_rank=place.rank, world_size=place.world_size, timeout_s=settings.start_s)
-    store.set_timeout(timedelta(seconds=settings.timeout_s))
-    return store
+class Work(threading.Thread):
+    """From the meeting of all ranks to the process group's end, phase by phase, and what came of it.
 
+    What is found goes into `figures`, as JSON, as soon as it is known: the last words hold whatever this rank got done.
+    """
 
-class _Watched(threading.Thread):
-    """The work, and what came of it."""
-
-    def __init__(self, settings: Settings, place: Place, store: dist.Store, control: Control, host: str) -> None:
+    def __init__(
+        self, settings: CheckSettings, place: RankPlace, store: dist.Store, control: Control, host: str
+    ) -> None:
         super().__init__(name="work", daemon=True)
-        self.trouble, self.silent, self.gave_up, self.work = "", dict[int, str](), False, None
+        self.settings, self.place, self.control = settings, place, control
         self.hosts = [""] * place.world_size
         self.hosts[place.rank] = host
-        self.control = control
-        self.settings, self._place, self._store = settings, place, store
-
-    work: Work | None
+        self.trouble, self.silent, self.gave_up = "", dict[int, str](), False
+        self.figures: dict[str, Any] = {"values": {}, "wrong": [], "seconds": {}, "links": {}}
+        self._connection = store
 
     def run(self) -> None:
         try:
-            self.hosts = self._meet()
-            self.work = Work(self.settings, self._place, self._store, self.control, self.hosts)
-            self.work.run()
+            self.meet()
+            self.names, began = Names(self.hosts), time.monotonic()
+            self.join_group()
+            phases = (self.clocks, self.values, self.speeds, self.links, self.compute, self.disk)
+            for number, phase in enumerate(phases, 1):
+                said = phase()
+                if self.place.rank == 0:
+                    took = time.monotonic() - began
+                    head = f"[{took:5.1f} s] {number}/{len(phases)} {phase.__name__:8}"
+                    print(f"{head} {said}", file=sys.stderr, flush=True)
+            self.control.meet("leave")
+            dist.destroy_process_group()
         except Silent as silent:
             self.silent = silent.seen
         except GivenUp:
             self.gave_up = True
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this rank's finding, and the others wait to hear of it)
-            text = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-            self.trouble = f"{self.control.step}: {type(error).__name__}: {text}"
+            self.trouble = f"{self.control.step}: {_line(error)}"
 
-    def _meet(self) -> list[str]:
-        """Each rank's host, when all have come."""
-        rank, cores = self._place.rank, cores_here()
-        self._store.set(f"host/{rank}", json.dumps([self.hosts[rank], cores]))
+    def meet(self) -> None:
+        """Learns each rank's host, when all have come; of those that have where some do not."""
+        rank, cores = self.place.rank, cores_here()
+        self._connection.set(f"host/{rank}", json.dumps([self.hosts[rank], cores]))
         cores_of: dict[str, int] = {}
         try:
             self.control.meet("arrive", self.settings.start_s)
         finally:
-            for other in range(self._place.world_size):
-                if self._store.check([f"host/{other}"]):
-                    self.hosts[other], cores = json.loads(self._store.get(f"host/{other}"))
+            for other in range(self.place.world_size):
+                if self._connection.check([f"host/{other}"]):
+                    self.hosts[other], cores = json.loads(self._connection.get(f"host/{other}"))
                     cores_of[self.hosts[other]] = cores
         if not self.settings.slow:
             crowded = not has_cuda() and any(self.hosts.count(host) > cores for host, cores in cores_of.items())
             self.settings = replace(self.settings, slow=usual_share(crowded=crowded))
-        return self.hosts
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.trouble or self.silent or self.gave_up)
+    def join_group(self) -> None:
+        """The process group: every rank connects to every other one."""
+        self.control.meet("join the process group", self.settings.start_s)
+        device = pick_device(self.place.local_rank, keep_memory=False)
+        backend = device.backend if self.settings.backend == "auto" else self.settings.backend
+        join(
+            backend,
+            dist.PrefixStore("group", self._connection),
+            global_rank=self.place.rank,
+            world_size=self.place.world_size,
+            timeout=timedelta(seconds=self.settings.op_s),
+        )
+        self.team = Team(tuple(range(self.place.world_size)), self.place.rank, device.torch_device)
+        self.figures |= {"device": device.name, "backend": backend}
+
+    def clocks(self) -> str:
+        """Each rank in turn against rank 0's."""
+        self.figures["clock"] = {"ahead_s": 0.0, "error_s": 0.0}
+        for rank in range(1, self.place.world_size):
+            self.control.meet(f"clocks: rank 0 with rank {rank}")
+            if self.place.rank == 0:
+                probes.tell_time(self.team, rank)
+            elif self.place.rank == rank:
+                self.figures["clock"] = probes.clock_offset(self.team, 0)
+        return "compared"
+
+    def values(self) -> str:
+        """Each operation with checked numbers; where all see a wrong one, again two ranks at a time."""
+        size, values = self.place.world_size, self.figures["values"]
+        bad: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for op, check in CHECKS.items() if size > 1 else ():
+            self.control.meet(f"values: {op}")
+            for source, how in self._checked(op, check):
+                bad[op].append((source, self.place.rank, how))
+        self.figures["wrong"] = [(op, *row) for op, rows in bad.items() for row in rows]
+
+        def unclear(said: list[dict[str, list[tuple[int, int, str]]]]) -> list[str]:
+            return [op for op in CHECKS if verdicts.needs_pairs([row for rows in said for row in rows.get(op, ())])]
+
+        ops = self.control.agree("values: all of them", bad, unclear)
+        if ops and 2 < size <= MOST_PAIRED:
+            self.figures["pairs"] = self._pairs(ops)
+        right = sum(text == "right" for text in values.values())
+        return f"{right} of {len(CHECKS)} operations right" if size > 1 else "one rank has nobody to talk to"
+
+    def _checked(self, op: str, check: Check) -> list[tuple[int, str]]:
+        try:
+            found = wrong(check, self.team)
+        except (RuntimeError, NotImplementedError) as error:
+            # torch says that the backend has no such operation, rather than that it failed
+            words = ("not support", "not implement", "unsupported", "no backend", "cannot use reduceop")
+            if not isinstance(error, NotImplementedError) and not any(word in str(error).lower() for word in words):
+                raise
+            self.figures["values"][op] = f"not available: {_line(error)}"
+            return []
+        self.figures["values"][op] = "wrong" if found else "right"
+        return found
+
+    def _pairs(self, ops: list[str]) -> dict[str, list[tuple[int, int]]]:
+        """By operation the pairs of neighbours between whom it is wrong, as far as this rank sees."""
+        bad: dict[str, list[tuple[int, int]]] = {op: [] for op in ops}
+        size = self.place.world_size
+        for first in range(size):
+            pair = tuple(sorted((first, (first + 1) % size)))
+            self.control.meet(f"values: rank {pair[0]} with rank {pair[1]} alone")
+            group = dist.new_group(list(pair), timeout=timedelta(seconds=self.settings.op_s))
+            if self.place.rank in pair:
+                team = Team(pair, self.place.rank, self.team.device, group)
+                for op in ops:
+                    if wrong(CHECKS[op], team):
+                        bad[op].append((pair[0], pair[1]))
+        return bad
+
+    def speeds(self) -> str:
+        """Seconds per operation and size, all ranks together."""
+        values = self.figures["values"]
+        for size in self.settings.sizes if self.place.world_size > 1 else ():
+            for op, run in operations(self.team, size).items():
+                self.control.meet(f"speeds: {op}, {size} bytes")
+                if not values.get(op, values.get(f"{op} SUM", "")).startswith("not"):
+                    self.figures["seconds"].setdefault(op, {})[str(size)] = seconds(run, self.team.device)
+        return f"{len(self.settings.sizes)} sizes"
+
+    def links(self) -> str:
+        """Every pair by itself; what looks slow is measured again."""
+
+        def suspects(said: list[dict[str, dict[str, float]]]) -> list[tuple[int, int]]:
+            rows = {(rank, int(peer)): row for rank, links in enumerate(said) for peer, row in links.items()}
+            named = {rank for finding in verdicts.bad_links(self.settings, self.names, rows) for rank in finding.ranks}
+            return [pair for pair in chosen if named & set(pair)]
+
+        again = chosen = probes.pairs(self.hosts)
+        for _ in range(1 + AGAIN):
+            for number, together in enumerate(made := probes.rounds(again, self.hosts), 1):
+                told = ", ".join(f"{a}-{b}" for a, b in together[:3]) + (", ..." if len(together) > 3 else "")
+                self.control.meet(f"links: {told}, round {number} of {len(made)}")
+                for pair in together:
+                    if self.place.rank in pair:
+                        row = probes.measure(self.team, pair)
+                        best = self.figures["links"].setdefault(str(sum(pair) - self.place.rank), row)
+                        best["latency_s"] = min(best["latency_s"], row["latency_s"])
+                        best["bytes_s"] = max(best["bytes_s"], row["bytes_s"])
+            again = [(a, b) for a, b in self.control.agree("links: all of them", self.figures["links"], suspects)]
+            if not again:
+                break
+        return f"{len(chosen)} pairs"
+
+    def compute(self) -> str:
+        """Matrix products, all ranks at once."""
+        looks: list[tuple[float, float]] = []
+
+        def look() -> float:
+            looks.append(probes.matmul_flops(self.team))
+            return looks[-1][0]
+
+        best = self._confirmed("compute", look, verdicts.slow_ranks)
+        self.figures["matmul_flops"], share = max(looks)
+        if not DIFFERENCES[self.team.device.type].queues_work:  # else the thread only waits
+            self.figures["core_share"] = share
+        return f"rank 0: {best / 1e9:.4g} GFLOP/s"
+
+    def _confirmed(self, what: str, rate: Callable[[], float], judge: Callable[..., list[Finding]]) -> float:
+        """The best of one measurement, or of several where some rank looks slow."""
+
+        def is_slow(said: list[float]) -> bool:
+            rates = dict(enumerate(said))
+            return bool(judge(self.names, rates, what=what, unit="", share=self.settings.slow))
+
+        best = 0.0
+        for _ in range(1 + AGAIN):
+            self.control.meet(f"{what}: start")
+            best = max(best, rate())
+            if not self.control.agree(f"{what}: end", best, is_slow):
+                break
+        return best
+
+    def disk(self) -> str:
+        """A checkpoint into the folder of runs, and back."""
+        size = self.settings.disk_bytes
+        if self.place.rank == 0:
+            self.settings.folder.mkdir(parents=True, exist_ok=True)
+        nonce = self.control.agree("disk: start", os.getpid(), lambda said: f"{said[0]}-{time.time_ns()}")
+        folder = self.settings.folder.absolute() / f".check_cluster-{nonce}"
+        attempts: list[dict[str, Any]] = []
+
+        def attempt() -> float:
+            attempts.append(probes.try_folder(self.team, folder / str(len(attempts)), size))
+            return size / attempts[-1]["write_s"]
+
+        try:
+            self._confirmed("disk", attempt, verdicts.slow_hosts)
+        except CheckpointException as error:
+            self.figures["disk"] = {"failures": {rank: _line(cause[0]) for rank, cause in error.failures.items()}}
+            return "failed"
+        finally:
+            if self.place.rank == 0:
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                )  # one that cannot be removed could not be written, which is told
+        self.figures["disk"] = {
+            "write_bytes_s": size / min(row["write_s"] for row in attempts),
+            "read_bytes_s": size / min(row["read_s"] for row in attempts),
+            "wrong": next((row["wrong"] for row in attempts if row["wrong"]), ""),
+        }
+        return f"rank 0: {self.figures['disk']['write_bytes_s'] / 1e6:.4g} MB/s written"
 
 
-def _finish(settings: Settings, place: Place, store: dist.Store, watched: _Watched) -> int:
+def finish(work: Work, store: dist.Store) -> int:
     """Last words of all; the lowest rank that spoke tells what was found, and the others take its exit code."""
-    figures: dict[str, Any] = (
-        watched.work.figures if watched.work else {"values": {}, "wrong": [], "seconds": {}, "links": {}}
-    )
+    settings, rank, size = work.settings, work.place.rank, work.place.world_size
     words = {
-        "host": watched.hosts[place.rank],
+        "host": work.hosts[rank],
         "pid": os.getpid(),
         "torch": torch.__version__,
-        "step": watched.control.step,
-        "trouble": watched.trouble,
-        "silent": watched.silent,
-        "figures": figures,
+        "step": work.control.step,
+        "trouble": work.trouble,
+        "silent": work.silent,
+        "figures": work.figures,
     }
-    said = last_words(
-        store,
-        place.rank,
-        place.world_size,
-        words,
-        failed=watched.failed,
-        given_up_on=list(watched.silent),
-        wait_s=settings.words_s,
-    )
-    if place.rank == min(said) and store.add("teller", 1) == 1:
-        found = conclusions(settings, Names(watched.hosts), said, settings.timeout_s)
-        code = _tell(settings, watched.hosts, said, found)
+    store.set(f"end/{rank}", json.dumps(words))
+    if work.trouble or work.silent or work.gave_up:
+        store.set("given up", "")
+    with suppress(dist.DistError, RuntimeError):  # who is missing is seen below
+        awaited = [f"end/{other}" for other in range(size) if other not in work.silent]
+        store.wait(awaited, timedelta(seconds=settings.words_s))
+    said = {other: json.loads(store.get(f"end/{other}")) for other in range(size) if store.check([f"end/{other}"])}
+    code = 1
+    if rank == min(said) and store.add("teller", 1) == 1:
+        found = conclusions(settings, Names(work.hosts), said, settings.timeout_s)
+        try:
+            tell(settings, work.hosts, said, found)
+            code = 1 if found else 0
+        except OSError as error:
+            print(f"check_cluster: {settings.folder}: {error}", file=sys.stderr, flush=True)
         store.set("verdict", str(code))
     else:
-        try:
+        with suppress(dist.DistError, RuntimeError):
             store.wait(["verdict"], timedelta(seconds=settings.timeout_s))
             code = int(store.get("verdict"))
-        except (dist.DistError, RuntimeError):
-            code = 1
-    _leave_last(store, place, len(said))
+    # Rank 0 may hold the store, and goes when the others have read what they want
+    end = time.monotonic() + 5
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < len(said) and time.monotonic() < end:
+        time.sleep(POLL_S)
     return code
 
 
-def _tell(settings: Settings, hosts: list[str], said: dict[int, dict[str, Any]], found: list[Finding]) -> int:
-    try:
-        tell(settings, hosts, said, found)
-    except OSError as error:
-        print(f"check_cluster: {settings.folder}: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 1 if found else 0
-
-
-def _leave_last(store: dist.Store, place: Place, speakers: int) -> None:
-    """Rank 0 may hold the store, and goes when the others have read what they want."""
-    end = time.monotonic() + 5
-    store.add("left", 1)
-    while place.rank == 0 and store.add("left", 0) < speakers and time.monotonic() < end:
-        time.sleep(POLL_S)
-
-
-def _end_anyway(settings: Settings, place: Place, host: str, step: str) -> None:
-    """Should the store not answer any more (whoever holds it has stopped), this process says so and ends."""
-
-    def end() -> None:
-        print(
-            f"check_cluster: rank {place.rank} on {host}: the store at {settings.init_method} does not answer; rank 0 or the "
-            f"launcher holds it, and has stopped or is cut off; last step: {step}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
-
-    timer = threading.Timer(2 * settings.timeout_s + 10, end)
-    timer.daemon = True
-    timer.start()
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

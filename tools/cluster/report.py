@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import json
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
+from html import escape
 from typing import Any
 
 from bench.pairs import table
-from tools.cluster.picture import draw, figure
-from tools.cluster.settings import Settings, usual_share
-from tools.cluster.speeds import bus_factor
+from scripts.plot_loss import STYLE
+from tools.cluster.operations import bus_factor
+from tools.cluster.settings import CheckSettings, usual_share
 from tools.cluster.verdicts import Finding
 
 Said = Mapping[int, Mapping[str, Any]]  # each rank's last words, by rank
 MOST_SHOWN = 16  # ranks whose links are printed; the files have all
+WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # SIDE: of the square of links
+MORE_STYLE = """
+  .good { fill: var(--train); } .bad { fill: var(--mark); } .none { fill: var(--grid); opacity: .5; }
+  text.small { font-size: 11px; } text.bad { fill: var(--mark); } text.head { font-weight: 600; fill: var(--ink); }
+"""
 
 
-def tell(settings: Settings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> None:
+def tell(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> None:
     """Prints it, and writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
     folder = settings.folder / "check_cluster"
     folder.mkdir(parents=True, exist_ok=True)
     report = as_json(settings, hosts, said, found)
-    _write(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    _write(folder / "report.svg", draw(report))
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.svg").write_text(draw(report), encoding="utf-8")
     print(text(report), flush=True)
     print(f"\n{folder}/report.json, report.svg", flush=True)
 
 
-def as_json(settings: Settings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
+def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
     """Everything, in seconds, bytes and bytes a second; ranks and sizes are keys of text, as JSON has it."""
     some = next(iter(said.values()))
+    slowest: dict[str, dict[str, float]] = {}  # by operation and size: the seconds of the slowest rank
+    for words in said.values():
+        for op, sizes in words["figures"]["seconds"].items():
+            for bytes_, taken in sizes.items():
+                by_size = slowest.setdefault(op, {})
+                by_size[bytes_] = max(by_size.get(bytes_, 0.0), taken)
     return {
         "good": not found,
-        "findings": [finding.as_dict() for finding in found],
+        "findings": [asdict(finding) for finding in found],
         "world_size": len(hosts),
         "hosts": list(hosts),
         "backend": some["figures"].get("backend", settings.backend),
@@ -41,24 +55,13 @@ def as_json(settings: Settings, hosts: Sequence[str], said: Said, found: Sequenc
         "torch": some["torch"],
         "slow": settings.slow,
         "ranks": {str(rank): dict(words) for rank, words in sorted(said.items())},
-        "operations": _operations(len(hosts), said),
-    }
-
-
-def _operations(size: int, said: Said) -> dict[str, dict[str, dict[str, float]]]:
-    """By operation and size: the seconds of the slowest rank, and what the busiest link then carried."""
-    slowest: dict[str, dict[str, float]] = {}
-    for words in said.values():
-        for op, sizes in words["figures"]["seconds"].items():
-            for bytes_, taken in sizes.items():
-                by_size = slowest.setdefault(op, {})
-                by_size[bytes_] = max(by_size.get(bytes_, 0.0), taken)
-    return {
-        op: {
-            bytes_: {"seconds": taken, "bus_bytes_s": int(bytes_) * bus_factor(op, size) / taken}
-            for bytes_, taken in sizes.items()
-        }
-        for op, sizes in slowest.items()
+        "operations": {  # and what the busiest link then carried
+            op: {
+                bytes_: {"seconds": taken, "bus_bytes_s": int(bytes_) * bus_factor(op, len(hosts)) / taken}
+                for bytes_, taken in sizes.items()
+            }
+            for op, sizes in slowest.items()
+        },
     }
 
 
@@ -75,21 +78,11 @@ def text(report: Mapping[str, Any]) -> str:
     if report["operations"]:
         parts += ["", _operations_text(report["operations"])]
     if any(words["figures"]["links"] for words in ranks.values()) and len(hosts) <= MOST_SHOWN:
-        parts += [
-            "",
-            "links, MB/s (from the rank at the left to that above) and latency to the slowest, us",
-            _links_text(hosts, ranks),
-        ]
+        head = "links, MB/s (from the rank at the left to that above) and latency to the slowest, us"
+        parts += ["", head, _links_text(hosts, ranks)]
     parts += ["", _ranks_text(hosts, ranks), ""]
-    missing = sorted(
-        {
-            f"{op}: {how}"
-            for words in ranks.values()
-            for op, how in words["figures"]["values"].items()
-            if how[:3] == "not"
-        }
-    )
-    parts += missing
+    values = [(op, how) for words in ranks.values() for op, how in words["figures"]["values"].items()]
+    parts += sorted({f"{op}: {how}" for op, how in values if how.startswith("not")})
     if report["slow"] < usual_share(crowded=False):
         parts.append(f"below {report['slow']:g} of the usual figure is slow here (--slow)")
     parts += [f"FOUND {len(report['findings'])}:" if report["findings"] else "all is well"]
@@ -146,5 +139,117 @@ def _size(size: int) -> str:
     return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def _write(path: Path, content: str) -> None:
-    path.write_text(content, encoding="utf-8")
+def draw(report: Mapping[str, Any]) -> str:
+    """An SVG: every link as a square, every operation as a line, every rank as a bar, and what was found in words. In the colours of
+    plot_loss.py, so it follows the reader's light or dark theme. `report` as `as_json` makes it."""
+    findings = [line for finding in report["findings"] for line in textwrap.wrap(finding["text"], 118)]
+    bars_top = TOP + SIDE + 56
+    words_top = bars_top + 24 + 17 * min(report["world_size"], 16) + 20
+    height = words_top + 20 * max(1, len(findings)) + 20
+    title = f"{report['world_size']} ranks, {(hosts := len(set(report['hosts'])))} host{'s' * (hosts > 1)}, {report['backend']}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">',
+        f"<style>{STYLE}{MORE_STYLE}</style>",
+        f'<rect class="paper" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        _text(24, 34, title, "title"),
+        *_draw_links(report),
+        *_draw_operations(report["operations"]),
+        *_draw_bars(report, bars_top),
+        *(_text(24, words_top + 20 * at, line, "bad") for at, line in enumerate(findings)),
+    ]
+    if not findings:
+        parts.append(_text(24, words_top, "all is well", "head"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _draw_links(report: Mapping[str, Any]) -> list[str]:
+    """A square of squares: the more of the best link's rate, the fuller the colour; red with a rank that a finding names."""
+    size, ranks = report["world_size"], report["ranks"]
+    cell = SIDE / size
+    rates = {
+        (int(rank), int(peer)): row["bytes_s"]
+        for rank, words in ranks.items()
+        for peer, row in words["figures"]["links"].items()
+    }
+    best = max(rates.values(), default=1.0)
+    named = [set(finding["ranks"]) for finding in report["findings"] if "link" in finding["what"]]
+    parts = [_text(24, TOP - 30, "links, MB/s: from the rank at the left to that above", "head")]
+    for a in range(size):
+        for b in range(size):
+            if a == b:
+                continue
+            rate = rates.get((a, b))
+            bad = any(({a, b} <= ranks if len(ranks) > 1 else {a, b} & ranks) for ranks in named)
+            kind = "none" if rate is None else "bad" if bad else "good"
+            fill = "" if rate is None else f' fill-opacity="{0.25 + 0.75 * (1.0 if bad else rate / best):.2f}"'
+            x, y = LEFT + b * cell, TOP + a * cell
+            told = "not measured" if rate is None else f"{rate / 1e6:.4g} MB/s"
+            parts.append(
+                f'<rect class="{kind}" x="{x + 1:.1f}" y="{y + 1:.1f}" width="{cell - 2:.1f}" height="{cell - 2:.1f}" rx="2"{fill}>'
+                f"<title>{a} to {b}: {told}</title></rect>"
+            )
+            if rate is not None and size <= 8:
+                parts.append(_text(x + cell / 2, y + cell / 2 + 4, figure(rate / 1e6), "small head", "middle"))
+    every = math.ceil(size / 16)
+    for rank in range(0, size, every):
+        at = (rank + 0.5) * cell
+        parts.append(_text(LEFT - 8, TOP + at + 4, str(rank), anchor="end"))
+        parts.append(_text(LEFT + at, TOP - 8, str(rank), anchor="middle"))
+    return parts
+
+
+def _draw_operations(operations: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Each one's milliseconds at its smallest size, and its rate at its largest as a bar."""
+    left, top, width = 640, TOP, 130
+    parts = [_text(480, TOP - 30, "operations: smallest message, ms; largest, MB/s", "head")]
+    largest = {op: by[max(by, key=int)]["bus_bytes_s"] for op, by in operations.items()}
+    best = max(largest.values(), default=1.0)
+    for row, (op, rate) in enumerate(largest.items()):
+        y = top + 30 * row
+        smallest = operations[op][min(operations[op], key=int)]["seconds"]
+        parts += [_text(480, y + 13, op), _text(left - 8, y + 13, f"{smallest * 1e3:.3g}", anchor="end")]
+        parts.append(
+            f'<rect class="good" x="{left}" y="{y}" width="{max(1.0, width * rate / best):.1f}" height="17" rx="2"/>'
+        )
+        parts.append(_text(left + width + 8, y + 13, figure(rate / 1e6)))
+    return parts
+
+
+def _draw_bars(report: Mapping[str, Any], top: float) -> list[str]:
+    """Each rank's matrix products; of many ranks the slowest."""
+    flops = {
+        int(rank): words["figures"]["matmul_flops"]
+        for rank, words in report["ranks"].items()
+        if "matmul_flops" in words["figures"]
+    }
+    best = max(flops.values(), default=1.0)
+    shown: Sequence[int] = range(report["world_size"])
+    if len(shown) > 16:
+        shown = sorted(sorted(shown, key=lambda rank: flops.get(rank, 0.0))[:16])
+    named = {rank for finding in report["findings"] for rank in finding["ranks"]}
+    parts = [_text(24, top, "ranks: matrix products, GFLOP/s", "head")]
+    for row, rank in enumerate(shown):
+        y, rate = top + 12 + 17 * row, flops.get(rank)
+        host = report["hosts"][rank] or "?"
+        parts.append(_text(24, y + 11, f"{rank}  {host[:28]}", "bad" if rank in named else ""))
+        if rate is None:
+            parts.append(
+                _text(260, y + 11, "said nothing" if str(rank) not in report["ranks"] else "not measured", "bad")
+            )
+            continue
+        kind = "bad" if rank in named else "good"
+        parts.append(
+            f'<rect class="{kind}" x="260" y="{y}" width="{max(1.0, 500 * rate / best):.1f}" height="13" rx="2"/>'
+        )
+        parts.append(_text(268 + 500 * rate / best, y + 11, f"{rate / 1e9:.4g}"))
+    return parts
+
+
+def figure(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "") -> str:
+    extra = (f' class="{kind}"' if kind else "") + (f' text-anchor="{anchor}"' if anchor else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(words)}</text>'

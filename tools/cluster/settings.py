@@ -11,17 +11,14 @@ from pathlib import Path
 # How launchers tell a process its place: (rank, world size, rank on its node), and what tells them from one another.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "srun": (
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-    ),  # the latter two are set in steps, not in batch scripts
+    # the latter two are set in steps, not in batch scripts
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank this process is."""
 
     rank: int
@@ -29,7 +26,7 @@ class Place:
     local_rank: int
 
     @staticmethod
-    def read(environ: Mapping[str, str]) -> Place | None:
+    def read(environ: Mapping[str, str]) -> RankPlace | None:
         """None: no launcher started this process. Raises ValueError."""
         for launcher, names in LAUNCHERS.items():
             rank, size, local = (environ.get(name, "") for name in names)
@@ -38,12 +35,12 @@ class Place:
             if not all(text.isdecimal() for text in (rank, size, local or "0")) or int(rank) >= int(size):
                 given = ", ".join(f"{name}={environ.get(name, '')}" for name in names)
                 raise ValueError(f"{given}: not what {launcher} says: whole numbers, the rank below the size")
-            return Place(int(rank), int(size), int(local or "0"))
+            return RankPlace(int(rank), int(size), int(local or "0"))
         return None
 
 
 @dataclass(frozen=True)
-class Settings:
+class CheckSettings:
     """The flags, checked."""
 
     backend: str
@@ -68,7 +65,7 @@ class Settings:
         return 0.5 * self.timeout_s
 
     @staticmethod
-    def parse(argv: Sequence[str]) -> Settings:
+    def parse(argv: Sequence[str]) -> CheckSettings:
         """Raises ValueError; on --help, and on flags that there are not, argparse ends the process (0, 2)."""
         given = _parser().parse_args(argv)
         for name in ("timeout", "start_timeout", "disk_mib", "skew_ms"):
@@ -78,7 +75,7 @@ class Settings:
             raise ValueError(f"--slow {given.slow:g}: a share of what is usual, below 1")
         if given.folder.exists() and not given.folder.is_dir():
             raise ValueError(f"--folder {given.folder}: a file, not a folder")
-        return Settings(
+        return CheckSettings(
             given.backend,
             given.init_method,
             given.timeout,
@@ -107,36 +104,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--backend", choices=("auto", "gloo", "nccl", "mpi"), default="auto", help="auto: nccl on GPUs, else gloo")
-    add(
-        "--init_method", default="env://", help="env:// (default), file:///path or tcp://host:port, as comm.init_method"
-    )
+    init_methods = "env:// (default), file:///path or tcp://host:port, as comm.init_method"
+    add("--init_method", default="env://", help=init_methods)
     add("--timeout", type=float, default=30, help="seconds within which a rank that says nothing is named (default 30)")
     add("--start_timeout", type=float, default=300, help="seconds for all ranks to arrive (default 300)")
-    add(
-        "--sizes",
-        default="1KiB,64KiB,1MiB",
-        help="message sizes, the largest buffer of a rank (default 1KiB,64KiB,1MiB)",
-    )
-    add(
-        "--folder",
-        type=Path,
-        default=Path("outputs"),
-        help="folder of runs: a checkpoint is tried in it (default outputs)",
-    )
+    sizes = "1KiB,64KiB,1MiB"
+    add("--sizes", default=sizes, help=f"message sizes, the largest buffer of a rank (default {sizes})")
+    folder = "folder of runs: a checkpoint is tried in it (default outputs)"
+    add("--folder", type=Path, default=Path("outputs"), help=folder)
     add("--disk_mib", type=float, default=2, help="MiB that each rank writes there (default 2; a real disk wants 1000)")
-    add(
-        "--slow",
-        type=float,
-        default=0,
-        help="what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)",
-    )
+    slow = "what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)"
+    add("--slow", type=float, default=0, help=slow)
     add("--skew_ms", type=float, default=500, help="clocks may differ by this many milliseconds (default 500)")
-    add(
-        "--least_mb_s",
-        type=float,
-        default=0,
-        help="links below this are named whatever is usual, MB/s (default 0: none)",
-    )
+    least = "links below this are named whatever is usual, MB/s (default 0: none)"
+    add("--least_mb_s", type=float, default=0, help=least)
     return parser
 
 

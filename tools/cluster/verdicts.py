@@ -1,20 +1,21 @@
 """From figures to culprits. Pure: numbers and names in, findings out; nothing here knows how they were measured.
 
+`conclusions` brings all that the ranks said before the functions above it.
+
 What is usual is a median over ranks, so one bad rank does not move it; what is bad is named by rank and host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from tools.cluster.settings import CheckSettings
+
 Link = tuple[int, int]  # from, to
-LATENCY_TIMES, LATENCY_MORE_S = (
-    5.0,
-    2e-3,
-)  # a link is late that takes this many times, and this much more than, the usual
+LATENCY_TIMES, LATENCY_MORE_S = 5.0, 2e-3  # a link is late that takes so many times, and so much more than, the usual
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,6 @@ class Finding:
     what: str  # silent, failed, wrong, slow link, late link, slow rank, slow disk, clock
     ranks: tuple[int, ...]
     text: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Names:
@@ -207,9 +205,8 @@ def _worst(names: Names, links: set[Link], bad: set[Link]) -> tuple[frozenset[in
             its = _links_of(party, way, links)
             others = {rank for link in its for rank in link if rank not in party}
             hosts = {names.hosts[rank] for rank in others}
-            partners = (
-                hosts if hosts - {names.hosts[rank] for rank in party} else others
-            )  # ranks of one host are one voice
+            # ranks of one host are one voice
+            partners = hosts if hosts - {names.hosts[rank] for rank in party} else others
             share = (len(its & bad) / len(its), len(its & bad)) if its else (0.0, 0)
             if len(partners) > 1 and share[0] > 0.5 and share > most:
                 worst, most = (party, way), share
@@ -234,3 +231,61 @@ def _usual(rates: Mapping[Link, float]) -> float:
         for rank in link:
             best[rank] = max(best.get(rank, 0.0), rate)
     return median(best.values()) if best else 0.0
+
+
+def bad_links(settings: CheckSettings, names: Names, rows: Mapping[Link, Mapping[str, float]]) -> list[Finding]:
+    """Slow and late ones, by what `probes.measure` gives of each."""
+    bytes_s = {link: row["bytes_s"] for link, row in rows.items()}
+    slow = slow_links(names, bytes_s, share=settings.slow, least=settings.least_mb_s * 1e6)
+    return slow + late_links(names, {link: row["latency_s"] for link, row in rows.items()})
+
+
+def conclusions(
+    settings: CheckSettings, names: Names, said: dict[int, dict[str, Any]], waited_s: float
+) -> list[Finding]:
+    """All findings in what the ranks said, by rank; who is not in it said nothing."""
+    seen: dict[int, str] = {}
+    for words in said.values():
+        seen |= {int(rank): step for rank, step in words["silent"].items() if int(rank) not in said}
+    last_step = next(iter(said.values()))["step"]
+    for rank in range(len(names.hosts)):
+        if rank not in said:
+            seen.setdefault(rank, last_step)
+    found = silent(names, seen, waited_s)
+    troubles = {rank: words["trouble"] for rank, words in said.items() if words["trouble"]}
+    found += failed(names, troubles, seen)
+    figures = {rank: words["figures"] for rank, words in said.items()}
+    by_op: dict[str, list[tuple[int, int, str]]] = {}
+    for own in figures.values():
+        for op, source, at, how in own["wrong"]:
+            by_op.setdefault(op, []).append((source, at, how))
+    size, tried = len(names.hosts), any("pairs" in own for own in figures.values())
+    ring = {tuple(sorted((first, (first + 1) % size))) for first in range(size)}
+    for op, rows in by_op.items():
+        bad = {tuple(pair) for own in figures.values() for pair in own.get("pairs", {}).get(op, ())}
+        found.append(wrong(names, op, rows, {(a, b): (a, b) not in bad for a, b in ring} if tried else None))
+    if not found or not troubles:
+        links = {(rank, int(peer)): row for rank, own in figures.items() for peer, row in own["links"].items()}
+        found += bad_links(settings, names, links)
+    ahead = {rank: (row["ahead_s"], row["error_s"]) for rank, row in _each(figures, "clock").items()}
+    found += clocks(names, ahead, limit_s=settings.skew_s) if ahead else []
+    flops = {rank: flops / 1e9 for rank, flops in _each(figures, "matmul_flops").items()}
+    shares = _each(figures, "core_share")
+    notes = {rank: f"; it had a core {share:.0%} of that time" for rank, share in shares.items()}
+    found += slow_ranks(names, flops, what="compute", unit="GFLOP/s", share=settings.slow, notes=notes)
+    disks, where = _each(figures, "disk"), f"checkpoint in {settings.folder}"
+    for rank, text in next((row["failures"].items() for row in disks.values() if "failures" in row), ()):
+        hint = f" ({settings.folder} must be one folder, seen by all)" if "FileNotFound" in text else ""
+        found.append(Finding("failed", (int(rank),), f"{names.rank(int(rank))}: {where}: {text}{hint}"))
+    for rank, row in disks.items():
+        if row.get("wrong"):
+            found.append(Finding("wrong", (rank,), f"{names.rank(rank)}: {where}: {row['wrong']}"))
+    for way in ("write", "read"):
+        rates = {rank: rate / 1e6 for rank, rate in _each(disks, f"{way}_bytes_s").items()}
+        found += slow_hosts(names, rates, what=f"disk ({way})", unit="MB/s", share=settings.slow)
+    return found
+
+
+def _each(rows: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, Any]:
+    """By rank, of those that have it."""
+    return {rank: row[key] for rank, row in rows.items() if key in row}

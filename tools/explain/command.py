@@ -8,6 +8,7 @@ else a GPU where this machine has one, or where the model is too large for anyth
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from configs.schema import Config
     from parallelisms.mesh import ParallelismConfig
     from tools.explain.memory import DeviceType
-    from tools.explain.rank import Job, Rank
+    from tools.explain.rank import ExplainedJob, RankProfile
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
 
@@ -51,20 +52,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
     """What is not ours, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
-    rest, given = [], {"--ranks": "", "--device": ""}
-    words = iter(word for word in argv if word != "--explain")
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in given:
-            given[name] = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    ranks, device = given["--ranks"], given["--device"]
-    if ranks and not (ranks.isdecimal() and int(ranks) > 0):
-        raise ValueError(f"--ranks {ranks}: must be a whole number from 1")
-    if device not in ("", "cpu", "cuda"):
-        raise ValueError(f"--device {device}: must be cpu or cuda")
-    return rest, int(ranks or 0), device
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--explain", action="store_true")
+    for flag in ("--ranks", "--device"):
+        parser.add_argument(flag, nargs="?", default="", const="")
+    given, rest = parser.parse_known_args(argv)
+    if given.ranks and not (given.ranks.isdecimal() and int(given.ranks) > 0):
+        raise ValueError(f"--ranks {given.ranks}: must be a whole number from 1")
+    if given.device not in ("", "cpu", "cuda"):
+        raise ValueError(f"--device {given.device}: must be cpu or cuda")
+    return rest, int(given.ranks or 0), given.device
 
 
 def ranks_asked(config: ParallelismConfig) -> int:
@@ -87,21 +84,15 @@ def ranks_asked(config: ParallelismConfig) -> int:
 
 def _without_devices(config: Config) -> Config:
     """Less what a start asks of the devices it finds: the run will be on others."""
-    parallelism = replace(
+    rotated = replace(
         config.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
     )
-    training = replace(config.training, enable_cpu_offload=False)
-    fault_tolerance = replace(config.fault_tolerance, process_group="auto")
-    return replace(
-        config,
-        parallelism=parallelism,
-        training=training,
-        fault_tolerance=fault_tolerance,
-        float8=type(config.float8)(),
-    )
+    training, fault_tolerance = config.training, replace(config.fault_tolerance, process_group="auto")
+    config = replace(config, parallelism=rotated, training=replace(training, enable_cpu_offload=False))
+    return replace(config, fault_tolerance=fault_tolerance, float8=type(config.float8)())
 
 
-def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]]:
+def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
     """Memory of a rank that groups take. Raises ValueError where the environment says nothing of the groups, or the process group is of
     another device."""
     import torch
@@ -114,7 +105,7 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
 
-    def beside(rank: Rank) -> dict[str, int]:
+    def beside(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
         dtype = job.layout.precision.master
         return memory(
@@ -132,7 +123,7 @@ def fault_tolerance(config: Config, job: Job) -> Callable[[Rank], dict[str, int]
     return beside
 
 
-def job_of(config: Config, *, world_size: int, device: str) -> Job:
+def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     """As train.py puts the same parts together. Raises ValueError: no such tokenizer, where nothing else says the vocabulary."""
     import torch
 
@@ -140,7 +131,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     from parallelisms.device import Device
     from parallelisms.mesh import degrees
     from parallelisms.precision import choose_precision
-    from tools.explain.rank import Job
+    from tools.explain.rank import ExplainedJob
     from training.loss import cross_entropy_sum
     from training.optimizer import build_optimizer
     from training.tokenizer import build_tokenizer
@@ -153,15 +144,12 @@ def job_of(config: Config, *, world_size: int, device: str) -> Job:
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
-    precision = choose_precision(
-        training.dtype,
-        training.mixed_precision_param,
-        training.mixed_precision_reduce,
-        Device(torch.device(device_type)),
-    )
+    device_found = Device(torch.device(device_type))
+    dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    precision = choose_precision(*dtypes, device_found)
     sizes = degrees(config.parallelism, world_size)
     at_once = training.local_batch_size * sizes.data_parallel
-    return Job(
+    return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=lambda: build(model, vocab_size=vocab_size, max_seq_len=training.seq_len),
         loss=cross_entropy_sum,

@@ -69,7 +69,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A step of one rank."""
 
     held: tuple[Held, ...]  # by part of the model
@@ -208,7 +208,7 @@ def measure(
     parallel: Parallelized,
     make_optimizer: Callable[[list[Model]], torch.optim.Optimizer],
     microbatches: Sequence[tuple[Tensor, Tensor]],
-) -> Step:
+) -> MeasuredStep:
     """One step over `microbatches`: forward, backward, and the optimizer's update with the making of its state."""
     with _no_collector(), Ruler() as ruler:
         optimizer = make_optimizer(parallel.parts)
@@ -226,7 +226,7 @@ def measure(
             constant |= tensors | states
     stretches = ruler.stretches(set().union(*gradients), constant)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
-    return Step(tuple(held), tuple(stretches), labels)
+    return MeasuredStep(tuple(held), tuple(stretches), labels)
 
 
 @contextmanager
@@ -261,9 +261,8 @@ class Ruler(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[
-            tuple[int, int] | Collective | str
-        ] = []  # a storage's serial and bytes from now on; or a label
+        # a storage's serial and bytes from now on; or a label
+        self.events: list[tuple[int, int] | Collective | str] = []
         self._serials: dict[int, int] = {}  # address of a live storage: its serial
         self._bytes: list[int] = []  # by serial, when it was last alive
         self._watches: dict[int, weakref.ref[Any]] = {}  # by address

@@ -33,8 +33,8 @@ from tools.explain.memory import (
     Collective,
     DeviceType,
     Held,
+    MeasuredStep,
     Others,
-    Step,
     Stretch,
     join,
     local,
@@ -45,7 +45,7 @@ from tools.explain.memory import (
 
 
 @dataclass(frozen=True)
-class Job:
+class ExplainedJob:
     """What is explained."""
 
     title: str
@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterKind:
     """Parameters that differ by the number of their layer alone, such as layers.*.attention.wq.weight."""
 
     name: str
@@ -81,7 +81,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that FSDP gathers, and whose gradients it reduces, together."""
 
     name: str
@@ -93,13 +93,13 @@ class Stage:
     """A part of the model on one rank."""
 
     modules: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    groups: tuple[Group, ...]
+    kinds: tuple[ParameterKind, ...]
+    groups: tuple[ParameterGroup, ...]
     held: Held
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankProfile:
     """The first rank of a stage of the pipeline, or of all: what it holds and what a step takes."""
 
     pp_rank: int
@@ -114,7 +114,7 @@ class Rank:
         return sum((stage.held for stage in self.stages), Held())
 
 
-def ranks(job: Job) -> list[Rank]:
+def ranks(job: ExplainedJob) -> list[RankProfile]:
     """One for each place in the pipeline."""
     if job.degrees.pp > 1:
         return _pipeline_ranks(job)
@@ -122,13 +122,15 @@ def ranks(job: Job) -> list[Rank]:
     return [_rank(job, 0, {0: (stage, step)}, join(step.stretches))]
 
 
-def _rank(job: Job, pp_rank: int, stages: dict[int, tuple[Stage, Step]], whole: Stretch) -> Rank:
+def _rank(
+    job: ExplainedJob, pp_rank: int, stages: dict[int, tuple[Stage, MeasuredStep]], whole: Stretch
+) -> RankProfile:
     """`whole`: all of one pass, and the optimizer."""
     held = sum((stage.held for stage, _ in stages.values()), Held())
     activations, with_gradients = whole.most
     if job.passes > 1:  # the later ones find all gradients there
         with_gradients = max(with_gradients, activations + held.gradients)
-    return Rank(
+    return RankProfile(
         pp_rank,
         tuple(stage for stage, _ in stages.values()),
         activations=activations,
@@ -138,7 +140,7 @@ def _rank(job: Job, pp_rank: int, stages: dict[int, tuple[Stage, Step]], whole: 
     )
 
 
-def _act(job: Job, *, pp_rank: int = 0) -> tuple[Stage, Step]:
+def _act(job: ExplainedJob, *, pp_rank: int = 0) -> tuple[Stage, MeasuredStep]:
     """A step of one pass on the first rank with this place in the pipeline, which has one stage there."""
     sizes = job.degrees.sizes
     with stand_in(
@@ -159,9 +161,12 @@ def _act(job: Job, *, pp_rank: int = 0) -> tuple[Stage, Step]:
         with fake, Others():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
             step = measure(parallel, job.optimizer, [(tokens, tokens)])
-        [part], [held], axes = parallel.parts, step.held, axes_of(mesh)
-        kinds, groups = tuple(_kinds(part)), tuple(_groups(part, job, mesh))
-        return Stage(tuple(_modules(part)), kinds, groups, held), by_axis(step, axes)
+        [part], [held] = parallel.parts, step.held
+        modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
+        modules += [f"layers.{name}" for name in part.layers]
+        modules += [name for name in ("norm", "output") if getattr(part, name) is not None]
+        stage = Stage(tuple(modules), tuple(_kinds(part)), tuple(_groups(part, job, mesh)), held)
+        return stage, by_axis(step, axes_of(mesh))
 
 
 def _eager(layout: Layout) -> Layout:
@@ -190,7 +195,7 @@ def plain(axis: str, *, dp_shard: int, cp: int) -> str:
     return DP_SHARD if cp == 1 else CP
 
 
-def by_axis(step: Step, axes: Mapping[str, str]) -> Step:
+def by_axis(step: MeasuredStep, axes: Mapping[str, str]) -> MeasuredStep:
     """Its messages with the axis for the group; without those of a rank with itself."""
     stretches = []
     for stretch in step.stretches:
@@ -202,13 +207,7 @@ def by_axis(step: Step, axes: Mapping[str, str]) -> Step:
     return replace(step, stretches=tuple(stretches))
 
 
-def _modules(part: Model) -> Iterable[str]:
-    yield from (["tok_embeddings"] if part.tok_embeddings is not None else [])
-    yield from (f"layers.{name}" for name in part.layers)
-    yield from (name for name in ("norm", "output") if getattr(part, name) is not None)
-
-
-def _kinds(part: Model) -> Iterable[Kind]:
+def _kinds(part: Model) -> Iterable[ParameterKind]:
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name, _ in part.named_parameters())
     left = dict(counts)
     for name, parameter in part.named_parameters():
@@ -221,30 +220,33 @@ def _kinds(part: Model) -> Iterable[Kind]:
                 for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
                 if isinstance(placement, Shard | _StridedShard) and mesh[axis].size() > 1
             )
-            yield Kind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), layers)
+            yield ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), layers)
 
 
-def _groups(part: Model, job: Job, mesh: DeviceMesh) -> Iterable[Group]:
+def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[ParameterGroup]:
     shards = mesh[DP_SHARD].size() * mesh[CP].size()
     names = {module: name for name, module in part.named_modules()}
     for modules in communication_groups(part, job.layout.parallelism.fsdp_blocks_per_group):
         parameters = [p for module in modules for p in module.parameters()]
         elements = sum(local(p).untyped_storage().nbytes() // p.itemsize for p in parameters)
-        yield Group(", ".join(names[module] for module in modules), elements * shards)
+        yield ParameterGroup(", ".join(names[module] for module in modules), elements * shards)
 
 
 # Pipelines
 
 
-def _pipeline_ranks(job: Job) -> list[Rank]:
+def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
     """From stages acted out one by one, on a pipeline with one rank for each."""
     config = job.layout.parallelism
     modules = stage_modules(config, list(job.model().layers))
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
-    seen: dict[Any, tuple[Stage, Step]] = {}
+    seen: dict[Any, tuple[Stage, MeasuredStep]] = {}
     acted = []
+    option = job.layout.activation_checkpoint.selective_ac_option
+    every = int(option) if option.isdigit() else 1
     for index, names in enumerate(modules):
-        kind = _stage_kind(names, job)
+        # Stages with equal shapes, whose blocks compute again at the same places
+        kind = tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
         if kind not in seen:
             seen[kind] = _act(_alone(job, modules), pp_rank=index)
         stage, step = seen[kind]
@@ -255,14 +257,7 @@ def _pipeline_ranks(job: Job) -> list[Rank]:
     ]
 
 
-def _stage_kind(names: list[str], job: Job) -> tuple[str, ...]:
-    """Stages with equal shapes, whose blocks compute again at the same places."""
-    option = job.layout.activation_checkpoint.selective_ac_option
-    every = int(option) if option.isdigit() else 1
-    return tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
-
-
-def _alone(job: Job, modules: list[list[str]]) -> Job:
+def _alone(job: ExplainedJob, modules: list[list[str]]) -> ExplainedJob:
     """Two microbatches, each stage on a rank of its own."""
     config = replace(
         job.layout.parallelism,
@@ -279,27 +274,29 @@ def _alone(job: Job, modules: list[list[str]]) -> Job:
     )
 
 
-def _pipeline_rank(job: Job, pp_rank: int, rows: Table, stages: dict[int, tuple[Stage, Step]]) -> Rank:
+def _pipeline_rank(
+    job: ExplainedJob, pp_rank: int, rows: Table, stages: dict[int, tuple[Stage, MeasuredStep]]
+) -> RankProfile:
     """The rank's row of the table, each action as it was seen."""
-    scenes = {index: _Scene(step, job.microbatches, _unsent(index, set(stages))) for index, (_, step) in stages.items()}
+    scenes = {}
+    for index, (_, step) in stages.items():
+        # Messages between two stages of one rank are assignments
+        unsent = {"SEND_F", "RECV_B"} if index + 1 in stages else set[str]()
+        unsent |= {"RECV_F", "SEND_B"} if index - 1 in stages else set()
+        scenes[index] = _Scene(step, job.microbatches, unsent)
     parts = [scene.buffers() for scene in scenes.values()]
     for action in (action for cell in rows[pp_rank] for action in cell):
         parts += scenes[action.stage].play(action)
+    # The optimizer
     parts += [stretch for scene in scenes.values() for stretch in scene.end()]
     return _rank(job, pp_rank, stages, join(parts))
-
-
-def _unsent(stage: int, here: set[int]) -> set[str]:
-    """Messages that become assignments, since the other stage is on the same rank."""
-    behind = {"SEND_F", "RECV_B"} if stage + 1 in here else set()
-    return behind | ({"RECV_F", "SEND_B"} if stage - 1 in here else set())
 
 
 class _Scene:
     """What was seen of a stage with two microbatches, played again with more. The first forward gathers the weights and the first
     backward takes the memory of gradients; after the last one they are reduced."""
 
-    def __init__(self, step: Step, microbatches: int, unsent: set[str]) -> None:
+    def __init__(self, step: MeasuredStep, microbatches: int, unsent: set[str]) -> None:
         self._start, *others = step.stretches
         named = {re.sub(r"^PP:\d+", "", stretch.label): stretch for stretch in others}  # F0, SEND_F0, UNSHARD, ...
         self._seen = {name: stretch for name, stretch in named.items() if name.rstrip("01") not in unsent}

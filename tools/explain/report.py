@@ -14,7 +14,7 @@ from parallelisms.device import DIFFERENCES
 from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
-from tools.explain.rank import Group, Job, Kind, Rank, plain, ranks
+from tools.explain.rank import ExplainedJob, ParameterKind, RankProfile, plain, ranks
 
 WIDTH = 110
 _MOST_ROWS = 16  # of a table; of a longer one the middle is left out
@@ -31,7 +31,7 @@ _CARDS = {24: "RTX 4090", 40: "A100 40", 80: "A100, H100", 141: "H200", 180: "B2
 _USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspaces, gaps between blocks
 
 
-def explain(job: Job, beside: Callable[[Rank], Mapping[str, int]] | None = None) -> str:
+def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
     """The text: at most WIDTH columns, ends in a newline. `beside`: bytes of a rank that something else takes, each with what for."""
     acted = ranks(job)
     sections = [
@@ -56,7 +56,7 @@ def explain(job: Job, beside: Callable[[Rank], Mapping[str, int]] | None = None)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _head(job: Job) -> Iterator[str]:
+def _head(job: ExplainedJob) -> Iterator[str]:
     where = DIFFERENCES[job.device_type].words
     n = job.degrees.world_size
     yield from _wrapped(
@@ -65,7 +65,7 @@ def _head(job: Job) -> Iterator[str]:
     )
 
 
-def _batch(job: Job) -> Iterator[str]:
+def _batch(job: ExplainedJob) -> Iterator[str]:
     d, seq_len = job.degrees, job.seq_len
     sequences = job.local_batch_size * d.data_parallel * job.passes
     model = job.model()
@@ -84,7 +84,7 @@ def _batch(job: Job) -> Iterator[str]:
         yield f"activation checkpointing ({mode}) computes {share}, which these figures and MFU leave out"
 
 
-def _dtypes(job: Job) -> Iterator[str]:
+def _dtypes(job: ExplainedJob) -> Iterator[str]:
     precision = job.layout.precision
     names = [str(dtype).removeprefix("torch.") for dtype in (precision.master, precision.compute, precision.reduce)]
     rows = [
@@ -106,7 +106,7 @@ def _mesh(degrees: Degrees) -> Iterator[str]:
     yield from _table(rows) if len(rows) > 1 else ["one rank: nothing is shared"]
 
 
-def _ranks(job: Job) -> Iterator[str]:
+def _ranks(job: ExplainedJob) -> Iterator[str]:
     degrees = job.degrees
     if degrees.world_size == 1:
         return
@@ -122,25 +122,23 @@ def _ranks(job: Job) -> Iterator[str]:
     yield from _table([("rank", *shown, "which of the step's sequences, if dealt in order"), *_ends_of_rows(rows)])
 
 
-def _modules(acted: Sequence[Rank]) -> Iterator[str]:
+def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
     rows = []
     for rank in acted:
         for stage in rank.stages:
-            number = f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
-            rows.append((number, _folded(stage.modules)))
+            blocks = [name for name in stage.modules if name.startswith("layers.")]
+            names = [name for name in stage.modules if name not in blocks[1:]]
+            if len(blocks) > 1:  # those in a row as one: layers.0 to 7
+                names[names.index(blocks[0])] += f" to {blocks[-1].removeprefix('layers.')}"
+            rows.append((_who(rank, acted), ", ".join(names)))
     yield from _table(rows)
 
 
-def _folded(modules: Sequence[str]) -> str:
-    """Blocks in a row as one: layers.0 to 7."""
-    blocks = [name.removeprefix("layers.") for name in modules if name.startswith("layers.")]
-    head = [name for name in modules if name == "tok_embeddings"]
-    tail = [name for name in modules if name in ("norm", "output")]
-    middle = [f"layers.{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else f"layers.{blocks[0]}"] if blocks else []
-    return ", ".join([*head, *middle, *tail])
+def _who(rank: RankProfile, acted: Sequence[RankProfile]) -> str:
+    return f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
 
 
-def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _parameters(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     rows, seen = [("name", "whole", "cut", "of a rank")], set()
     for stage in (stage for rank in acted for stage in rank.stages):
         for kind in stage.kinds:
@@ -150,7 +148,7 @@ def _parameters(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _cut(kind: Kind, degrees: Degrees) -> str:
+def _cut(kind: ParameterKind, degrees: Degrees) -> str:
     """Which axis has cut what: "rows: dp_shard, tp"."""
     parts = {
         dim: [plain(axis, dp_shard=degrees.dp_shard, cp=degrees.cp) for axis, cut in kind.cuts if cut == dim]
@@ -160,13 +158,12 @@ def _cut(kind: Kind, degrees: Degrees) -> str:
     return "; ".join(texts) or "whole"
 
 
-def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
     for rank in acted:
-        name = f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
         held = rank.held
         figures = (held.parameters, held.gradients, held.optimizer, rank.activations, rank.peak)
-        rows.append((name, *(_size(figure) for figure in figures)))
+        rows.append((_who(rank, acted), *(_size(figure) for figure in figures)))
     yield from _table(rows, right=range(1, 6))
     yield from _wrapped(
         "activations: the most that they, gathered weights, gradients on their way and buffers come to at one instant; peak: the most "
@@ -180,7 +177,7 @@ def _memory(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory, and not in the peak"
 
 
-def _beside(acted: Sequence[Rank], beside: Callable[[Rank], Mapping[str, int]] | None) -> Iterator[str]:
+def _beside(acted: Sequence[RankProfile], beside: Callable[[RankProfile], Mapping[str, int]] | None) -> Iterator[str]:
     """Of the rank that has most."""
     if beside is not None:
         most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
@@ -188,8 +185,8 @@ def _beside(acted: Sequence[Rank], beside: Callable[[Rank], Mapping[str, int]] |
         yield "the gradients are kept until the step holds, and no longer than that: they are in the table above"
 
 
-def _communication(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
-    def sent(rank: Rank) -> float:
+def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    def sent(rank: RankProfile) -> float:
         return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job.degrees)) * n for c, n in rank.collectives.items())
 
     rank = max(acted, key=sent)
@@ -201,16 +198,9 @@ def _communication(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
     for (axis, kind), same in groupby(items, key=lambda item: (item[0].group, item[0].kind)):
         counts = list(same)
         total = sum(c.bytes * n for c, n in counts)
-        rows.append(
-            (
-                axis,
-                kind,
-                f"{sum(n for _, n in counts):,}",
-                _size(max(c.bytes for c, _ in counts)),
-                _size(total),
-                _size(_sent(kind, total, _ranks_of(axis, job.degrees))),
-            )
-        )
+        times, largest = sum(n for _, n in counts), max(c.bytes for c, _ in counts)
+        sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
+        rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
     if len(acted) > 1:
         yield f"rank {rank.pp_rank} of pp, which sends most:"
     yield from _table(rows, right=range(2, 6))
@@ -229,13 +219,14 @@ def _ranks_of(axis: str, degrees: Degrees) -> int:
     return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
 
 
-def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
+def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
     d, precision = job.degrees, job.layout.precision
     shards, stage = d.dp_shard * d.cp, rank.stages[0]
     if shards > 1:
         rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
         for size, same in groupby(stage.groups, key=lambda group: group.elements):
-            names = _group_names(list(same))
+            first, *others = (group.name for group in same)
+            names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
             rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
         yield f"one message per group; its buffer for {shards} shards:"
         yield from _table(_ends_of_rows(rows), right=(1, 2))
@@ -248,11 +239,6 @@ def _fsdp(job: Job, rank: Rank) -> Iterator[str]:
     yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
     for name, order in (("forward ", forward), ("backward", backward)):
         yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
-
-
-def _group_names(groups: list[Group]) -> str:
-    first, last = groups[0].name, groups[-1].name
-    return first if len(groups) == 1 else f"{first} ... {last} ({len(groups)} groups)"
 
 
 def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -268,16 +254,15 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         if what == "pre_backward":
             now = backward
         if what in letters:
-            short = (
-                name.rstrip(")") or "all"
-            )  # a pipeline gathers before the first forward, which tells groups their names
+            # a pipeline gathers before the first forward, which tells groups their names
+            short = name.rstrip(")") or "all"
             for long, brief in (("layers.", ""), ("tok_embeddings", "emb"), ("norm, output", "head"), (", ", "+")):
                 short = short.replace(long, brief)
             now.append(f"{letters[what]}:{short}")
     return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # of a pipeline one microbatch, to the end
 
 
-def _pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     pp = job.degrees.pp
     if pp == 1:
         return
@@ -298,12 +283,12 @@ def _narrow(line: str) -> str:
     return head + " ".join(cell.ljust(width - 1) for cell in kept)
 
 
-def _warnings(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     for warning in (*_warn_pipeline(job, acted), *_warn_layout(job, acted), *_warn_figures(job)):
         yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
 
 
-def _warn_pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _warn_pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     pp = job.degrees.pp
     if pp == 1:
         return
@@ -324,7 +309,7 @@ def _warn_pipeline(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
 
 
-def _warn_layout(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
+def _warn_layout(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     d, config = job.degrees, job.layout.parallelism
     kinds = {kind.name: kind for rank in acted for stage in rank.stages for kind in stage.kinds}
     uneven = [
@@ -344,7 +329,7 @@ def _warn_layout(job: Job, acted: Sequence[Rank]) -> Iterator[str]:
         yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
 
 
-def _warn_figures(job: Job) -> Iterator[str]:
+def _warn_figures(job: ExplainedJob) -> Iterator[str]:
     if job.degrees.cp > 1 and job.layout.parallelism.context_parallel_rotate_method == "ring":
         yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
     if job.layout.compile.enable:

@@ -1,6 +1,7 @@
-"""A folder that appears whole or not at all.
+"""Folders of published weights: one that appears whole or not at all, and what goes along beside weights.
 
 Flow: hf_import.py and hf_export.py fill one. Until the last line it is called OUT.partial, which no program takes for what OUT will be.
+The tokenizer's files, and how text is drawn, go where weights go: on import into OUT/tokenizer, which model.tokenizer_path names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,20 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION,
+)
 
 
 @contextmanager
@@ -33,7 +48,11 @@ def landing(out: Path) -> Iterator[Path]:
             pass
         refuse(out)  # the other process may have ended in between
         try:
-            _clear(partial)
+            for path in partial.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             yield partial
             for folder, _, _ in os.walk(partial, topdown=False):
                 sync(Path(folder))
@@ -83,9 +102,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def carried(folder: Path) -> list[Path]:
+    """Those of a folder that go along."""
+    return [folder / name for name in (TOKENIZER, *_BESIDE) if (folder / name).is_file()]
+
+
+def of_tokenizer(path: str) -> Iterator[tuple[Path, str]]:
+    """(file, the name it is published by) of what is there of model.tokenizer_path, be it a file or its folder."""
+    given = Path(path).expanduser()
+    file = given / TOKENIZER if given.is_dir() else given
+    if file.is_file():
+        yield file, TOKENIZER
+    for beside in carried(file.parent):
+        if beside.name != TOKENIZER:
+            yield beside, beside.name
