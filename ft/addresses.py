@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
 
 from ft.rpc.access import Endpoint
 
@@ -68,19 +68,10 @@ def _towards(place: Endpoint) -> str:
     except (socket.gaierror, UnicodeError):
         raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
     for family, *_, address in routes:
-        if found := _source(family, address):
-            return found
-    raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {_words(interfaces())}")
-
-
-def _source(family: int, address: Any) -> str:
-    """The source address of a packet to that address; "" where there is no route."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # an error: there is no route
             probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
             return str(probe.getsockname()[0]).partition("%")[0]
-    except OSError:
-        return ""
+    raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {_words(interfaces())}")
 
 
 def _of_interface(name: str, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
@@ -98,16 +89,16 @@ def _of_network(text: str, network: Network, there: Mapping[str, Sequence[Addres
     found = [address for address in addresses if address in network]
     if found:
         return found
-    closest = max(addresses, key=lambda a: (not a.is_loopback, _common_bits(a, network)), default=None)
+
+    def common_bits(address: Address) -> int:
+        """Number of leading bits that it shares with the network; -1 for those of the other family."""
+        if address.version != network.version:
+            return -1
+        return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
+
+    closest = max(addresses, key=lambda address: (not address.is_loopback, common_bits(address)), default=None)
     nearest = f'; nearest: "{closest}"' if closest else ""
     raise ValueError(f'{SETTING} = "{text}": no address of this machine is in it; {_words(there)}{nearest}')
-
-
-def _common_bits(address: Address, network: Network) -> int:
-    """Number of leading bits that they share; -1 for those of the other family."""
-    if address.version != network.version:
-        return -1
-    return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
 
 
 def _words(there: Mapping[str, Sequence[Address]]) -> str:

@@ -155,9 +155,8 @@ class FaultTolerance:
     def _check_semi_sync(self) -> None:
         changed = [key for key in _SEMI_SYNC if getattr(self, key) != getattr(type(self), key)]
         method, alone = self.semi_sync_method, ("sync_steps",)
-        for key in (
-            changed if method == "none" else [key for key in changed if method == "local_sgd" and key not in alone]
-        ):
+        unused = changed if method == "none" else [key for key in changed if method == "local_sgd" and key not in alone]
+        for key in unused:
             methods = '"diloco"' if key not in alone else '"local_sgd" or "diloco"'
             raise ValueError(
                 f"fault_tolerance.{key} = {_toml(getattr(self, key))}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
@@ -222,16 +221,8 @@ GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]
 # By where gradients lie: in this process, in a child. torch's gloo is registered for the CPU alone.
 _KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), "cuda": ("nccl", "baby_nccl")}
 
-_SEMI_SYNC = (
-    "sync_steps",
-    "num_fragments",
-    "fragment_sync_delay",
-    "fragment_update_alpha",
-    "should_quantize",
-    "outer_lr",
-    "outer_momentum",
-    "outer_nesterov",
-)
+_SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
+_SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]
 
 
 def _toml(value: object) -> str:
@@ -276,12 +267,26 @@ class Environment:
     @staticmethod
     def read(environ: Mapping[str, str]) -> Environment:
         """Raises ValueError, which names the variable, its value and what is legal."""
-        read = _Reader(environ)
+
+        def read(variable: str, rule: Callable[[str], T], default: T) -> T:
+            text = environ.get(variable, "").strip()
+            try:
+                return rule(text) if text else default
+            except ValueError as error:
+                raise ValueError(f"{variable} = {text}: {error}") from None
+
+        token, token_file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
+        if token and token_file:
+            raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
+        if token_file:
+            token = read_token(Path(token_file))
+        elif token:
+            check_token(token, "PHAROS_TOKEN")
         made = Environment(
             lighthouse=read("TORCHFT_LIGHTHOUSE", _address, ""),
             replica_group_id=read("REPLICA_GROUP_ID", group_name, ""),
             num_replica_groups=read("NUM_REPLICA_GROUPS", _whole(1), None),
-            token=_token(environ),
+            token=token,
             group_rank=read("RANK", _whole(0), 0),
             world_size=read("WORLD_SIZE", _whole(1), 1),
             local_rank=read("LOCAL_RANK", _whole(0), 0),
@@ -335,22 +340,6 @@ def group_folder(run_folder: Path, settings: FaultTolerance, environment: Enviro
     return run_folder / "groups" / environment.name if settings.enable else run_folder
 
 
-class _Reader:
-    """One variable after the other, each by its own rule."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def __call__(self, variable: str, rule: Callable[[str], T], default: T) -> T:
-        text = self._environ.get(variable, "").strip()
-        if not text:
-            return default
-        try:
-            return rule(text)
-        except ValueError as error:
-            raise ValueError(f"{variable} = {text}: {error}") from None
-
-
 def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if not text.isascii() or not text.lstrip("-").isdigit():
@@ -377,12 +366,3 @@ def _address(text: str) -> str:
     except ValueError:
         raise ValueError("must be http://HOST:PORT, such as http://localhost:29510 or http://[::1]:29510") from None
     return text if "://" in text else f"http://{text}"
-
-
-def _token(environ: Mapping[str, str]) -> str:
-    token, file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
-    if token and file:
-        raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
-    if file:
-        return read_token(Path(file))
-    return check_token(token, "PHAROS_TOKEN") if token else ""

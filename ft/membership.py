@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ft.process_groups.store import serve, sweep
 from ft.protocol.messages import Times
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.clients import is_torchfts
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupProcess, is_torchfts
 from ft.rpc.group_server import Settings
 
 START_S = 60.0  # that ranks give rank 0 to start the server

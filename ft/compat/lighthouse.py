@@ -21,7 +21,7 @@ from ft.protocol.rules import validate_request
 from ft.rpc import codec
 from ft.rpc.driver import now_s
 from ft.rpc.generated import torchft_pb2
-from ft.rpc.lighthouse_link import CALL_S, Wire
+from ft.rpc.lighthouse_link import CALL_S, Wire, status_of
 
 BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
@@ -37,14 +37,14 @@ log = logging.getLogger("pharos.group")
 
 
 class LinkOverTorchft(Wire):
-    """To a lighthouse of torchft's."""
+    """To a lighthouse of torchft's, which takes no reports and no leave: it notices that the heartbeats end."""
 
     async def _ask(self, call: m.Call) -> None:
         try:
             quorum = await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S)
             self._hear(m.LighthouseAnswered(read(quorum)))
         except grpc.RpcError as error:
-            self._hear(m.LighthouseFailed(_status(error)))
+            self._hear(m.LighthouseFailed(status_of(error)))
         except ValueError as error:
             self._hear(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
 
@@ -63,19 +63,10 @@ class LinkOverTorchft(Wire):
                 said = ""
                 self._hear(m.BeatAnswered(sent_s))
             except grpc.RpcError as error:
-                if _status(error) != said:
-                    said = _status(error)
+                if status_of(error) != said:
+                    said = status_of(error)
                     log.warning("no beat reaches the lighthouse: %s", said)
             await asyncio.sleep(BEAT_S)
-
-    async def beat(self, report: Any) -> None:
-        """Heartbeats go by themselves, and torchft takes no reports."""
-
-    async def tell(self, happened: Any) -> None:
-        """torchft's page shows none of it."""
-
-    async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
-        """torchft's lighthouse takes no leave: it notices that the heartbeats end."""
 
 
 async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float) -> m.Quorum:
@@ -84,10 +75,6 @@ async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float)
     call = to.unary_unary("/torchft.LighthouseService/Quorum")
     reply = await call(request, timeout=timeout_s, metadata=metadata)
     return codec.quorum_from_torchft(codec.parse(torchft_pb2.LighthouseQuorumResponse, reply).quorum)
-
-
-def _status(error: Any) -> str:
-    return f"{error.code().name}: {error.details()}"
 
 
 def write(member: m.Member) -> m.Member:

@@ -163,9 +163,21 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
         )
-        _say_what_changes_nothing(
-            use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
-        )
+        for name, value, why in (
+            (
+                "use_async_quorum",
+                use_async_quorum,
+                "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
+            ),
+            (
+                "connect_timeout",
+                connect_timeout,
+                "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
+            ),
+            ("enable_error_bus", enable_error_bus, "every group is told at once of a death, always"),
+        ):
+            if value is not None:
+                _say_once(f"Manager({name}={value}) changes nothing: {why}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
         self._parameters: list[nn.Parameter] = []
         self._batches = 0  # that are in the weights
@@ -527,14 +539,3 @@ def _say_once(what: str) -> None:
     if what not in _SAID:
         _SAID.add(what)
         log.warning("%s", what)
-
-
-def _say_what_changes_nothing(**given: object) -> None:
-    reasons = {
-        "use_async_quorum": "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
-        "connect_timeout": "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
-        "enable_error_bus": "every group is told at once of a death, always",
-    }
-    for name, value in given.items():
-        if value is not None:
-            _say_once(f"Manager({name}={value}) changes nothing: {reasons[name]}")

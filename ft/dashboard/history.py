@@ -174,7 +174,7 @@ class History:
 
     def _see_departures(self) -> None:
         lost = self._machine.roster.lost
-        if next(reversed(lost), None) in (*self._newest_gone(), None):
+        if next(reversed(lost), None) in (next(reversed(self.gone), None), None):
             return
         now_s = self._wall_clock()
         new = list(takewhile(lambda i: i not in self.gone, reversed(lost)))[::-1]
@@ -194,9 +194,6 @@ class History:
     def _see_size(self) -> None:
         members = sum(i not in self.gone for i in self._ids)
         self.sizes.append(Size(self._wall_clock(), members, self._change()))
-
-    def _newest_gone(self) -> tuple[str, ...]:
-        return (next(reversed(self.gone)),) if self.gone else ()
 
     def _see_quorum(self) -> None:
         quorum = self._machine.quorum

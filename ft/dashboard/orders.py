@@ -40,13 +40,6 @@ class Orders:
         if not self._has_token:
             text = "this job has no token, so it takes no orders: start the lighthouse with --token_file\n"
             raise web.HTTPForbidden(text=text)
-        self._limit()
-        order, replica_id = self._read(request.content_type, await request.content.read(MOST_BYTES + 1))
-        words = self._carry_out(order, replica_id, request.remote or "somewhere")
-        log.warning("order from %s: %s %s: %s", request.remote, order, clean(replica_id, MAX_TEXT), words)
-        return web.json_response({"order": order, "replica_id": replica_id, "done": words}, status=202)
-
-    def _limit(self) -> None:
         now_s = self._clock()
         self._left = min(BURST, self._left + PER_S * (now_s - self._filled_s))
         self._filled_s = now_s
@@ -54,6 +47,10 @@ class Orders:
             text = f"too many orders: {BURST} at once, then {PER_S:g} a second\n"
             raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": "1"})
         self._left -= 1
+        order, replica_id = self._read(request.content_type, await request.content.read(MOST_BYTES + 1))
+        words = self._carry_out(order, replica_id, request.remote or "somewhere")
+        log.warning("order from %s: %s %s: %s", request.remote, order, clean(replica_id, MAX_TEXT), words)
+        return web.json_response({"order": order, "replica_id": replica_id, "done": words}, status=202)
 
     def _read(self, content_type: str, data: bytes) -> tuple[str, str]:
         if content_type != "application/json":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ft.dashboard.history import History, clean, named
@@ -16,17 +15,8 @@ from ft.protocol import messages as m
 from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
 
-HEALTH = (
-    "training",
-    "waiting",
-    "joining",
-    "healing",
-    "late",
-    "silent",
-    "sitting out",
-    "left",
-    "lost",
-)  # a row has the word's place
+# A row has the word's place.
+HEALTH = ("training", "waiting", "joining", "healing", "late", "silent", "sitting out", "left", "lost")
 TRAINS, WAITS, JOINS, HEALS, LATE, SILENT, SITS_OUT, LEFT, LOST = range(len(HEALTH))
 IN_REDUCTION, CONNECTED, DRAINED, KILLED = 1, 2, 4, 8  # flags of a row; CONNECTED: an order reaches it
 SILENT_BEATS = 2.5  # without a word, before that is said
@@ -37,15 +27,6 @@ STANDS_S, STANDS_STEPS = 15.0, 5  # without a step, before that is said
 PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases; characters
 
 Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all of it comes to. `state`: good, busy or bad; `headline` and `reason` say it in words."""
-
-    state: str
-    headline: str
-    reason: str
 
 
 class View:
@@ -173,11 +154,11 @@ class View:
             counts[row[2]] += 1
         wall_s = sum(report.wall_s for report in service.reports.values())
         goodput_s = sum(report.goodput_s for report in service.reports.values())
-        words = self._words(rows, counts)
+        state, headline, reason = self._words(rows, counts)
         return {
-            "state": words.state,
-            "headline": words.headline,
-            "reason": words.reason,
+            "state": state,
+            "headline": headline,
+            "reason": reason,
             "quorum_id": quorum.quorum_id if quorum else 0,
             "members": len(quorum.members) if quorum else 0,
             "alive": sum(i in machine.roster.peers for i in quorum.ids) if quorum else 0,
@@ -193,17 +174,17 @@ class View:
             "trouble": clean(service.keeper.trouble if service.keeper else "", NOTE_TEXT),
         }
 
-    def _words(self, rows: dict[str, Row], counts: list[int]) -> Job:
-        """What the job does, and why it waits where it does. The first that holds."""
+    def _words(self, rows: dict[str, Row], counts: list[int]) -> tuple[str, str, str]:
+        """State (good, busy or bad), headline and reason: what the job does, and why it waits where it does. The first that holds."""
         machine, history = self._machine, self._history
         reason, asking = clean(machine.reason, NOTE_TEXT), len(machine.roster.candidates)
         late = [i for i, row in rows.items() if row[2] == LATE]
         if not rows:
-            return Job("busy", "No group has come yet", "The lighthouse waits for the first one to call.")
+            return "busy", "No group has come yet", "The lighthouse waits for the first one to call."
         if machine.quorum is None:
-            return Job("busy", "Waits for the first quorum", _sentence(reason))
+            return "busy", "Waits for the first quorum", _sentence(reason)
         if counts[LOST] and all(row[2] in (LOST, LEFT) for row in rows.values()):
-            return Job(
+            return (
                 "bad",
                 "All groups are gone",
                 "Those that come back begin where the newest checkpoint or the last survivor is.",
@@ -211,14 +192,14 @@ class View:
         if waited_s := self._waited_s():
             wanted = f" Waits for {named(late)}." if late else ""
             head = "A group waits to come in" if not machine.roster.present else "Waits for the next quorum"
-            return Job("busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} {asking} asked.")
+            return "busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} {asking} asked."
         if late:
             verb = "keeps" if len(late) == 1 else "keep"
-            return Job("busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction.")
+            return "busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction."
         if stands_s := self._stands_s():
-            return Job("bad", f"No step for {stands_s:.0f} s", f"The newest quorum: {reason}.")
+            return "bad", f"No step for {stands_s:.0f} s", f"The newest quorum: {reason}."
         if counts[HEALS]:
-            return Job(
+            return (
                 "busy",
                 "Trains, and heals",
                 f"{named(history.healing)} fetches the state; the others go on without a pause.",
@@ -226,10 +207,8 @@ class View:
         missing = counts[LOST] + counts[SILENT] + counts[SITS_OUT]
         if missing:
             out = [i for i, row in rows.items() if row[2] in (LOST, SILENT, SITS_OUT)]
-            return Job(
-                "busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in."
-            )
-        return Job("good", "Trains", f"Nobody asks for another quorum. The newest: {reason}.")
+            return ("busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in.")
+        return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
 
     def _stands_s(self) -> float:
         """Since a step was seen, where that is too long; 0 where groups tell of none."""

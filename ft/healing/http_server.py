@@ -38,15 +38,11 @@ class HealServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
         self._lock = threading.Lock()
-        self.shown: CheckpointOffer | None = None
+        self.shown: CheckpointOffer | None = None  # what is served
         self._connections: dict[_Connection, None] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
         self._thread.start()
-
-    def show(self, offer: CheckpointOffer | None) -> None:
-        """Serves this offer from now on, or none."""
-        self.shown = offer
 
     def close(self) -> None:
         """May be called twice."""

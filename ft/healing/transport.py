@@ -64,9 +64,7 @@ class HealConfig:
     """[fault_tolerance.healing] of a rank."""
 
     heal_copy_bytes: int = 256 << 20  # at most so much is copied aside for readers that are not done at a commit
-    heal_grace_s: float = (
-        30.0  # a commit waits so long for the rest to be that small; a connection may be silent so long
-    )
+    heal_grace_s: float = 30.0  # a commit waits so long for the rest to be small; a connection may be silent so long
     heal_streams: int = 2  # connections to a single source: one alone is bound by the core that fills it
     offer_wait_s: float = 30.0  # a joiner waits so long for an offer that is not there yet
 

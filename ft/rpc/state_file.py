@@ -29,11 +29,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ft.protocol import messages as m
 from ft.protocol.rules import MAX_STEP, validate_request
-from ft.rpc import codec
 
 FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
@@ -69,12 +68,14 @@ def _checked(saved: m.Saved) -> m.Saved:
             raise ValueError(f"{name} = {number!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
         raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
-    if saved.terms:
-        codec.to_message(saved.terms)  # says what is of a wrong type, as below
-        if saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf:
-            raise ValueError(f"{saved.terms}")
+    with suppress(ImportError):  # run_lighthouse.sh looks at the flags, and so here, before it installs protobuf
+        from ft.rpc import codec
+
+        for part in filter(None, (saved.terms, saved.quorum)):
+            codec.to_message(part)  # says what is of a wrong type
+    if saved.terms and (saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf):
+        raise ValueError(f"{saved.terms}")
     if saved.quorum:
-        codec.to_message(saved.quorum)
         members, (*numbers, commit_id) = saved.quorum.members, saved.quorum.reference
         if [*map(type, numbers), type(commit_id)] != [int, int, str]:
             raise ValueError(f"reference {saved.quorum.reference}")
@@ -120,19 +121,19 @@ def take_over(path: Path) -> str:
         except OSError:  # the disk is full, maybe: a link that names it, and leads nowhere, needs no room
             stamp.unlink(missing_ok=True)
             stamp.symlink_to(owner)
-        stamp.replace(_stamp(path))
+        stamp.replace(path.with_name(f"{path.name}.owner"))
     except OSError:
         stamp.unlink(missing_ok=True)
         raise
     for other in path.parent.iterdir():
-        if other.name.startswith(_partial(path, "").name):
+        if other.name.startswith(f"{path.name}.partial"):
             other.unlink(missing_ok=True)
     return owner
 
 
 def write(path: Path, saved: m.Saved, owner: str = "") -> None:
     """Afterwards it is on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
-    partial = _partial(path, owner)
+    partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **saved.to_dict()}, file)
         file.flush()
@@ -159,18 +160,10 @@ def _look(path: Path, owner: str) -> None:
 
 def owner_of(path: Path) -> str:
     """The name of the lighthouse that took the file over last; empty: none has. Raises OSError."""
-    stamp = _stamp(path)
+    stamp = path.with_name(f"{path.name}.owner")
     with suppress(FileNotFoundError):
         return str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")
     return ""
-
-
-def _stamp(path: Path) -> Path:
-    return path.with_name(f"{path.name}.owner")
-
-
-def _partial(path: Path, owner: str) -> Path:
-    return path.with_name(f"{path.name}.partial{owner}")
 
 
 class StateFileWriter:
@@ -200,7 +193,8 @@ class StateFileWriter:
         if self._over:
             raise self._over
         before, self._newest = self._newest, saved
-        if before and _key(before) == _key(saved) and saved.settled >= before.settled:
+        same = before and (before.epoch, before.last_id, before.kind) == (saved.epoch, saved.last_id, saved.kind)
+        if before and same and saved.settled >= before.settled:
             if self._lazy is None:
                 self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
             return None
@@ -236,7 +230,13 @@ class StateFileWriter:
         loop = asyncio.get_running_loop()
         while True:
             attempt = loop.run_in_executor(self._thread, self._try, saved)
-            covered = self._covers(saved)
+            there = self._written  # the file stands for what it reserves, too
+            covered = (
+                there is not None
+                and (there.epoch, there.kind) == (saved.epoch, saved.kind)
+                and there.settled <= saved.settled
+                and saved.last_id <= there.last_id + RESERVED
+            )
             done, _ = await asyncio.wait([attempt], timeout=PATIENCE_S if covered else None)
             if done and attempt.result():
                 return
@@ -246,16 +246,6 @@ class StateFileWriter:
                 self._retrying = self._retrying or asyncio.ensure_future(self._until_well())
                 return
             await asyncio.sleep(RETRY_S)
-
-    def _covers(self, saved: m.Saved) -> bool:
-        """The file stands for that, too."""
-        there = self._written
-        return (
-            there is not None
-            and (there.epoch, there.kind) == (saved.epoch, saved.kind)
-            and there.settled <= saved.settled
-            and saved.last_id <= there.last_id + RESERVED
-        )
 
     async def _until_well(self) -> None:
         assert self._newest
@@ -304,7 +294,3 @@ class StateFileWriter:
                 self._before = None
                 return
         raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
-
-
-def _key(saved: m.Saved) -> tuple[Any, ...]:
-    return (saved.epoch, saved.last_id, saved.kind)

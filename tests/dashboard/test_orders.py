@@ -16,10 +16,8 @@ from bench.page_job import Herd
 from ft.dashboard import orders
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.rpc.clients import GroupClient
-from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import Settings
-from ft.rpc.processes import Process
+from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.group_server import Process, Settings
 from tests.dashboard.house import TOKEN, WAIT_S, House
 
 Houses, Herds = Callable[..., House], Callable[[House], Herd]
