@@ -1,4 +1,4 @@
-"""What fault tolerance is told: the section [fault_tolerance], and what the launcher says in the environment.
+"""Settings of fault tolerance: the section [fault_tolerance], and what the launcher says in the environment.
 
 Flow: ft/manager.py is built from both. This is the only file of ft, beside its command lines, that reads the environment. Importing it
 needs neither torch nor grpc, and starts nothing.
@@ -202,7 +202,7 @@ class FaultTolerance:
 
     @property
     def schedule(self) -> Schedule:
-        """When groups that step by themselves sum what."""
+        """Schedule of the sums of groups that step by themselves."""
         return Schedule(self.sync_steps, self.num_fragments, self.fragment_sync_delay, self.fragment_update_alpha)
 
     @property
@@ -234,7 +234,7 @@ def _toml(value: object) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """What is not the same for all groups and ranks, and what is secret. Empty or None: the variable is not set."""
+    """Settings that differ between groups and ranks, and the secret ones. Empty or None: the variable is not set."""
 
     lighthouse: str = ""  # http://host:port
     replica_group_id: str = ""  # this group's name
@@ -261,7 +261,7 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """Of this group."""
+        """Name of this group."""
         return self.replica_group_id or "0"
 
     @staticmethod
@@ -318,7 +318,7 @@ class Environment:
         return slots
 
     def check(self, settings: FaultTolerance) -> None:
-        """What can be known to be wrong before anything is connected. Raises ValueError."""
+        """Finds errors that show before anything is connected. Raises ValueError."""
         if not settings.enable:
             return
         if not self.lighthouse:
@@ -336,7 +336,7 @@ class Environment:
 
 
 def group_folder(run_folder: Path, settings: FaultTolerance, environment: Environment) -> Path:
-    """Where a group keeps what is its own: <run>/groups/<id>; <run> where there are no groups."""
+    """Folder of a group's own files: <run>/groups/<id>; <run> where there are no groups."""
     return run_folder / "groups" / environment.name if settings.enable else run_folder
 
 

@@ -41,8 +41,7 @@ class LighthouseQuorum:
 
 
 class LighthouseClient:
-    """Of torchft's wire: any lighthouse of that wire answers it. Raises TimeoutError where none does in time, RuntimeError where it
-    refuses."""
+    """Client of any lighthouse that speaks torchft's wire. Raises TimeoutError where none answers, RuntimeError where it refuses."""
 
     def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "") -> None:
         access = Access(token)

@@ -106,7 +106,7 @@ class Feed:
         self._news = asyncio.Event()
 
     def _bytes(self, parts: Parts) -> bytes:
-        """Who has the last event, and so the id, has all those before it."""
+        """Events of an update; the last one has its id, so who has that has all those before it."""
         *first, last = messages(parts, time.time())
         lines = [*(f"data: {text}\n\n" for text in first), f"id: {self._boot}-{self._number}\ndata: {last}\n\n"]
         return "".join(lines).encode()
@@ -161,7 +161,7 @@ class Feed:
                 await self._news.wait()
 
     def end(self) -> None:
-        """All streams end."""
+        """Ends all streams."""
         self._over = True
         self._news.set()
 

@@ -1,4 +1,4 @@
-"""What an operator may tell a group on the page: to leave (drain), or to die (kill), down the stream that it holds to the lighthouse.
+"""Orders that an operator may give a group on the page: to leave (drain), or to die (kill), down its stream to the lighthouse.
 
 POST /orders {"order": "drain", "replica_id": "left:4f2a"}, with the job's token as a header: a browser sends that for no other site, so a
 link or a form elsewhere orders nothing. A job without a token takes no orders, as anybody's page could give them then.
@@ -27,7 +27,7 @@ log = logging.getLogger("pharos.lighthouse")
 
 
 class Orders:
-    """Of one lighthouse."""
+    """Orders of one lighthouse."""
 
     def __init__(
         self, service: LighthouseService, feed: Feed, *, has_token: bool, clock: Callable[[], float] = time.monotonic

@@ -37,7 +37,7 @@ HEADERS = {  # of every answer
 
 
 class Pages:
-    """All in memory: a path is looked up, never joined."""
+    """Files in memory: a path is looked up, never joined."""
 
     def __init__(self) -> None:
         files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)

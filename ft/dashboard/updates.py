@@ -1,4 +1,4 @@
-"""What watchers know, and what they have yet to be told of: `changes` for those who watch, `whole` for those who come.
+"""State that watchers know, and the news for them: `changes` for those who watch, `whole` for those who come.
 
 A part is a section of an update and its items, in the order in which static/state.js applies them; `events` makes JSON of them.
 """
@@ -17,7 +17,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Told:
-    """Up to the newest update, whoever watches."""
+    """State up to the newest update, whoever watches."""
 
     def __init__(self, view: View, history: History, **constants: Any) -> None:
         """constants: said first to each who comes."""
@@ -43,7 +43,7 @@ class Told:
         return self._history.changes > self._changes
 
     def changes(self) -> Parts:
-        """Since the last call. They are taken for told."""
+        """News since the last call, which are taken for told."""
         view, history, since = self._view, self._history, self._changes
         rows, old = view.rows(), self._rows
         gone = [self._forget(i) for i in old if i not in rows]
@@ -72,7 +72,7 @@ class Told:
         return parts
 
     def whole(self) -> Parts:
-        """For who knows nothing: all that was told until now."""
+        """State for a watcher that knows nothing: all that was told until now."""
         history, until = self._history, self._changes
         return {
             "begin": [self._constants],

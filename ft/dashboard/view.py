@@ -30,7 +30,7 @@ Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
 
 
 class View:
-    """Of one lighthouse. `ordered`: id -> flags of the orders that it was given."""
+    """View of one lighthouse. `ordered`: id -> flags of the orders that it was given."""
 
     def __init__(
         self, service: LighthouseService, history: History, wall_clock: Callable[[], float] = time.time
@@ -44,8 +44,8 @@ class View:
     # ---- groups
 
     def rows(self) -> dict[str, Row]:
-        """Of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0: as
-        it should be), goodput in percent (-1: not known), flags, and why it is how it is, where that needs a word."""
+        """Row of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0:
+        as it should be), goodput in percent (-1: not known), flags, and why it is how it is, where that needs a word."""
         roster, reports, quorum = self._machine.roster, self._service.reports, self._machine.quorum
         quorum_id = quorum.quorum_id if quorum else 0
         members = self._members = {x.replica_id: x for x in quorum.members} if quorum else {}
@@ -71,7 +71,7 @@ class View:
         return rows
 
     def lasting(self, replica_id: str) -> tuple[str, int, int]:
-        """What of a group does not change: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
+        """Constants of a group: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
         report, peer = self._service.reports.get(replica_id), self._machine.roster.peers.get(replica_id)
         member = self._members.get(replica_id) or (peer.call.member if peer and peer.call else None)
         born_s = self._wall_clock() - (report.wall_s if report else 0)
@@ -110,7 +110,7 @@ class View:
         return frozenset(waited_for if len(waited_for) <= max(1, len(members) // LATE_SHARE) else ())
 
     def _waited_s(self) -> float:
-        """By the first caller of the next quorum; 0 for a wait that is in the nature of things."""
+        """Wait of the next quorum's first caller; 0 for a wait that is in the nature of things."""
         waited_s = self._machine.roster.waited(now_s())
         return waited_s if waited_s > self._service.config.times.beat_s else 0.0
 
@@ -135,7 +135,7 @@ class View:
         return found
 
     def heals(self) -> dict[str, tuple[tuple[str, ...], int, int]]:
-        """Of each id that heals: from whom, bytes that have come, of how many (0: not known yet)."""
+        """Heals by id: from whom, bytes that have come, of how many (0: not known yet)."""
         reports, found = self._service.reports, {}
         for replica_id, (_, sources) in list(self._history.healing.items())[:HEALS_SHOWN]:
             report = reports.get(replica_id)
@@ -146,7 +146,7 @@ class View:
     # ---- all of them
 
     def job(self, rows: dict[str, Row]) -> dict[str, Any]:
-        """What is shown above them; all of it is told again where any of it has changed."""
+        """Figures that are shown above the rows; all of it is told again where any of it has changed."""
         service, machine, history = self._service, self._machine, self._history
         quorum, saved = machine.quorum, machine.saved
         counts = [0] * len(HEALTH)
@@ -211,7 +211,7 @@ class View:
         return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
 
     def _stands_s(self) -> float:
-        """Since a step was seen, where that is too long; 0 where groups tell of none."""
+        """Time since a step was seen, where that is too long; 0 where groups tell of none."""
         last_s, reports = self._history.last_step_s, self._service.reports
         if not last_s or not reports:
             return 0.0

@@ -49,7 +49,7 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its local shard, where it is sharded."""
+    """A tensor: its local shard, where it is sharded."""
 
     name: str
     dtype: str
@@ -230,7 +230,7 @@ def from_json(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _part(key: str | int) -> str:
-    """One step of a name: no two keys of a dict have the same."""
+    """Part of a name: no two keys of a dict have the same."""
     return repr(key) if isinstance(key, int) or "/" in key or key.lstrip("-").isdigit() or "'" in key else key
 
 

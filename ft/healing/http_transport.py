@@ -105,7 +105,7 @@ class SourceUnlike(SourceFailed):
 
 
 class Fetch:
-    """One heal. `run` blocks; `stop`, from another thread, ends it. `into`: None where there is nothing to do but `tell_done`."""
+    """A heal. `run` blocks; `stop`, from another thread, ends it. `into`: None where there is nothing to do but `tell_done`."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ Progress = Callable[[int, int], None]  # bytes received and verified, of how man
 
 
 class Transport(ABC):
-    """One per rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
+    """Transport of one rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self._replica_id, self._config = replica_id, config or HealConfig()
@@ -124,7 +124,7 @@ class Transport(ABC):
         return offer is not None and offer.is_taken
 
     def fence(self) -> Fenced:
-        """Afterwards the offered tensors may change. Never waits longer than heal_grace_s, whatever the readers do."""
+        """Lets the offered tensors change afterwards. Never waits longer than heal_grace_s, whatever the readers do."""
         if self._offer is None:
             return Fenced.FREE
         outcome = self._offer.fence(self._config.heal_copy_bytes, self._config.heal_grace_s)
@@ -146,7 +146,7 @@ class Transport(ABC):
 
 
 class Reader:
-    """One joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
+    """A joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
 
     def __init__(self, chunks: int) -> None:
         self.locks: list[threading.Lock] = []
@@ -154,7 +154,7 @@ class Reader:
 
 
 class CheckpointOffer:
-    """One state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
+    """A state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
 
     def __init__(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: int) -> None:
         self.quorum_id, self.step = quorum_id, step
@@ -257,7 +257,7 @@ class CheckpointOffer:
     # -------------------------------------------------------------------------------------------- the source's thread
 
     def fence(self, copy_bytes: int, grace_s: float) -> Fenced:
-        """Afterwards the tensors may change. Takes at most grace_s and the time of a copy."""
+        """Lets the tensors change afterwards. Takes at most grace_s and the time of a copy."""
         self.fencing = True
         try:
             return self._fence(copy_bytes, grace_s)

@@ -174,7 +174,7 @@ class GroupClient:
         self._thread.start()
 
     def report(self, report: m.Report, **figures: Any) -> None:
-        """To the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
+        """Sends a report to the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
         message = codec.to_message(report)
         message.MergeFrom(pharos_pb2.Report(**figures))
         self._send(pharos_pb2.RankUp(report=message))

@@ -33,7 +33,7 @@ from ft.rpc.access import Access, Endpoint, Tls, this_host
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
-from ft.rpc.serving import CallRefused, Outbox, Pending, listen, refused, stream, unary
+from ft.rpc.serving import CallRefused, Outbox, Pending, Server, refused, stream, unary
 
 TICK_S = 0.5
 LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
@@ -162,8 +162,8 @@ class Process:
         return self._status().get("State", "")[:1] in ("T", "t")
 
     def is_dying(self) -> bool:
-        """It was killed, and is not gone: it waits in the kernel, for a file server that is away, say, and nothing ends that. False where
-        that cannot be known."""
+        """True when it was killed, and is not gone: it waits in the kernel, for a file server that is away, say, and nothing ends that.
+        False where that cannot be known."""
         status = self._status()
         killed = any(int(status.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
         return killed or status.get("State", "")[:1] == "Z"
@@ -479,8 +479,7 @@ class GroupService:
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
     """Serves until the group ends; "" or why. `parent` is done when whoever started this process is gone."""
     # A group answers torchft's clients, too, and its lighthouse may be torchft's. Nothing else in ft/ imports ft/compat.
-    from ft.compat.group import TorchftGroup
-    from ft.compat.lighthouse import LinkOverTorchft
+    from ft.compat.group import LinkOverTorchft, TorchftGroup
 
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -494,12 +493,12 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     host = settings.host or (socket.gethostname() if reachable else "127.0.0.1")
     # The port is known only once it listens, and the machine wants the address: routes are looked up at each call.
     routes: dict[str, Any] = {}
-    server, port = listen(access, routes, [at])
+    server = Server(access, routes, [at])
     scheme = "https" if access.tls else "http"
     config = GroupConfig(
         replica_id=settings.replica_id,
         world_size=settings.world_size,
-        address=f"{scheme}://{Endpoint(host, port)}",
+        address=f"{scheme}://{Endpoint(host, server.port)}",
         store_address=settings.store_address,
         times=settings.times,
         retries=settings.retries,

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complain(error: ValueError) -> int:
-    """One line, whatever was typed."""
+    """Prints one line, whatever was typed."""
     print("lighthouse:", " ".join(str(error).split()), file=sys.stderr)
     return 2
 

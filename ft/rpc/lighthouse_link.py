@@ -36,7 +36,7 @@ _REFUSALS: dict[grpc.StatusCode, m.Refusal] = {
 
 
 def channel(address: str, access: Access, *, aio: bool) -> Any:
-    """To "http://host:port" or "host:port". It connects when it is first used, and again within a second when it broke."""
+    """Channel to "http://host:port" or "host:port". It connects when it is first used, and again within a second when it broke."""
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -120,7 +120,7 @@ class Wire:
 
 
 class Link(Wire):
-    """To a lighthouse of ours."""
+    """Connection to a lighthouse of ours."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

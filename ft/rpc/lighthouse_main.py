@@ -21,7 +21,7 @@ from ft.rpc.access import Access, Endpoint, try_to_listen
 from ft.rpc.driver import Driver, Seen
 from ft.rpc.lighthouse_flags import Options, complain, read_options
 from ft.rpc.lighthouse_service import LighthouseService
-from ft.rpc.serving import listen
+from ft.rpc.serving import Server
 from ft.rpc.state_file import TakenOver
 
 log = logging.getLogger("pharos.lighthouse")
@@ -112,10 +112,10 @@ async def serve(options: Options, *, seen: Seen | None = None) -> AsyncIterator[
         lower_terms=options.lower_terms,
         seen=seen,
     )
-    server, port = listen(options.access, service.routes, options.at)
+    server = Server(options.access, service.routes, options.at)
     await server.start()
     try:
-        yield service, port
+        yield service, server.port
     finally:
         service.stops = True
         await server.stop()

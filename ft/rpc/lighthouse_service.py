@@ -56,7 +56,7 @@ class DashboardListener(Protocol):
         ...
 
     def end(self) -> None:
-        """It is told nothing more."""
+        """Ends it: nothing more is told."""
         ...
 
 
@@ -364,7 +364,7 @@ class LighthouseService:
 
 
 class _Forms:
-    """One quorum as each kind of caller wants it, made when the first one asks."""
+    """A quorum as each kind of caller wants it, made when the first one asks."""
 
     def __init__(self, quorum: m.Quorum, words: dict[str, Any], created_s: float, before: _Forms | None) -> None:
         """words: that go with each answer. before: of the last quorum, which mostly has the same roster."""

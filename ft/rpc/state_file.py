@@ -132,7 +132,7 @@ def take_over(path: Path) -> str:
 
 
 def write(path: Path, saved: m.Saved, owner: str = "") -> None:
-    """Afterwards it is on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
+    """Puts it on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
     partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **saved.to_dict()}, file)

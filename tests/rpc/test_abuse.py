@@ -284,7 +284,7 @@ def test_addresses_share_the_room(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grpc.aio, "server", server)
 
     async def listen() -> None:
-        serving.listen(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
+        serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
 
     asyncio.run(listen())
     assert seen == [50]
