@@ -26,7 +26,16 @@ def advertised(interface: str, lighthouse: str) -> str:
     lighthouse's address, wins; IPv4 where it is a name. Raises ValueError, which names what there is and the nearest."""
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
     if not interface:
-        return _towards(place)
+        try:
+            routes = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
+        except (socket.gaierror, UnicodeError):
+            raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
+        for family, *_, address in routes:
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # an error: there is no route
+                probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
+                return str(probe.getsockname()[0]).partition("%")[0]
+        words = _words(interfaces())
+        raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {words}")
     there = interfaces()
     try:
         network = ipaddress.ip_network(interface, strict=False)
@@ -60,18 +69,6 @@ def interfaces() -> dict[str, list[Address]]:
     finally:
         libc.freeifaddrs(head)
     return there
-
-
-def _towards(place: Endpoint) -> str:
-    try:
-        routes = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
-    except (socket.gaierror, UnicodeError):
-        raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
-    for family, *_, address in routes:
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # an error: there is no route
-            probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
-            return str(probe.getsockname()[0]).partition("%")[0]
-    raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {_words(interfaces())}")
 
 
 def _of_interface(name: str, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:

@@ -135,8 +135,8 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
 
 def status(service: LighthouseService) -> dict[str, Any]:
     """The lighthouse's state as JSON values. Members in the order of their replica_rank; reports as they came last."""
-    quorum = service.machine.quorum
-    saved = service.machine.saved
+    quorum, saved = service.machine.quorum, service.machine.saved
+    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
     return {
         "reason": service.machine.reason,
         "kind": saved.kind,
@@ -163,15 +163,15 @@ def status(service: LighthouseService) -> dict[str, Any]:
                 for member in quorum.members
             ],
         },
-        "reports": {replica_id: _report(report) for replica_id, report in sorted(service.reports.items())},
+        "reports": {
+            # JSON has no word for what is no number, such as a loss that has overflowed
+            replica_id: {
+                name: None if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in ((name, getattr(report, name)) for name in names)
+            }
+            for replica_id, report in sorted(service.reports.items())
+        },
     }
-
-
-def _report(report: Any) -> dict[str, Any]:
-    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
-    figures = {name: getattr(report, name) for name in names}
-    # JSON has no word for what is no number, such as a loss that has overflowed
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in figures.items()}
 
 
 class _Collector:

@@ -43,21 +43,10 @@ _NUMBER = re.compile(r"[\d.]+")
 class DashboardListener(Protocol):
     """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
 
-    def saw(self, event: m.Event, out: m.Out) -> None:
-        """Each tick, each leave, and each event that had an effect."""
-        ...
-
-    def reported(self, report: Any) -> None:
-        """A pharos_pb2.Report of a connected group."""
-        ...
-
-    def told(self, replica_id: str, happened: Any) -> None:
-        """A pharos_pb2.Happened."""
-        ...
-
-    def end(self) -> None:
-        """Ends it: nothing more is told."""
-        ...
+    def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
+    def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
+    def told(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
+    def end(self) -> None: ...  # nothing more is told
 
 
 class _Waiting(Pending):
