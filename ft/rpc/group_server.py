@@ -224,7 +224,6 @@ class GroupService:
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
             m.NotifyRank: self._notify_rank,
-            m.Metadata: lambda e: self._give_asked(codec.to_message(e)),
             m.EndGroup: lambda e: self.end(e.reason),
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
@@ -270,7 +269,11 @@ class GroupService:
         self._calls[place[0]] += 1
         self._waiting.setdefault(place, []).append(pending)
         try:
-            self._feed(place, pending, event)
+            self._feeding = place, pending
+            try:
+                self.driver.feed(event)
+            finally:
+                self._feeding = None
             return await pending.wait(context)
         finally:
             self._calls[place[0]] -= 1
@@ -285,16 +288,11 @@ class GroupService:
                         self.driver.feed(m.RankCancelled(place[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
-        event, pending = codec.from_bytes(m.AskMetadata, data), Pending()
-        self._feed((event.group_rank, None), pending, event)
-        return await pending.wait(context)
-
-    def _feed(self, place: Place, pending: Pending, event: m.Event) -> None:
-        self._feeding = place, pending
-        try:
-            self.driver.feed(event)
-        finally:
-            self._feeding = None
+        rank = codec.from_bytes(m.AskMetadata, data).group_rank
+        found = self.metadata_of(rank)
+        if found is None:
+            raise ValueError("rank not found")
+        return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=found).SerializeToString()
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
         leave = codec.from_bytes(m.Leave, data)
@@ -312,7 +310,7 @@ class GroupService:
         return b""
 
     def metadata_of(self, group_rank: int) -> str | None:
-        """The address where that rank serves its state; for torchft's clients that heal from it."""
+        """The address where that rank serves its state; None: it has not said so."""
         out = self.machine.handle(m.AskMetadata(group_rank), now_s())
         return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
 
@@ -390,10 +388,6 @@ class GroupService:
     def _answer_call(self, effect: Any, **reply: Any) -> None:
         for pending in self._waiting.pop((effect.group_rank, None), []):
             pending.give(pharos_pb2.RankReply(**reply).SerializeToString())
-
-    def _give_asked(self, answer: Any) -> None:
-        if self._feeding:
-            self._feeding[1].give(answer.SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
