@@ -178,13 +178,11 @@ class StateFileWriter:
     def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None, *, trouble: str = "") -> None:
         self.path, self._owner, self._written = path, owner, saved
         self._before = owner_of(path) if trouble else None
-        self._retrying: asyncio.Future[None] | None = None
         self._over: TakenOver | None = None
         self.trouble = trouble  # why the last attempt failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
-        self._lazy: asyncio.TimerHandle | None = None
-        self._writing: Future[bool] | None = None  # lazily
+        self._later: asyncio.Future[None] | None = None  # writes the newest
         self._looking: Future[None] | None = None
         self._looked_s = time.monotonic()
 
@@ -195,8 +193,7 @@ class StateFileWriter:
         before, self._newest = self._newest, saved
         same = before and (before.epoch, before.last_id, before.kind) == (saved.epoch, saved.last_id, saved.kind)
         if before and same and saved.settled >= before.settled:
-            if self._lazy is None:
-                self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
+            self._write_later()
             return None
         return asyncio.ensure_future(self._until_written(saved))
 
@@ -210,21 +207,21 @@ class StateFileWriter:
             self._looked_s, self._looking = now_s, self._thread.submit(self._is_ours)
 
     async def close(self) -> None:
-        if self._retrying:
-            self._retrying.cancel()
-        if self._lazy:
-            self._lazy.cancel()
-            assert self._newest
+        if self._later and self._newest:
+            self._later.cancel()
             self._thread.submit(self._try, self._newest)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    def _write_lazily(self) -> None:
-        self._lazy = None
-        assert self._newest
-        if self._writing is None or self._writing.done():
-            self._writing = self._thread.submit(self._try, self._newest)
-        else:  # a disk that hangs: what waits for it would only grow
-            self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
+    def _write_later(self) -> None:
+        """Has the newest state written within a second, or as soon as the disk works again."""
+        if self._later is None:
+            self._later = asyncio.ensure_future(self._write_newest())
+
+    async def _write_newest(self) -> None:
+        while self._newest and self._written is not self._newest and not self._over:
+            await asyncio.sleep(RETRY_S if self.trouble else LAZY_S)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
+        self._later = None
 
     async def _until_written(self, saved: m.Saved) -> None:
         loop = asyncio.get_running_loop()
@@ -243,16 +240,9 @@ class StateFileWriter:
             if self._over:
                 raise self._over
             if covered:
-                self._retrying = self._retrying or asyncio.ensure_future(self._until_well())
+                self._write_later()
                 return
             await asyncio.sleep(RETRY_S)
-
-    async def _until_well(self) -> None:
-        assert self._newest
-        loop = asyncio.get_running_loop()
-        while not self._over and not await loop.run_in_executor(self._thread, self._try, self._newest):
-            await asyncio.sleep(RETRY_S)
-        self._retrying = None
 
     def _try(self, saved: m.Saved) -> bool:
         try:
