@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from ft.protocol.messages import Times
-from ft.rpc.access import Endpoint, check_token, read_token
+from ft.rpc.access import Endpoint, find_token
 from ft.sync_schedule import Schedule
 
 T = TypeVar("T")
@@ -278,10 +278,7 @@ class Environment:
         token, token_file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
         if token and token_file:
             raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
-        if token_file:
-            token = read_token(Path(token_file))
-        elif token:
-            check_token(token, "PHAROS_TOKEN")
+        token = find_token(Path(token_file) if token_file else None, token)
         made = Environment(
             lighthouse=read("TORCHFT_LIGHTHOUSE", _address, ""),
             replica_group_id=read("REPLICA_GROUP_ID", group_name, ""),

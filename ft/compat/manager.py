@@ -304,31 +304,24 @@ class Manager:
         wrapped: Future[T] = Future()
         claim = threading.Lock()
 
-        def end(value: Callable[[], T]) -> None:
+        def end(ended: Future[T] | None) -> None:
             if not claim.acquire(blocking=False):
                 return
             try:
-                result = value()
+                if ended is None:
+                    raise TimeoutError(f"the future has no value after {timeout}")
+                result = ended.value()
             except Exception as error:  # noqa: BLE001 (any failure of the user's future)
                 self.report_error(error)
                 result = default
             wrapped.set_result(result)
 
-        def late() -> T:
-            raise TimeoutError(f"the future has no value after {timeout}")
-
-        timer = None
         if timeout is not None:
-            timer = threading.Timer(timeout.total_seconds(), end, (late,))
+            timer = threading.Timer(timeout.total_seconds(), end, (None,))
             timer.daemon = True
             timer.start()
-
-        def ended(done: Future[T]) -> None:
-            if timer is not None:
-                timer.cancel()
-            end(done.value)
-
-        fut.add_done_callback(ended)
+            fut.add_done_callback(lambda _: timer.cancel())
+        fut.add_done_callback(end)
         return wrapped
 
     # ------------------------------------------------------------------------------------------------ state

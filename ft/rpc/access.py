@@ -81,6 +81,13 @@ def read_token(path: Path) -> str:
     return check_token(token, str(path))
 
 
+def find_token(file: Path | None, text: str) -> str:
+    """The token of the file, if one is named, else `text` of PHAROS_TOKEN; may be empty. Raises ValueError."""
+    if file:
+        return read_token(file)
+    return check_token(text, "PHAROS_TOKEN") if text else ""
+
+
 def check_token(token: str, source: str) -> str:
     if len(token) < LEAST_TOKEN or not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"the token of {source} must have at least {LEAST_TOKEN} printable characters without spaces")

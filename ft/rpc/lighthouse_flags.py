@@ -18,7 +18,7 @@ from typing import NoReturn
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.protocol.messages import Times
 from ft.rpc import state_file
-from ft.rpc.access import Access, Endpoint, Tls, check_token, endpoints, read_token, try_to_listen
+from ft.rpc.access import Access, Endpoint, Tls, endpoints, find_token, try_to_listen
 
 DEFAULT_PORT = 29510
 RUNS = Path("outputs")  # job.dump_folder's default
@@ -88,11 +88,7 @@ def read_options(argv: Sequence[str]) -> Options:
     given = parser().parse_args(argv)
     if given.min_replicas is None:
         raise ValueError("--min_replicas is missing: the fewest groups that train, 1 or more")
-    token = os.environ.get("PHAROS_TOKEN", "")
-    if given.token_file:
-        token = read_token(given.token_file)
-    elif token:
-        check_token(token, "PHAROS_TOKEN")
+    token = find_token(given.token_file, os.environ.get("PHAROS_TOKEN", ""))
     access = Access(token, given.insecure, _tls(given))
     bind = Endpoint.parse(given.bind, "--bind") if given.bind else None
     at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)

@@ -25,8 +25,7 @@ from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ft.dashboard.feed import Feed
-from ft.dashboard.orders import Orders
-from ft.dashboard.pages import HEADERS, Pages
+from ft.dashboard.pages import HEADERS, Orders, Pages
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_service import LighthouseService
 
