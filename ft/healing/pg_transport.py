@@ -177,14 +177,14 @@ class _Sender:
     def _send_all(self, reader: Reader) -> None:
         offer = self._offer
         self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
-        self._lock = offer.join(reader)
         staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
-        self._send_messages(reader, _messages(offer.manifest), staging)
-        for _ in range(ROUNDS):
-            again = self._receive_again()
-            if not again:
-                break
-            self._send_messages(reader, ((chunk, chunk) for chunk in again), staging)
+        with offer.reading(reader) as self._lock:
+            self._send_messages(reader, _messages(offer.manifest), staging)
+            for _ in range(ROUNDS):
+                again = self._receive_again()
+                if not again:
+                    break
+                self._send_messages(reader, ((chunk, chunk) for chunk in again), staging)
         offer.check()
         self._send(_bytes(offer.seal))
         offer.done(self._name)

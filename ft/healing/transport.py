@@ -19,8 +19,8 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -181,15 +181,17 @@ class CheckpointOffer:
                 self._readers[name] = Reader(self.manifest.chunks)
             return self._readers[name]
 
-    def join(self, reader: Reader) -> threading.Lock:
-        """A lock for a new connection of this reader; to be given back by `part`."""
+    @contextmanager
+    def reading(self, reader: Reader) -> Iterator[threading.Lock]:
+        """Yields the lock of one of this reader's connections, held while that looks at the live tensors: a fence takes it."""
+        lock = threading.Lock()
         with self._changed:
-            reader.locks.append(threading.Lock())
-            return reader.locks[-1]
-
-    def part(self, reader: Reader, lock: threading.Lock) -> None:
-        with self._changed:
-            reader.locks.remove(lock)
+            reader.locks.append(lock)
+        try:
+            yield lock
+        finally:
+            with self._changed:
+                reader.locks.remove(lock)
 
     def wants(self, name: str, chunks: Iterable[int]) -> None:
         """Notes the chunks that this reader still lacks, wherever it means to get them."""
