@@ -27,8 +27,8 @@ from ft.compat.lighthouse_server import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access
+from ft.rpc.clients import GroupProcess
 from ft.rpc.generated import pharos_pb2
-from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import Settings
 from ft.rpc.lighthouse_link import channel
 

@@ -23,8 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from ft.protocol import messages as m
-from ft.rpc.clients import GroupClient
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Settings
 
 ROOT = Path(__file__).resolve().parents[1]

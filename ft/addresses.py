@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
 
 from ft.rpc.access import Endpoint
 
@@ -26,7 +26,16 @@ def advertised(interface: str, lighthouse: str) -> str:
     lighthouse's address, wins; IPv4 where it is a name. Raises ValueError, which names what there is and the nearest."""
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
     if not interface:
-        return _towards(place)
+        try:
+            routes = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
+        except (socket.gaierror, UnicodeError):
+            raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
+        for family, *_, address in routes:
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # an error: there is no route
+                probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
+                return str(probe.getsockname()[0]).partition("%")[0]
+        words = _words(interfaces())
+        raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {words}")
     there = interfaces()
     try:
         network = ipaddress.ip_network(interface, strict=False)
@@ -62,27 +71,6 @@ def interfaces() -> dict[str, list[Address]]:
     return there
 
 
-def _towards(place: Endpoint) -> str:
-    try:
-        routes = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
-    except (socket.gaierror, UnicodeError):
-        raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
-    for family, *_, address in routes:
-        if found := _source(family, address):
-            return found
-    raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {_words(interfaces())}")
-
-
-def _source(family: int, address: Any) -> str:
-    """The source address of a packet to that address; "" where there is no route."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
-            return str(probe.getsockname()[0]).partition("%")[0]
-    except OSError:
-        return ""
-
-
 def _of_interface(name: str, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
     if name in there:
         return there[name]
@@ -98,16 +86,16 @@ def _of_network(text: str, network: Network, there: Mapping[str, Sequence[Addres
     found = [address for address in addresses if address in network]
     if found:
         return found
-    closest = max(addresses, key=lambda a: (not a.is_loopback, _common_bits(a, network)), default=None)
+
+    def common_bits(address: Address) -> int:
+        """Number of leading bits that it shares with the network; -1 for those of the other family."""
+        if address.version != network.version:
+            return -1
+        return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
+
+    closest = max(addresses, key=lambda address: (not address.is_loopback, common_bits(address)), default=None)
     nearest = f'; nearest: "{closest}"' if closest else ""
     raise ValueError(f'{SETTING} = "{text}": no address of this machine is in it; {_words(there)}{nearest}')
-
-
-def _common_bits(address: Address, network: Network) -> int:
-    """Number of leading bits that they share; -1 for those of the other family."""
-    if address.version != network.version:
-        return -1
-    return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
 
 
 def _words(there: Mapping[str, Sequence[Address]]) -> str:

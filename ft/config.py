@@ -1,4 +1,4 @@
-"""What fault tolerance is told: the section [fault_tolerance], and what the launcher says in the environment.
+"""Settings of fault tolerance: the section [fault_tolerance], and what the launcher says in the environment.
 
 Flow: ft/manager.py is built from both. This is the only file of ft, beside its command lines, that reads the environment. Importing it
 needs neither torch nor grpc, and starts nothing.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from ft.protocol.messages import Times
-from ft.rpc.access import Endpoint, check_token, read_token
+from ft.rpc.access import Endpoint, find_token
 from ft.sync_schedule import Schedule
 
 T = TypeVar("T")
@@ -155,9 +155,8 @@ class FaultTolerance:
     def _check_semi_sync(self) -> None:
         changed = [key for key in _SEMI_SYNC if getattr(self, key) != getattr(type(self), key)]
         method, alone = self.semi_sync_method, ("sync_steps",)
-        for key in (
-            changed if method == "none" else [key for key in changed if method == "local_sgd" and key not in alone]
-        ):
+        unused = changed if method == "none" else [key for key in changed if method == "local_sgd" and key not in alone]
+        for key in unused:
             methods = '"diloco"' if key not in alone else '"local_sgd" or "diloco"'
             raise ValueError(
                 f"fault_tolerance.{key} = {_toml(getattr(self, key))}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
@@ -203,7 +202,7 @@ class FaultTolerance:
 
     @property
     def schedule(self) -> Schedule:
-        """When groups that step by themselves sum what."""
+        """Schedule of the sums of groups that step by themselves."""
         return Schedule(self.sync_steps, self.num_fragments, self.fragment_sync_delay, self.fragment_update_alpha)
 
     @property
@@ -222,16 +221,8 @@ GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]
 # By where gradients lie: in this process, in a child. torch's gloo is registered for the CPU alone.
 _KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), "cuda": ("nccl", "baby_nccl")}
 
-_SEMI_SYNC = (
-    "sync_steps",
-    "num_fragments",
-    "fragment_sync_delay",
-    "fragment_update_alpha",
-    "should_quantize",
-    "outer_lr",
-    "outer_momentum",
-    "outer_nesterov",
-)
+_SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
+_SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]
 
 
 def _toml(value: object) -> str:
@@ -243,7 +234,7 @@ def _toml(value: object) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """What is not the same for all groups and ranks, and what is secret. Empty or None: the variable is not set."""
+    """Settings that differ between groups and ranks, and the secret ones. Empty or None: the variable is not set."""
 
     lighthouse: str = ""  # http://host:port
     replica_group_id: str = ""  # this group's name
@@ -270,18 +261,29 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """Of this group."""
+        """Name of this group."""
         return self.replica_group_id or "0"
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> Environment:
         """Raises ValueError, which names the variable, its value and what is legal."""
-        read = _Reader(environ)
+
+        def read(variable: str, rule: Callable[[str], T], default: T) -> T:
+            text = environ.get(variable, "").strip()
+            try:
+                return rule(text) if text else default
+            except ValueError as error:
+                raise ValueError(f"{variable} = {text}: {error}") from None
+
+        token, token_file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
+        if token and token_file:
+            raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
+        token = find_token(Path(token_file) if token_file else None, token)
         made = Environment(
             lighthouse=read("TORCHFT_LIGHTHOUSE", _address, ""),
             replica_group_id=read("REPLICA_GROUP_ID", group_name, ""),
             num_replica_groups=read("NUM_REPLICA_GROUPS", _whole(1), None),
-            token=_token(environ),
+            token=token,
             group_rank=read("RANK", _whole(0), 0),
             world_size=read("WORLD_SIZE", _whole(1), 1),
             local_rank=read("LOCAL_RANK", _whole(0), 0),
@@ -313,7 +315,7 @@ class Environment:
         return slots
 
     def check(self, settings: FaultTolerance) -> None:
-        """What can be known to be wrong before anything is connected. Raises ValueError."""
+        """Finds errors that show before anything is connected. Raises ValueError."""
         if not settings.enable:
             return
         if not self.lighthouse:
@@ -331,24 +333,8 @@ class Environment:
 
 
 def group_folder(run_folder: Path, settings: FaultTolerance, environment: Environment) -> Path:
-    """Where a group keeps what is its own: <run>/groups/<id>; <run> where there are no groups."""
+    """Folder of a group's own files: <run>/groups/<id>; <run> where there are no groups."""
     return run_folder / "groups" / environment.name if settings.enable else run_folder
-
-
-class _Reader:
-    """One variable after the other, each by its own rule."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def __call__(self, variable: str, rule: Callable[[str], T], default: T) -> T:
-        text = self._environ.get(variable, "").strip()
-        if not text:
-            return default
-        try:
-            return rule(text)
-        except ValueError as error:
-            raise ValueError(f"{variable} = {text}: {error}") from None
 
 
 def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
@@ -377,12 +363,3 @@ def _address(text: str) -> str:
     except ValueError:
         raise ValueError("must be http://HOST:PORT, such as http://localhost:29510 or http://[::1]:29510") from None
     return text if "://" in text else f"http://{text}"
-
-
-def _token(environ: Mapping[str, str]) -> str:
-    token, file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
-    if token and file:
-        raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
-    if file:
-        return read_token(Path(file))
-    return check_token(token, "PHAROS_TOKEN") if token else ""

@@ -1,4 +1,4 @@
-"""What a rank says of its weights when groups compare them: a few numbers that change with any bit.
+"""Digest of a rank's weights, by which groups compare them: a few numbers that change with any bit.
 
 Flow: manager.py asks for it where the machine wants it in a tail; step_control.py draws the conclusion. Every 64-bit word counts in
 the sum of its block, every block's sum in the tensor's, times an odd number that tells where it lies; all modulo 2**64, so in whatever

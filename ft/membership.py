@@ -1,4 +1,4 @@
-"""How the ranks of one group come to have one server, one id, and a place to meet other groups' ranks.
+"""Start of one group: its ranks come to have one server, one id, and a place to meet other groups' ranks.
 
 Rank 0 starts the group's server, a child process, and a store for rendezvous, and writes where they are into the group's own store (the
 launcher's, or torch.distributed's). That store outlives an attempt of torchelastic, so the keys stand under the number of the attempt.
@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ft.process_groups.store import serve, sweep
 from ft.protocol.messages import Times
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.clients import is_torchfts
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupProcess, is_torchfts
 from ft.rpc.group_server import Settings
 
 START_S = 60.0  # that ranks give rank 0 to start the server
@@ -26,7 +25,7 @@ START_S = 60.0  # that ranks give rank 0 to start the server
 
 @dataclass(frozen=True)
 class ReplicaGroupConfig:
-    """What a group is to be; the same in all its ranks, but for group_rank."""
+    """Settings of a group; the same in all its ranks, but for group_rank."""
 
     name: str  # REPLICA_GROUP_ID
     group_rank: int
@@ -45,7 +44,7 @@ class ReplicaGroupConfig:
 
 @dataclass(frozen=True)
 class Membership:
-    """Of one rank. `server` and `rendezvous` are rank 0's to close."""
+    """A rank's place in its group. `server` and `rendezvous` are rank 0's to close."""
 
     replica_id: str
     address: str  # of the group's server

@@ -1,4 +1,4 @@
-"""What fault tolerance takes of a rank's memory, on top of the same training without it: a formula, for --explain and for docs.
+"""Memory that fault tolerance takes of a rank, on top of the same training without it: a formula, for --explain and for docs.
 
 Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py and grad_buffers.py then take it. Tensors
 that autograd makes are not in it: kept gradients are those, and live until the step holds where they would otherwise live until the

@@ -108,7 +108,7 @@ def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
 
 
 def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
-    """Of semi_sync_method. The mean of weights needs none."""
+    """Outer optimizer of semi_sync_method. The mean of weights needs none."""
     from torch.optim import SGD
 
     if settings.semi_sync_method == "local_sgd":
@@ -119,7 +119,7 @@ def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
 
 
 def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
-    """To the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
+    """Process group to the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
     kind = settings.group_kind(device_type)
     from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
     from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL

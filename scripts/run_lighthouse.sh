@@ -5,31 +5,18 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
 
 usage() {
-  printf '%s\n' \
-    "usage: ./scripts/run_lighthouse.sh --min_replicas N [flags]" \
-    "" \
-    "  ./scripts/run_lighthouse.sh --min_replicas 2                              this machine alone reaches it" \
-    "  ./scripts/run_lighthouse.sh --min_replicas 2 --token_file token           whoever has the token reaches it" \
-    "" \
-    "  --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback" \
-    "  --min_replicas N           required: the fewest groups that train" \
-    "  --join_timeout_ms MS       how long the first caller waits for groups that are alive but have not called; 60000" \
-    "  --quorum_tick_ms MS        how often waiting calls are looked at; 100" \
-    "  --heartbeat_timeout_ms MS  a group that is silent for so long is lost; 5000" \
-    "  --http HOST:PORT|none      the live page, /status.json, /metrics; default: the addresses of --bind, the port after its" \
-    "  --state_file FILE|none     what a restart must know; outputs/lighthouse-PORT.json" \
-    "  --takeover_s S|never       after so long without any member of the last quorum others may go on; 30" \
-    "  --stall_s S                a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; 60" \
-    "  --num_replica_groups N     that the job is meant to have, for people; more may come; 0" \
-    "  --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's" \
-    "  --recover                  the state file is lost: learn from the groups of the running job" \
-    "  --token_file FILE          the job's token (or PHAROS_TOKEN)" \
-    "  --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority" \
-    "  --insecure                 without a token, listen where others can reach it" \
-    "" \
-    "Uses .venv if that has what a lighthouse needs, else makes .venv-lighthouse, which has no torch." \
-    "Environment: PYTHON, PHAROS_VENV, PHAROS_NO_INSTALL, as in run_train.sh." \
-    "Exit code: 0 after SIGTERM or Ctrl-C; 2 bad input; 1 the rest."
+  cat <<END
+usage: ./scripts/run_lighthouse.sh --min_replicas N [flags]
+
+  ./scripts/run_lighthouse.sh --min_replicas 2                              this machine alone reaches it
+  ./scripts/run_lighthouse.sh --min_replicas 2 --token_file token           whoever has the token reaches it
+
+$(sed -n '/^  --/p' "$root/ft/rpc/lighthouse_flags.py")
+
+Uses .venv if that has what a lighthouse needs, else makes .venv-lighthouse, which has no torch.
+Environment: PYTHON, PHAROS_VENV, PHAROS_NO_INSTALL, as in run_train.sh.
+Exit code: 0 after SIGTERM or Ctrl-C; 2 bad input; 1 the rest.
+END
 }
 
 case " $* " in *" --help "* | *" -h "*) usage && exit 0 ;; esac

@@ -1,28 +1,46 @@
-"""A group whose ranks, or whose lighthouse, speak torchft: what its ManagerServer answers. No machine stands behind it, for the peer's
-rules for a group are few: ask once when all ranks have asked, and AND their votes.
+"""A group whose ranks, or whose lighthouse, speak torchft.
+
+TorchftGroup answers the ranks as torchft's ManagerServer does. No machine stands behind it, for the peer's rules for a group are few: ask
+once when all ranks have asked, and AND their votes.
+
+LinkOverTorchft is for our own groups under torchft's lighthouse what Link (lighthouse_link.py) is for ours, over a wire without streams and
+states. A member's state travels in `data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a
+reduction breaks or times out, so such a job asks for a quorum before each step (every_step), as torchft does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 
-from ft.compat.lighthouse import ask_quorum
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
-from ft.protocol.plan import replica_rank
+from ft.protocol.plan import reference_state, replica_rank
+from ft.protocol.rules import validate_request
 from ft.rpc import codec
 from ft.rpc.access import Access
+from ft.rpc.driver import now_s
 from ft.rpc.generated import torchft_pb2
-from ft.rpc.lighthouse_link import channel
+from ft.rpc.lighthouse_link import CALL_S, Wire, channel, status_of
 from ft.rpc.serving import CallRefused, unary
 
 RETRY_S = 0.1
+BEAT_S = 0.1  # as torchft's own groups
+OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
+_FIELDS: dict[str, type] = {
+    "commit_id": str,
+    "commit_quorum_id": int,
+    "writes_checkpoint": bool,
+    "dealt": int,
+    "deal_id": str,
+    "init_sync": bool,
+}
 log = logging.getLogger("pharos.group")
 
 
@@ -95,9 +113,16 @@ class TorchftGroup:
         )
         try:
             round_.answer.set_result(await self._ask_lighthouse(member, left_s))
-        except (grpc.RpcError, ValueError) as error:
-            round_.answer.set_exception(_told(error))
-            round_.answer.exception()  # looked at, though all ranks may have stopped waiting
+            return
+        except ValueError as error:
+            refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
+                refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
+            else:
+                refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
+        round_.answer.set_exception(refused)
+        round_.answer.exception()  # looked at, though all ranks may have stopped waiting
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
         """Tries again as often as `retries` says (-1: always), spread over the ranks' time as the peer does, and never beyond it."""
@@ -124,7 +149,7 @@ class TorchftGroup:
         return torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString()
 
     async def _wait(self, round_: _Round, rank: int, request: Any, left_s: float | None) -> Any:
-        """Whoever stops waiting before the round is full was never in it, unless it has asked again meanwhile."""
+        """Waits for the round's answer. A rank that stops waiting before the round is full was never in it, unless it has asked again."""
         try:
             timeout_s = None if left_s is None else left_s - min(0.2, left_s / 10)
             return await asyncio.wait_for(asyncio.shield(round_.answer), timeout_s)
@@ -188,9 +213,72 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
     )
 
 
-def _told(error: Any) -> CallRefused:
-    if isinstance(error, ValueError):
-        return CallRefused(grpc.StatusCode.INTERNAL, str(error))
-    timed_out = error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-    code = grpc.StatusCode.CANCELLED if timed_out else grpc.StatusCode.UNAVAILABLE
-    return CallRefused(code, "Timeout expired" if timed_out else f"the lighthouse did not answer: {error.details()}")
+# ------------------------------------------------------------------------------------------------ under torchft's lighthouse
+
+
+class LinkOverTorchft(Wire):
+    """Connection to a lighthouse of torchft's, which takes no reports and no leave: it notices that the heartbeats end."""
+
+    async def _ask(self, call: m.Call) -> None:
+        try:
+            quorum = await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S)
+            self._hear(m.LighthouseAnswered(read(quorum)))
+        except grpc.RpcError as error:
+            self._hear(m.LighthouseFailed(status_of(error)))
+        except ValueError as error:
+            self._hear(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
+
+    def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
+        """There is none: heartbeats are calls of their own, and an answer to one is all that is heard."""
+        self._stay(self._beat_for_ever(replica_id))
+
+    async def _beat_for_ever(self, replica_id: str) -> None:
+        request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
+        call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
+        said = ""
+        while True:
+            sent_s = now_s()
+            try:
+                await call(request, timeout=5.0, metadata=self._metadata)
+                said = ""
+                self._hear(m.BeatAnswered(sent_s))
+            except grpc.RpcError as error:
+                if status_of(error) != said:
+                    said = status_of(error)
+                    log.warning("no beat reaches the lighthouse: %s", said)
+            await asyncio.sleep(BEAT_S)
+
+
+async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float) -> m.Quorum:
+    """The quorum that a torchft lighthouse answers. Raises grpc.RpcError; ValueError for an answer that is none."""
+    request = torchft_pb2.LighthouseQuorumRequest(requester=codec.torchft_member(member)).SerializeToString()
+    call = to.unary_unary("/torchft.LighthouseService/Quorum")
+    reply = await call(request, timeout=timeout_s, metadata=metadata)
+    return codec.quorum_from_torchft(codec.parse(torchft_pb2.LighthouseQuorumResponse, reply).quorum)
+
+
+def write(member: m.Member) -> m.Member:
+    """With our part of it in `data`."""
+    return replace(member, data=json.dumps({OURS: {name: getattr(member, name) for name in _FIELDS}}))
+
+
+def read(quorum: m.Quorum) -> m.Quorum:
+    """Reads a quorum as our lighthouse would have answered it. Raises ValueError for members that are not ours."""
+    members = tuple(sorted(map(_member, quorum.members), key=lambda member: member.replica_id))
+    return m.Quorum(quorum.quorum_id, members, reference_state(members) or (0, 0, ""), epoch="torchft")
+
+
+def _member(member: m.Member) -> m.Member:
+    try:
+        ours = json.loads(member.data)[OURS]
+        values = {name: ours[name] for name in _FIELDS}
+        if any(type(value) is not _FIELDS[name] for name, value in values.items()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(
+            f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
+        ) from None
+    found = codec.from_message(m.Member, codec.to_message(replace(member, data="", **values)))
+    if problem := validate_request(m.Call(found)):
+        raise ValueError(problem[1])
+    return found

@@ -41,8 +41,7 @@ class LighthouseQuorum:
 
 
 class LighthouseClient:
-    """Of torchft's wire: any lighthouse of that wire answers it. Raises TimeoutError where none does in time, RuntimeError where it
-    refuses."""
+    """Client of any lighthouse that speaks torchft's wire. Raises TimeoutError where none answers, RuntimeError where it refuses."""
 
     def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "") -> None:
         access = Access(token)
@@ -77,7 +76,14 @@ class LighthouseClient:
         request = torchft_pb2.LighthouseQuorumRequest(requester=member)
         call = self._channel.unary_unary("/torchft.LighthouseService/Quorum")
         answer = answer_of(call, request, timeout.total_seconds(), self._metadata)
-        return _read(codec.parse(torchft_pb2.LighthouseQuorumResponse, answer).quorum)
+        quorum = codec.parse(torchft_pb2.LighthouseQuorumResponse, answer).quorum
+        members = []
+        for x in quorum.participants:
+            given = json.loads(x.data) if x.data else None
+            members.append(
+                QuorumMember(x.replica_id, x.address, x.store_address, x.step, x.world_size, x.shrink_only, given)
+            )
+        return LighthouseQuorum(quorum.quorum_id, members, Timestamp(quorum.created.seconds, quorum.created.nanos))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
@@ -86,19 +92,3 @@ class LighthouseClient:
 
     def close(self) -> None:
         self._channel.close()
-
-
-def _read(quorum: torchft_pb2.Quorum) -> LighthouseQuorum:
-    members = [
-        QuorumMember(
-            x.replica_id,
-            x.address,
-            x.store_address,
-            x.step,
-            x.world_size,
-            x.shrink_only,
-            json.loads(x.data) if x.data else None,
-        )
-        for x in quorum.participants
-    ]
-    return LighthouseQuorum(quorum.quorum_id, members, Timestamp(quorum.created.seconds, quorum.created.nanos))

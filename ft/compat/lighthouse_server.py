@@ -12,7 +12,8 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Seen
-from ft.rpc.lighthouse_server import Place, serve, until_stopped
+from ft.rpc.lighthouse_flags import Options
+from ft.rpc.lighthouse_main import serve, until_stopped
 
 
 class LighthouseServer:
@@ -45,16 +46,12 @@ class LighthouseServer:
             tick_s=quorum_tick_ms / 1000,
             times=m.Times(heartbeat_timeout_s=heartbeat_timeout_ms / 1000),
         )
-        self._ready: asyncio.Future[int] | None = None
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._port = 0
         self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(config, Place(at, access, state), seen)),
-            name="lighthouse",
-            daemon=True,
-        )
+        run = self._run(Options(config, at, access, state), seen)
+        self._thread = threading.Thread(target=asyncio.run, args=(run,), name="lighthouse", daemon=True)
         self._thread.start()
         self._started.wait()
         if self._error:
@@ -70,10 +67,10 @@ class LighthouseServer:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=10)
 
-    async def _run(self, config: LighthouseConfig, place: Place, seen: Seen | None) -> None:
+    async def _run(self, options: Options, seen: Seen | None) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with serve(config, place, seen=seen) as (service, self._port):
+            async with serve(options, seen=seen) as (service, self._port):
                 self._started.set()
                 await until_stopped(service.driver, self._stop)
         except BaseException as error:

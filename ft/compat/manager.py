@@ -163,9 +163,21 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
         )
-        _say_what_changes_nothing(
-            use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
-        )
+        for name, value, why in (
+            (
+                "use_async_quorum",
+                use_async_quorum,
+                "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
+            ),
+            (
+                "connect_timeout",
+                connect_timeout,
+                "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
+            ),
+            ("enable_error_bus", enable_error_bus, "every group is told at once of a death, always"),
+        ):
+            if value is not None:
+                _say_once(f"Manager({name}={value}) changes nothing: {why}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
         self._parameters: list[nn.Parameter] = []
         self._batches = 0  # that are in the weights
@@ -209,7 +221,7 @@ class Manager:
         """start_quorum has waited."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Whether the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
+        """True where the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
         if timeout is not None:
             _say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
         if not self._body:
@@ -251,7 +263,7 @@ class Manager:
 
     @property
     def replica_id(self) -> str:
-        """Of the process that this group is now: its name, and a part that no other process has."""
+        """Id of the process that this group is now: its name, and a part that no other process has."""
         return self.core.replica_id
 
     def current_step(self) -> int:
@@ -284,7 +296,7 @@ class Manager:
         self._error = self._error or e
 
     def errored(self) -> Exception | None:
-        """What was reported since start_quorum."""
+        """Error that was reported since start_quorum."""
         return self._error
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
@@ -292,31 +304,24 @@ class Manager:
         wrapped: Future[T] = Future()
         claim = threading.Lock()
 
-        def end(value: Callable[[], T]) -> None:
+        def end(ended: Future[T] | None) -> None:
             if not claim.acquire(blocking=False):
                 return
             try:
-                result = value()
+                if ended is None:
+                    raise TimeoutError(f"the future has no value after {timeout}")
+                result = ended.value()
             except Exception as error:  # noqa: BLE001 (any failure of the user's future)
                 self.report_error(error)
                 result = default
             wrapped.set_result(result)
 
-        def late() -> T:
-            raise TimeoutError(f"the future has no value after {timeout}")
-
-        timer = None
         if timeout is not None:
-            timer = threading.Timer(timeout.total_seconds(), end, (late,))
+            timer = threading.Timer(timeout.total_seconds(), end, (None,))
             timer.daemon = True
             timer.start()
-
-        def ended(done: Future[T]) -> None:
-            if timer is not None:
-                timer.cancel()
-            end(done.value)
-
-        fut.add_done_callback(ended)
+            fut.add_done_callback(lambda _: timer.cancel())
+        fut.add_done_callback(end)
         return wrapped
 
     # ------------------------------------------------------------------------------------------------ state
@@ -324,7 +329,7 @@ class Manager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """One more piece of state, under a name that is used once. Before the first quorum."""
+        """Adds a piece of state, under a name that is used once. Before the first quorum."""
         self.core.register(key, state_dict, load_state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
@@ -334,7 +339,7 @@ class Manager:
         self._user = (load_state_dict, state_dict)
 
     def heal_from_one(self) -> None:
-        """Not of torchft: what groups register is not the same in all of them (local_sgd.py), so it is never fetched from two."""
+        """Fetches state from one source alone, for what groups register is not the same in all of them (local_sgd.py). Not of torchft."""
         self.core.healer.one_source = True
 
     def disallow_state_dict_read(self) -> None:
@@ -345,11 +350,11 @@ class Manager:
         """The state is read at the beginning of a step alone, so there is nothing to allow."""
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: JSON. To be taken between should_commit and start_quorum."""
+        """State for a checkpoint, as JSON. To be taken between should_commit and start_quorum."""
         return {**self.core.state_dict(), "batches_committed": self._batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also of torchft's: step and batches_committed alone. Before the first quorum."""
+        """Takes torchft's, too: step and batches_committed alone. Before the first quorum."""
         self._batches = int(state_dict["batches_committed"])
         if "ledger" not in state_dict:
             ledger = json.dumps({"position": self._batches})
@@ -357,7 +362,7 @@ class Manager:
         self.core.load_state_dict(state_dict)
 
     def leave(self) -> None:
-        """Not of torchft: this group leaves after its next step, which tells the others. All its ranks call it before the same step."""
+        """Leaves after this group's next step, which tells the others. All its ranks call it before the same step. Not of torchft."""
         self.core.leave()
 
     def shutdown(self, wait: bool = True) -> None:
@@ -368,7 +373,7 @@ class Manager:
         self.core.gradients.close()
         self.core.close()
 
-    # ------------------------------------------------------------------------------------------------ what ddp.py calls
+    # ------------------------------------------------------------------------------------------------ what DistributedDataParallel calls
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """Their gradients are summed with those of other groups. Before the first quorum."""
@@ -471,7 +476,7 @@ class _Told(dist.Work):
             return False
 
     def get_future(self) -> Future[Any]:
-        """Of a list of the tensor."""
+        """Future of a list of the tensor."""
         return self._work.get_future()
 
     def is_completed(self) -> bool:
@@ -510,7 +515,7 @@ def _number_of(hostname: str) -> str:
 
 
 def _store(config: ReplicaGroupConfig, address: str, port: int | None) -> Store | None:
-    """Of this group. None where it has one rank, which needs none."""
+    """The group's store. None where it has one rank, which needs none."""
     if config.world_size == 1:
         return None
     if dist.is_available() and dist.is_initialized():
@@ -527,14 +532,3 @@ def _say_once(what: str) -> None:
     if what not in _SAID:
         _SAID.add(what)
         log.warning("%s", what)
-
-
-def _say_what_changes_nothing(**given: object) -> None:
-    reasons = {
-        "use_async_quorum": "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
-        "connect_timeout": "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
-        "enable_error_bus": "every group is told at once of a death, always",
-    }
-    for name, value in given.items():
-        if value is not None:
-            _say_once(f"Manager({name}={value}) changes nothing: {reasons[name]}")

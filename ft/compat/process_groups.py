@@ -43,7 +43,7 @@ class _Alone:
         ended(None, -1)
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """Does nothing: nobody sleeps."""
 
     def end(self) -> None:
         """There is nothing to give back."""

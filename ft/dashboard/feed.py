@@ -18,7 +18,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from aiohttp import web
 
@@ -47,12 +46,13 @@ class Watcher:
 
 
 class Feed:
-    """An DashboardListener of the lighthouse's service. To be made and used on its loop."""
+    """DashboardListener of the lighthouse's service. To be made and used on its loop."""
 
     def __init__(self, service: LighthouseService, *, orders: bool) -> None:
         """orders: whether they can be given."""
         self._service = service
         self.history = History(service.machine)
+        self.reported, self.told = self.history.reported, self.history.told
         self.view = View(service, self.history)
         self._told = Told(self.view, self.history, orders=orders)
         self._boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
@@ -72,12 +72,6 @@ class Feed:
         self.history.saw(event, out)
         if isinstance(event, m.Tick) and self._awake:
             self._tick(now_s())
-
-    def reported(self, report: Any) -> None:
-        self.history.reported(report)
-
-    def told(self, replica_id: str, happened: Any) -> None:
-        self.history.told(replica_id, happened)
 
     # ---- updates
 
@@ -111,24 +105,11 @@ class Feed:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _all(self) -> bytes:
-        """Up to the newest update."""
-        if self._whole[0] != self._number:
-            self._whole = (self._number, self._bytes(self._told.whole()))
-        return self._whole[1]
-
     def _bytes(self, parts: Parts) -> bytes:
-        """Who has the last event, and so the id, has all those before it."""
+        """Events of an update; the last one has its id, so who has that has all those before it."""
         *first, last = messages(parts, time.time())
         lines = [*(f"data: {text}\n\n" for text in first), f"id: {self._boot}-{self._number}\ndata: {last}\n\n"]
         return "".join(lines).encode()
-
-    def _wake(self) -> None:
-        """The number goes on, so what an earlier watcher has is too long ago."""
-        if not self._awake:
-            self._awake, self._watched_s = True, now_s()
-            self._number += 1
-            self._told.changes()
 
     # ---- watchers
 
@@ -156,11 +137,19 @@ class Feed:
         return response
 
     async def _serve(self, watcher: Watcher, response: web.StreamResponse, last_id: str) -> None:
-        self._wake()
-        read = self._place(last_id)
+        if not self._awake:
+            self._awake, self._watched_s = True, now_s()
+            self._number += 1  # so what an earlier watcher has is too long ago
+            self._told.changes()
+        # the number of the update that it has; -1: of none that means anything here
+        boot, _, number = last_id.partition("-")
+        known = boot == self._boot and number.isascii() and number.isdigit() and len(number) < 16
+        read = int(number) if known and int(number) <= self._number else -1
         while not self._over:
             if read < self._number - len(self._ring):  # it begins, or its place is lost
-                update, read = self._all(), self._number
+                if self._whole[0] != self._number:
+                    self._whole = (self._number, self._bytes(self._told.whole()))
+                update, read = self._whole[1], self._number
             else:
                 missed = islice(self._ring, len(self._ring) - (self._number - read), None)
                 update, read = b"".join(missed), self._number
@@ -171,14 +160,8 @@ class Feed:
             if read == self._number and not self._over:
                 await self._news.wait()
 
-    def _place(self, last_id: str) -> int:
-        """The number of the update that it has; -1: of none that means anything here."""
-        boot, _, number = last_id.partition("-")
-        known = boot == self._boot and number.isascii() and number.isdigit() and len(number) < 16
-        return int(number) if known and int(number) <= self._number else -1
-
     def end(self) -> None:
-        """All streams end."""
+        """Ends all streams."""
         self._over = True
         self._news.set()
 

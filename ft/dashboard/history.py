@@ -1,4 +1,4 @@
-"""What has happened to a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
+"""History of a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
 
     lighthouse_service (DashboardListener) -> feed.Feed -> here        told of every step and every change, whether anybody watches or not
 
@@ -61,7 +61,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Size:
-    """How many members of the newest quorum there are, from then on."""
+    """Number of members of the newest quorum, from then on."""
 
     at_s: float
     members: int
@@ -79,7 +79,7 @@ class Departure:
 
 
 class History:
-    """Of one lighthouse's life. `changes` grows with all that is told; who has seen it up to some number asks for what is newer."""
+    """History of one lighthouse's life. `changes` grows with all that is told; who has seen it up to some number asks for what is newer."""
 
     def __init__(self, machine: Lighthouse, wall_clock: Callable[[], float] = time.time) -> None:
         self._machine, self._wall_clock = machine, wall_clock
@@ -164,7 +164,7 @@ class History:
         return max(self._steps[-1][1] if self._steps else 0, quorum.reference[0] if quorum else 0)
 
     def steps_per_s(self) -> float:
-        """Of the last minute; 0: none."""
+        """Rate of the last minute; 0: no step."""
         if len(self._steps) < 2 or self._wall_clock() - self._steps[-1][0] > RATE_S:
             return 0.0
         (began_s, first), (ended_s, last) = self._steps[0], self._steps[-1]
@@ -174,7 +174,7 @@ class History:
 
     def _see_departures(self) -> None:
         lost = self._machine.roster.lost
-        if next(reversed(lost), None) in (*self._newest_gone(), None):
+        if next(reversed(lost), None) in (next(reversed(self.gone), None), None):
             return
         now_s = self._wall_clock()
         new = list(takewhile(lambda i: i not in self.gone, reversed(lost)))[::-1]
@@ -194,9 +194,6 @@ class History:
     def _see_size(self) -> None:
         members = sum(i not in self.gone for i in self._ids)
         self.sizes.append(Size(self._wall_clock(), members, self._change()))
-
-    def _newest_gone(self) -> tuple[str, ...]:
-        return (next(reversed(self.gone)),) if self.gone else ()
 
     def _see_quorum(self) -> None:
         quorum = self._machine.quorum
@@ -237,6 +234,6 @@ def named(ids: Iterable[str]) -> str:
 
 
 def clean(text: str, most: int) -> str:
-    """What came from elsewhere, for people: nothing that moves a cursor or turns the direction of what is around it, and not too long."""
+    """Text from elsewhere, made fit for people: nothing that moves a cursor or turns the direction of text, and not too long."""
     text = "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,4 +1,4 @@
-"""What watchers know, and what they have yet to be told of: `changes` for those who watch, `whole` for those who come.
+"""State that watchers know, and the news for them: `changes` for those who watch, `whole` for those who come.
 
 A part is a section of an update and its items, in the order in which static/state.js applies them; `events` makes JSON of them.
 """
@@ -17,7 +17,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Told:
-    """Up to the newest update, whoever watches."""
+    """State up to the newest update, whoever watches."""
 
     def __init__(self, view: View, history: History, **constants: Any) -> None:
         """constants: said first to each who comes."""
@@ -43,12 +43,18 @@ class Told:
         return self._history.changes > self._changes
 
     def changes(self) -> Parts:
-        """Since the last call. They are taken for told."""
+        """News since the last call, which are taken for told."""
         view, history, since = self._view, self._history, self._changes
         rows, old = view.rows(), self._rows
         gone = [self._forget(i) for i in old if i not in rows]
-        names = [self._name(i) for i in rows if i not in old or self._is_news(i)]
-        job, heals = view.job(rows), self._shown_heals()
+        # how many ranks a group has may not have been known when it was named
+        names = [self._name(i) for i in rows if i not in old or (i in self._unsure and view.lasting(i)[1] > 0)]
+        job, keys = view.job(rows), self._keys
+        heals = [
+            (keys[i], [keys[source] for source in sources if source in keys], done, total)
+            for i, (sources, done, total) in view.heals().items()
+            if i in keys
+        ]
         parts: Parts = {
             "gone": gone,
             "phases": view.phases[self._phases :],
@@ -66,7 +72,7 @@ class Told:
         return parts
 
     def whole(self) -> Parts:
-        """For who knows nothing: all that was told until now."""
+        """State for a watcher that knows nothing: all that was told until now."""
         history, until = self._history, self._changes
         return {
             "begin": [self._constants],
@@ -80,10 +86,6 @@ class Told:
             "events": [x.to_json() for x in history.events if x.changed <= until],
         }
 
-    def _is_news(self, replica_id: str) -> bool:
-        """How many ranks it has was not known when it was named, and is now."""
-        return replica_id in self._unsure and self._view.lasting(replica_id)[1] > 0
-
     def _name(self, replica_id: str) -> tuple[Any, ...]:
         if replica_id not in self._keys:
             self._keys[replica_id] = self._next_key
@@ -96,14 +98,6 @@ class Told:
         del self._names[replica_id]
         self._unsure.discard(replica_id)
         return self._keys.pop(replica_id)
-
-    def _shown_heals(self) -> list[Any]:
-        keys = self._keys
-        return [
-            (keys[i], [keys[source] for source in sources if source in keys], done, total)
-            for i, (sources, done, total) in self._view.heals().items()
-            if i in keys
-        ]
 
 
 def messages(parts: Parts, now_s: float) -> list[str]:

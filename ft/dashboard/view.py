@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ft.dashboard.history import History, clean, named
@@ -16,17 +15,8 @@ from ft.protocol import messages as m
 from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
 
-HEALTH = (
-    "training",
-    "waiting",
-    "joining",
-    "healing",
-    "late",
-    "silent",
-    "sitting out",
-    "left",
-    "lost",
-)  # a row has the word's place
+# A row has the word's place.
+HEALTH = ("training", "waiting", "joining", "healing", "late", "silent", "sitting out", "left", "lost")
 TRAINS, WAITS, JOINS, HEALS, LATE, SILENT, SITS_OUT, LEFT, LOST = range(len(HEALTH))
 IN_REDUCTION, CONNECTED, DRAINED, KILLED = 1, 2, 4, 8  # flags of a row; CONNECTED: an order reaches it
 SILENT_BEATS = 2.5  # without a word, before that is said
@@ -39,17 +29,8 @@ PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases;
 Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
 
 
-@dataclass(frozen=True)
-class Job:
-    """What all of it comes to. `state`: good, busy or bad; `headline` and `reason` say it in words."""
-
-    state: str
-    headline: str
-    reason: str
-
-
 class View:
-    """Of one lighthouse. `ordered`: id -> flags of the orders that it was given."""
+    """View of one lighthouse. `ordered`: id -> flags of the orders that it was given."""
 
     def __init__(
         self, service: LighthouseService, history: History, wall_clock: Callable[[], float] = time.time
@@ -63,8 +44,8 @@ class View:
     # ---- groups
 
     def rows(self) -> dict[str, Row]:
-        """Of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0: as
-        it should be), goodput in percent (-1: not known), flags, and why it is how it is, where that needs a word."""
+        """Row of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0:
+        as it should be), goodput in percent (-1: not known), flags, and why it is how it is, where that needs a word."""
         roster, reports, quorum = self._machine.roster, self._service.reports, self._machine.quorum
         quorum_id = quorum.quorum_id if quorum else 0
         members = self._members = {x.replica_id: x for x in quorum.members} if quorum else {}
@@ -90,7 +71,7 @@ class View:
         return rows
 
     def lasting(self, replica_id: str) -> tuple[str, int, int]:
-        """What of a group does not change: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
+        """Constants of a group: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
         report, peer = self._service.reports.get(replica_id), self._machine.roster.peers.get(replica_id)
         member = self._members.get(replica_id) or (peer.call.member if peer and peer.call else None)
         born_s = self._wall_clock() - (report.wall_s if report else 0)
@@ -129,7 +110,7 @@ class View:
         return frozenset(waited_for if len(waited_for) <= max(1, len(members) // LATE_SHARE) else ())
 
     def _waited_s(self) -> float:
-        """By the first caller of the next quorum; 0 for a wait that is in the nature of things."""
+        """Wait of the next quorum's first caller; 0 for a wait that is in the nature of things."""
         waited_s = self._machine.roster.waited(now_s())
         return waited_s if waited_s > self._service.config.times.beat_s else 0.0
 
@@ -154,7 +135,7 @@ class View:
         return found
 
     def heals(self) -> dict[str, tuple[tuple[str, ...], int, int]]:
-        """Of each id that heals: from whom, bytes that have come, of how many (0: not known yet)."""
+        """Heals by id: from whom, bytes that have come, of how many (0: not known yet)."""
         reports, found = self._service.reports, {}
         for replica_id, (_, sources) in list(self._history.healing.items())[:HEALS_SHOWN]:
             report = reports.get(replica_id)
@@ -165,7 +146,7 @@ class View:
     # ---- all of them
 
     def job(self, rows: dict[str, Row]) -> dict[str, Any]:
-        """What is shown above them; all of it is told again where any of it has changed."""
+        """Figures that are shown above the rows; all of it is told again where any of it has changed."""
         service, machine, history = self._service, self._machine, self._history
         quorum, saved = machine.quorum, machine.saved
         counts = [0] * len(HEALTH)
@@ -173,11 +154,11 @@ class View:
             counts[row[2]] += 1
         wall_s = sum(report.wall_s for report in service.reports.values())
         goodput_s = sum(report.goodput_s for report in service.reports.values())
-        words = self._words(rows, counts)
+        state, headline, reason = self._words(rows, counts)
         return {
-            "state": words.state,
-            "headline": words.headline,
-            "reason": words.reason,
+            "state": state,
+            "headline": headline,
+            "reason": reason,
             "quorum_id": quorum.quorum_id if quorum else 0,
             "members": len(quorum.members) if quorum else 0,
             "alive": sum(i in machine.roster.peers for i in quorum.ids) if quorum else 0,
@@ -193,17 +174,17 @@ class View:
             "trouble": clean(service.keeper.trouble if service.keeper else "", NOTE_TEXT),
         }
 
-    def _words(self, rows: dict[str, Row], counts: list[int]) -> Job:
-        """What the job does, and why it waits where it does. The first that holds."""
+    def _words(self, rows: dict[str, Row], counts: list[int]) -> tuple[str, str, str]:
+        """State (good, busy or bad), headline and reason: what the job does, and why it waits where it does. The first that holds."""
         machine, history = self._machine, self._history
         reason, asking = clean(machine.reason, NOTE_TEXT), len(machine.roster.candidates)
         late = [i for i, row in rows.items() if row[2] == LATE]
         if not rows:
-            return Job("busy", "No group has come yet", "The lighthouse waits for the first one to call.")
+            return "busy", "No group has come yet", "The lighthouse waits for the first one to call."
         if machine.quorum is None:
-            return Job("busy", "Waits for the first quorum", _sentence(reason))
+            return "busy", "Waits for the first quorum", _sentence(reason)
         if counts[LOST] and all(row[2] in (LOST, LEFT) for row in rows.values()):
-            return Job(
+            return (
                 "bad",
                 "All groups are gone",
                 "Those that come back begin where the newest checkpoint or the last survivor is.",
@@ -211,14 +192,14 @@ class View:
         if waited_s := self._waited_s():
             wanted = f" Waits for {named(late)}." if late else ""
             head = "A group waits to come in" if not machine.roster.present else "Waits for the next quorum"
-            return Job("busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} {asking} asked.")
+            return "busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} {asking} asked."
         if late:
             verb = "keeps" if len(late) == 1 else "keep"
-            return Job("busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction.")
+            return "busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction."
         if stands_s := self._stands_s():
-            return Job("bad", f"No step for {stands_s:.0f} s", f"The newest quorum: {reason}.")
+            return "bad", f"No step for {stands_s:.0f} s", f"The newest quorum: {reason}."
         if counts[HEALS]:
-            return Job(
+            return (
                 "busy",
                 "Trains, and heals",
                 f"{named(history.healing)} fetches the state; the others go on without a pause.",
@@ -226,13 +207,11 @@ class View:
         missing = counts[LOST] + counts[SILENT] + counts[SITS_OUT]
         if missing:
             out = [i for i, row in rows.items() if row[2] in (LOST, SILENT, SITS_OUT)]
-            return Job(
-                "busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in."
-            )
-        return Job("good", "Trains", f"Nobody asks for another quorum. The newest: {reason}.")
+            return ("busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in.")
+        return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
 
     def _stands_s(self) -> float:
-        """Since a step was seen, where that is too long; 0 where groups tell of none."""
+        """Time since a step was seen, where that is too long; 0 where groups tell of none."""
         last_s, reports = self._history.last_step_s, self._service.reports
         if not last_s or not reports:
             return 0.0

@@ -138,18 +138,24 @@ class TensorPayload:
 
     def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor], written: Written) -> None:
         self.manifest = manifest
-        self._tensors = [_bits(tensor) for tensor in tensors]
-        self._starts = [entry.offset for entry in manifest.entries]
-        self._views = [_memory(tensor) for tensor in self._tensors]
+        # The same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
+        self._tensors = [
+            tensor.view(-1).view(torch.uint8)
+            if tensor.is_contiguous()
+            else tensor.view(_INTEGERS[tensor.element_size()])
+            for tensor in (tensor.detach() for tensor in tensors)
+        ]
+        self._views = [
+            bits.numpy().data if bits.is_contiguous() and bits.device.type == "cpu" else None for bits in self._tensors
+        ]
         self.device, self.ready = written.device, written.event
 
     def direct(self, first: int, last: int) -> memoryview | None:
         """The memory of chunks first..last, if it is one piece of host memory."""
         start, end = first * CHUNK_BYTES, min((last + 1) * CHUNK_BYTES, self.manifest.total_bytes)
-        index = (
-            bisect_right(self._starts, start) - 1
-        )  # once per chunk, so in few words: `pieces` takes ten times as long
-        low = start - self._starts[index]
+        # once per chunk, so in few words: `pieces` takes ten times as long
+        index = bisect_right(self.manifest.offsets, start) - 1
+        low = start - self.manifest.offsets[index]
         view = self._views[index]
         return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
 
@@ -195,18 +201,6 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         raise FormatError(f"{name}: a lazily conjugated or negated tensor cannot be sent")
     return tensor
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory: flat bytes if it is contiguous, else whole numbers of the same size."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def _memory(bits: torch.Tensor) -> memoryview | None:
-    return bits.numpy().data if bits.is_contiguous() and bits.device.type == "cpu" else None
 
 
 def _part(bits: torch.Tensor, low: int, high: int) -> torch.Tensor:

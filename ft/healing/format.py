@@ -30,7 +30,7 @@ MAX_TOTAL_BYTES = 1 << 46  # of one rank's shards
 MAX_DIMS = 64
 MAX_NAME = 1024  # characters
 MAX_DEPTH = 64  # of values in each other
-FORMAT = "pharos healing 1"
+_FIXED = {"format": "pharos healing 1", "byte_order": sys.byteorder, "chunk_bytes": CHUNK_BYTES}  # of a header
 
 NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -49,7 +49,7 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its local shard, where it is sharded."""
+    """A tensor: its local shard, where it is sharded."""
 
     name: str
     dtype: str
@@ -87,7 +87,7 @@ class Manifest:
     def pieces(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """The tensors that lie in bytes start..end of the body: (index, its first byte in there, the byte after its last)."""
         found = []
-        for index in range(max(0, bisect_right(self._offsets, start) - 1), len(self.entries)):
+        for index in range(max(0, bisect_right(self.offsets, start) - 1), len(self.entries)):
             entry = self.entries[index]
             if entry.offset >= end:
                 break
@@ -97,15 +97,13 @@ class Manifest:
         return found
 
     @cached_property
-    def _offsets(self) -> list[int]:
+    def offsets(self) -> list[int]:
         return [entry.offset for entry in self.entries]
 
     def encode(self) -> bytes:
         """Raises FormatError where it would be longer than a reader takes."""
         header = {
-            "format": FORMAT,
-            "byte_order": sys.byteorder,
-            "chunk_bytes": CHUNK_BYTES,
+            **_FIXED,
             "total_bytes": self.total_bytes,
             "tensors": [[entry.name, entry.dtype, list(entry.shape), entry.offset] for entry in self.entries],
             "values": dict(self.values),
@@ -129,14 +127,20 @@ class Manifest:
             header = json.loads(bytes(data).decode("ascii"), parse_constant=_no_constant, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:  # JSON's and ASCII's own errors are ValueErrors
             raise FormatError(f"the header is no JSON of ours: {str(error)[:200] or type(error).__name__}") from None
-        expected = {"format": FORMAT, "byte_order": sys.byteorder, "chunk_bytes": CHUNK_BYTES}
-        if not isinstance(header, dict) or header.keys() != {*expected, "total_bytes", "tensors", "values"}:
+        if not isinstance(header, dict) or header.keys() != {*_FIXED, "total_bytes", "tensors", "values"}:
             raise FormatError("the header has other fields")
-        for name, value in expected.items():
+        for name, value in _FIXED.items():
             if header[name] != value or type(header[name]) is not type(value):
                 raise FormatError(f"the header's {name} is {str(header[name])[:100]!r}, ours {value!r}")
-        entries = _entries(header["tensors"])
-        manifest = Manifest(entries, _values(header["values"], len(entries)))
+        entries, values = _entries(header["tensors"]), header["values"]
+        if not isinstance(values, dict):
+            raise FormatError("the header's values are no object")
+        used: set[int] = set()
+        for name, tree in values.items():
+            _check_tree(tree, name[:80], len(entries), used, MAX_DEPTH + 2)
+        if len(used) != len(entries):
+            raise FormatError("a tensor of the header belongs to no value")
+        manifest = Manifest(entries, values)
         if type(header["total_bytes"]) is not int or header["total_bytes"] != manifest.total_bytes:
             raise FormatError("the header's total_bytes is not what its tensors add up to")
         return manifest
@@ -226,7 +230,7 @@ def from_json(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _part(key: str | int) -> str:
-    """One step of a name: no two keys of a dict have the same."""
+    """Part of a name: no two keys of a dict have the same."""
     return repr(key) if isinstance(key, int) or "/" in key or key.lstrip("-").isdigit() or "'" in key else key
 
 
@@ -260,17 +264,6 @@ def _entries(listed: Any) -> tuple[Entry, ...]:
                 f"{entry.name}: at byte {offset}, where {entry.offset} comes next, of {MAX_TOTAL_BYTES} at most"
             )
     return entries
-
-
-def _values(values: Any, tensors: int) -> Mapping[str, Any]:
-    if not isinstance(values, dict):
-        raise FormatError("the header's values are no object")
-    used: set[int] = set()
-    for name, tree in values.items():
-        _check_tree(tree, name[:80], tensors, used, MAX_DEPTH + 2)
-    if len(used) != tensors:
-        raise FormatError("a tensor of the header belongs to no value")
-    return values
 
 
 def _check_tree(tree: Any, name: str, tensors: int, used: set[int], depth: int) -> None:

@@ -90,9 +90,9 @@ def parse_request(request: Request) -> Asked:
     reader = request.field("reader")
     if not _READER.fullmatch(reader):
         raise BadRequest(400, "Reader: a name of at most 128 letters, digits and .:_-")
-    asked = Asked(what, int(path[1]), int(path[2]), reader)
+    quorum_id, step = int(path[1]), int(path[2])
     if what != "body":
-        return asked
+        return Asked(what, quorum_id, step, reader)
     unit, _, text = request.field("range").partition("=")
     ranges = parse_ranges(text)
     if unit != "chunks" or len(ranges) != 1:
@@ -100,7 +100,7 @@ def parse_request(request: Request) -> Asked:
     lacks = parse_ranges(request.field("lacks"))
     if not any(first <= ranges[0][0] and ranges[0][1] <= last for first, last in lacks):
         raise BadRequest(400, "Lacks: FIRST-LAST,..., and Range inside one of them")
-    return Asked(what, asked.quorum_id, asked.step, reader, *ranges[0], lacks)
+    return Asked(what, quorum_id, step, reader, *ranges[0], lacks)
 
 
 def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:

@@ -38,15 +38,11 @@ class HealServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
         self._lock = threading.Lock()
-        self.shown: CheckpointOffer | None = None
+        self.shown: CheckpointOffer | None = None  # what is served
         self._connections: dict[_Connection, None] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
         self._thread.start()
-
-    def show(self, offer: CheckpointOffer | None) -> None:
-        """Serves this offer from now on, or none."""
-        self.shown = offer
 
     def close(self) -> None:
         """May be called twice."""
@@ -108,7 +104,7 @@ class _Connection:
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
         self.trusted = False
-        self._reads: tuple[CheckpointOffer, Reader, threading.Lock] | None = None
+        self._lock = threading.Lock()  # of what is being read
         self.thread = threading.Thread(target=self._run, name="heal-reader", daemon=True)
 
     def end(self) -> None:
@@ -125,22 +121,8 @@ class _Connection:
         except (OSError, Withdrawn) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
-            self._stop_reading()
             self._server.forget(self)
             self._sock.close()
-
-    def _read_of(self, offer: CheckpointOffer, reader: Reader) -> threading.Lock:
-        """This connection reads that offer for that reader from now on, and no longer another. Returns its lock."""
-        if self._reads is None or self._reads[:2] != (offer, reader):
-            self._stop_reading()
-            self._reads = (offer, reader, offer.join(reader))
-        return self._reads[2]
-
-    def _stop_reading(self) -> None:
-        if self._reads:
-            offer, reader, lock = self._reads
-            offer.part(reader, lock)
-            self._reads = None
 
     def _head(self) -> bytes:
         """Without its empty line; empty where the connection has ended. Raises OSError."""
@@ -201,23 +183,21 @@ class _Connection:
         start, end = offer.manifest.span(asked.first)[0], offer.manifest.span(asked.last)[1]
         length = end - start + DIGEST_BYTES * (asked.last - asked.first + 1) + SEAL_BYTES
         self._send(reply_head(206, length, f"chunks {asked.first}-{asked.last}/{offer.manifest.chunks}"))
-        self._read_of(offer, reader)
         staging: StagingBuffer | None = None
-        for chunk in range(asked.first, asked.last + 1):
-            staging = self._send_chunk(offer, chunk, staging)
-            offer.sent(reader, [chunk])
+        with offer.reading(reader) as self._lock:
+            for chunk in range(asked.first, asked.last + 1):
+                staging = self._send_chunk(offer, chunk, staging)
+                offer.sent(reader, [chunk])
         self._send_seal(offer)
 
     def _send_chunk(self, offer: CheckpointOffer, chunk: int, staging: StagingBuffer | None) -> StagingBuffer | None:
         """The lock is held while the tensors are looked at, never while waiting for the reader: in between, a fence may move the chunk
         aside. Returns the buffer, made when first needed."""
-        assert self._reads is not None
-        lock = self._reads[2]
         mark = b""
         staged: memoryview | None = None
         sent = 0
         while True:
-            with lock:
+            with self._lock:
                 memory = staged if staged is not None else offer.memory(chunk)
                 if memory is None:
                     staging = staging or StagingBuffer(offer.body)
@@ -230,16 +210,17 @@ class _Connection:
 
     def _send_digests(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
         """The lock is held for a chunk at a time, as when they are sent: a fence may come in between."""
-        lock, staging, digests = self._read_of(offer, reader), None, bytearray()
-        for chunk in range(offer.manifest.chunks):
-            with lock:
-                if not (found := offer.known(chunk)):
-                    memory = offer.memory(chunk)
-                    if memory is None:
-                        staging = staging or StagingBuffer(offer.body)
-                        memory = offer.read(chunk, staging)
-                    found = offer.digest_of(chunk, memory)
-            digests += found
+        staging, digests = None, bytearray()
+        with offer.reading(reader) as lock:
+            for chunk in range(offer.manifest.chunks):
+                with lock:
+                    if not (found := offer.known(chunk)):
+                        memory = offer.memory(chunk)
+                        if memory is None:
+                            staging = staging or StagingBuffer(offer.body)
+                            memory = offer.read(chunk, staging)
+                        found = offer.digest_of(chunk, memory)
+                digests += found
         self._send_checked(offer, digests)
 
     def _send_checked(self, offer: CheckpointOffer, data: bytes | bytearray) -> None:

@@ -58,7 +58,7 @@ class HttpTransport(Transport):
 
     def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
         super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
-        self._server.show(self._offer)  # which keeps it when it is withdrawn, to tell its readers why
+        self._server.shown = self._offer  # which keeps it when it is withdrawn, to tell its readers why
 
     def fetch(
         self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
@@ -93,7 +93,7 @@ class HttpTransport(Transport):
         self.stop("the transport is closed")
         self.withdraw("the source is leaving")
         self._server.close()
-        self._server.show(None)
+        self._server.shown = None
 
 
 class SourceFailed(RuntimeError):
@@ -105,7 +105,7 @@ class SourceUnlike(SourceFailed):
 
 
 class Fetch:
-    """One heal. `run` blocks; `stop`, from another thread, ends it. `into`: None where there is nothing to do but `tell_done`."""
+    """A heal. `run` blocks; `stop`, from another thread, ends it. `into`: None where there is nothing to do but `tell_done`."""
 
     def __init__(
         self,
@@ -207,10 +207,15 @@ class Fetch:
             self._digests[source] = digests
             if len(self._digests) < len(self.sources):
                 return
-            where = first_difference(manifest, *self._digests.values())
-            self._equal = not where
+            one, other = self._digests.values()
+            self._equal = one == other
             self._lock.notify_all()
-        if where:
+        if not self._equal:
+            at = next(place for place in range(len(one)) if one[place] != other[place])
+            names = [
+                manifest.entries[index].name for index, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))
+            ]
+            where = " or ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
             log.error(
                 "%s hold different states, first in %s: healing from one of them alone, and nobody can tell here whose is right",
                 " and ".join(one.replica_id for one in self.sources),
@@ -453,13 +458,3 @@ class _FromSource:
                 count -= len(views.pop(0))
             if views:
                 views[0] = views[0][count:]
-
-
-def first_difference(manifest: Manifest, one: bytes, other: bytes) -> str:
-    """Names of the tensors in the first chunk whose digests differ; empty: none does."""
-    for chunk in range(manifest.chunks):
-        at = slice(chunk * DIGEST_BYTES, (chunk + 1) * DIGEST_BYTES)
-        if one[at] != other[at]:
-            names = [manifest.entries[index].name for index, _, _ in manifest.pieces(*manifest.span(chunk))]
-            return " or ".join([names[0], *names[1:][-1:]]) if len(names) < 3 else f"{names[0]} to {names[-1]}"
-    return ""

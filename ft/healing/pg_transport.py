@@ -81,7 +81,7 @@ class PgTransport(Transport):
     def withdraw(self, reason: str) -> None:
         super().withdraw(reason)
         while self._senders:
-            self._senders.pop().end(reason)
+            self._senders.pop().group.abandon(reason)  # wakes its thread, whatever it waits for
 
     def fetch(
         self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
@@ -99,7 +99,8 @@ class PgTransport(Transport):
             receiver = _Receiver(group, into, progress or (lambda done, total: None))
             try:
                 group.configure(_store(source.address, source.replica_id, self._replica_id, quorum_id, step), 1, 2)
-                self._check()  # stop() may have come before there was anything to abandon
+                if self._stopped:  # it may have come before there was anything to abandon
+                    raise RuntimeError(self._stopped)
                 return receiver.run()
             except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
@@ -129,10 +130,6 @@ class PgTransport(Transport):
             group = self._receiving
         group.abandon(reason)
 
-    def _check(self) -> None:
-        if self._stopped:
-            raise RuntimeError(self._stopped)
-
     def close(self) -> None:
         self.stop("the transport is closed")
         self.withdraw("the source is leaving")
@@ -147,57 +144,51 @@ def _messages(manifest: Manifest) -> Iterator[tuple[int, int]]:
     first = 0
     while first < manifest.chunks:
         last = first
-        while last + 1 < min(manifest.chunks, first + MESSAGE_CHUNKS) and _in_one(manifest, first, last + 1):
+        start = manifest.span(first)[0]
+        while last + 1 < min(manifest.chunks, first + MESSAGE_CHUNKS):
+            end = manifest.span(last + 1)[1]
+            if [high - low for _, low, high in manifest.pieces(start, end)] != [end - start]:
+                break
             last += 1
         yield first, last
         first = last + 1
-
-
-def _in_one(manifest: Manifest, first: int, last: int) -> bool:
-    start, end = manifest.span(first)[0], manifest.span(last)[1]
-    pieces = manifest.pieces(start, end)
-    return len(pieces) == 1 and pieces[0][2] - pieces[0][1] == end - start
 
 
 class _Sender:
     """A joiner's thread in the source."""
 
     def __init__(self, group: Group, store: str, offer: CheckpointOffer, name: str) -> None:
-        self._group, self._store, self._offer, self._name = group, store, offer, name
+        self.group, self._store, self._offer, self._name = group, store, offer, name
         self._tag = 0
         self._thread = threading.Thread(target=self._run, name="heal-sender", daemon=True)
         self._thread.start()
 
-    def end(self, reason: str) -> None:
-        """Wakes the thread, whatever it waits for."""
-        self._group.abandon(reason)
-
     def _run(self) -> None:
         try:
             reader = self._offer.reader(self._name)
-            self._group.configure(self._store, 0, 2)
+            self.group.configure(self._store, 0, 2)
             self._send_all(reader)
         except (RuntimeError, ValueError) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
             self._offer.done(self._name)
-            self._group.abandon("this reader has ended")
+            self.group.abandon("this reader has ended")
 
     def _send_all(self, reader: Reader) -> None:
         offer = self._offer
         self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
-        self._lock = offer.join(reader)
         staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
-        self._send_messages(reader, _messages(offer.manifest), staging)
-        for _ in range(ROUNDS):
-            again = self._receive_again()
-            if not again:
-                break
-            self._send_messages(reader, ((chunk, chunk) for chunk in again), staging)
+        with offer.reading(reader) as self._lock:
+            self._send_messages(reader, _messages(offer.manifest), staging)
+            for _ in range(ROUNDS):
+                again = self._receive_again()
+                if not again:
+                    break
+                self._send_messages(reader, ((chunk, chunk) for chunk in again), staging)
         offer.check()
         self._send(_bytes(offer.seal))
         offer.done(self._name)
-        self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
+        self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
 
     def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], staging: StagingBuffer) -> None:
         """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
@@ -234,7 +225,7 @@ class _Sender:
     def _receive_again(self) -> list[int]:
         """The chunks that came damaged. Raises ValueError."""
         asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
-        self._group.recv([asked], 1, self._tag).wait()
+        self.group.recv([asked], 1, self._tag).wait()
         self._tag += 1
         count, *chunks = asked.tolist()
         if not 0 <= count <= MAX_AGAIN or not all(0 <= chunk < self._offer.manifest.chunks for chunk in chunks[:count]):
@@ -246,7 +237,7 @@ class _Sender:
 
     def _start(self, tensor: torch.Tensor) -> Any:
         self._tag += 1
-        return self._group.send([tensor], 1, self._tag - 1)
+        return self.group.send([tensor], 1, self._tag - 1)
 
 
 class _Receiver:

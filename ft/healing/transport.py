@@ -19,8 +19,8 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -64,9 +64,7 @@ class HealConfig:
     """[fault_tolerance.healing] of a rank."""
 
     heal_copy_bytes: int = 256 << 20  # at most so much is copied aside for readers that are not done at a commit
-    heal_grace_s: float = (
-        30.0  # a commit waits so long for the rest to be that small; a connection may be silent so long
-    )
+    heal_grace_s: float = 30.0  # a commit waits so long for the rest to be small; a connection may be silent so long
     heal_streams: int = 2  # connections to a single source: one alone is bound by the core that fills it
     offer_wait_s: float = 30.0  # a joiner waits so long for an offer that is not there yet
 
@@ -83,7 +81,7 @@ Progress = Callable[[int, int], None]  # bytes received and verified, of how man
 
 
 class Transport(ABC):
-    """One per rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
+    """Transport of one rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self._replica_id, self._config = replica_id, config or HealConfig()
@@ -126,7 +124,7 @@ class Transport(ABC):
         return offer is not None and offer.is_taken
 
     def fence(self) -> Fenced:
-        """Afterwards the offered tensors may change. Never waits longer than heal_grace_s, whatever the readers do."""
+        """Lets the offered tensors change afterwards. Never waits longer than heal_grace_s, whatever the readers do."""
         if self._offer is None:
             return Fenced.FREE
         outcome = self._offer.fence(self._config.heal_copy_bytes, self._config.heal_grace_s)
@@ -148,7 +146,7 @@ class Transport(ABC):
 
 
 class Reader:
-    """One joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
+    """A joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
 
     def __init__(self, chunks: int) -> None:
         self.locks: list[threading.Lock] = []
@@ -156,7 +154,7 @@ class Reader:
 
 
 class CheckpointOffer:
-    """One state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
+    """A state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
 
     def __init__(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: int) -> None:
         self.quorum_id, self.step = quorum_id, step
@@ -183,15 +181,17 @@ class CheckpointOffer:
                 self._readers[name] = Reader(self.manifest.chunks)
             return self._readers[name]
 
-    def join(self, reader: Reader) -> threading.Lock:
-        """A lock for a new connection of this reader; to be given back by `part`."""
+    @contextmanager
+    def reading(self, reader: Reader) -> Iterator[threading.Lock]:
+        """Yields the lock of one of this reader's connections, held while that looks at the live tensors: a fence takes it."""
+        lock = threading.Lock()
         with self._changed:
-            reader.locks.append(threading.Lock())
-            return reader.locks[-1]
-
-    def part(self, reader: Reader, lock: threading.Lock) -> None:
-        with self._changed:
-            reader.locks.remove(lock)
+            reader.locks.append(lock)
+        try:
+            yield lock
+        finally:
+            with self._changed:
+                reader.locks.remove(lock)
 
     def wants(self, name: str, chunks: Iterable[int]) -> None:
         """Notes the chunks that this reader still lacks, wherever it means to get them."""
@@ -259,7 +259,7 @@ class CheckpointOffer:
     # -------------------------------------------------------------------------------------------- the source's thread
 
     def fence(self, copy_bytes: int, grace_s: float) -> Fenced:
-        """Afterwards the tensors may change. Takes at most grace_s and the time of a copy."""
+        """Lets the tensors change afterwards. Takes at most grace_s and the time of a copy."""
         self.fencing = True
         try:
             return self._fence(copy_bytes, grace_s)

@@ -1,4 +1,4 @@
-"""Access to a server: its token and TLS, and the addresses that it listens on.
+"""Access to a server: its token and TLS, the addresses that it listens on, and the name of this machine.
 
 With a token every call must carry it, as `authorization: Bearer TOKEN`, in gRPC metadata and in HTTP headers alike. Without one, a server
 listens on loopback only, unless its operator says --insecure. TLS hides the token from the network; with a CA for clients, it is mutual.
@@ -13,6 +13,7 @@ import re
 import socket
 import ssl
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -58,16 +59,17 @@ class Access:
 
     def permits(self, metadata: Iterable[tuple[str, Any]]) -> bool:
         """True when the pairs hold the token; compares in constant time."""
-        return not self.token or any(key.lower() == "authorization" and self._is_it(value) for key, value in metadata)
+        for key, value in metadata if self.token else ():
+            if key.lower() == "authorization":
+                # HTTP headers may hold any byte: what is no UTF-8 arrives as lone surrogates, and is simply wrong
+                given = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+                if hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+                    return True
+        return not self.token
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Pairs for a client to send with each call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
-
-    def _is_it(self, value: Any) -> bool:
-        # HTTP headers may hold any byte: what is no UTF-8 arrives as lone surrogates, and is simply wrong
-        given = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
-        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
 
 def read_token(path: Path) -> str:
@@ -77,6 +79,13 @@ def read_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"no token in {path}: {error}") from None
     return check_token(token, str(path))
+
+
+def find_token(file: Path | None, text: str) -> str:
+    """The token of the file, if one is named, else `text` of PHAROS_TOKEN; may be empty. Raises ValueError."""
+    if file:
+        return read_token(file)
+    return check_token(text, "PHAROS_TOKEN") if text else ""
 
 
 def check_token(token: str, source: str) -> str:
@@ -140,6 +149,14 @@ def has_ipv6() -> bool:
         return True
     except OSError:
         return False
+
+
+def this_host() -> str:
+    """Names this machine and the process numbers that are valid in it: a container may share the name, but not the numbers."""
+    space = ""
+    with suppress(OSError):
+        space = str(Path("/proc/self/ns/pid").readlink())
+    return f"{socket.gethostname()} {space}"
 
 
 def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:

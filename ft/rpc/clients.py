@@ -1,27 +1,39 @@
-"""The client of a group's server for a process with threads instead of a loop, and a group's first contact with its lighthouse.
+"""A group's server as the group's ranks see it: the process that rank 0 starts, its client for a process with threads instead of a loop,
+and the first contact with the lighthouse.
 
 A call that is not answered in time raises TimeoutError, one that is refused RuntimeError; nothing is ever inferred from either.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import selectors
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from ft.children import unsignalled
 from ft.protocol import messages as m
 from ft.rpc import codec
-from ft.rpc.access import Access
+from ft.rpc.access import Access, this_host
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import channel
-from ft.rpc.processes import this_host
 
+if TYPE_CHECKING:
+    from ft.rpc.group_server import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 30.0
 CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
 MOST_TOLD = 64  # words for people that may wait for the stream
 log = logging.getLogger("pharos.group")
@@ -40,6 +52,54 @@ class Stale(RuntimeError):
     """A vote about a generation or attempt that the group has left."""
 
 
+class GroupProcess:
+    """A group's server as a child of this process, the group's rank 0. Raises RuntimeError where it cannot start.
+
+    It dies with this process, by two ways: the pipe of its stdin, which only we hold, and, if it was started from the main thread, the
+    kernel's parent-death signal (that of the *thread* that started it, which is why no other thread may ask for it).
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        # Its own session, and without its signals: a Ctrl-C or a SIGTERM for the group is the trainer's to answer, with a Leave.
+        with unsignalled():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ft.rpc.group_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(replace(settings, parent=os.getpid() if main else 0).to_json().encode() + b"\n")
+        self._process.stdin.flush()
+        with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            line = self._process.stdout.readline() if selector.select(START_S) else b""
+        if not line:
+            self._process.kill()
+            code = self._process.wait()
+            raise RuntimeError(
+                f"the group server did not start in {START_S:g} s (exit code {code}); its words are on stderr"
+            )
+        self.address = str(json.loads(line)["address"])
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends it: the group's ranks must have left, or be gone. May be called twice."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
 class GroupClient:
     """A rank's connection to its group's server, at "http://host:port". Thread-safe."""
 
@@ -49,7 +109,6 @@ class GroupClient:
         self._metadata = self._access.metadata()
         self._up: list[Any] = []  # what is to be sent up the stream
         self._more = threading.Condition()
-        self._watching: Any = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -97,14 +156,25 @@ class GroupClient:
             group_rank=self.group_rank, pid=os.getpid() if pid is None else pid, host=this_host()
         )
         self._send(pharos_pb2.RankUp(hello=hello))
-        self._watching = self._channel.stream_stream("/pharos.Group/Watch")(self._sent(), metadata=self._metadata)
-        self._thread = threading.Thread(
-            target=self._watch, args=(on_notice, on_end, on_waits), name="group-watch", daemon=True
-        )
+        sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
+        stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
+
+        def read() -> None:
+            why = ""
+            try:
+                for data in stream:
+                    why = self._hear(data, on_notice, on_waits) or why
+                why = why or "the group's server closed the stream"
+            except grpc.RpcError as error:
+                why = why or f"the stream to the group's server broke: {error.details()}"
+            if not self._closed:
+                on_end(why)
+
+        self._thread = threading.Thread(target=read, name="group-watch", daemon=True)
         self._thread.start()
 
     def report(self, report: m.Report, **figures: Any) -> None:
-        """To the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
+        """Sends a report to the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
         message = codec.to_message(report)
         message.MergeFrom(pharos_pb2.Report(**figures))
         self._send(pharos_pb2.RankUp(report=message))
@@ -141,55 +211,29 @@ class GroupClient:
             self._up.append(up)
             self._more.notify()
 
-    def _sent(self) -> Iterator[bytes]:
-        """grpc pulls from here, in a thread of its own."""
-        while True:
-            with self._more:
-                self._more.wait_for(lambda: self._up)
-                up = self._up.pop(0)
-            if up is None:
-                return
-            yield up.SerializeToString()
+    def _next_message(self) -> bytes | None:
+        with self._more:
+            self._more.wait_for(lambda: self._up)
+            up = self._up.pop(0)
+        return None if up is None else up.SerializeToString()
 
-    def _watch(
-        self,
-        on_notice: Callable[[m.Notice], None],
-        on_end: Callable[[str], None],
-        on_waits: Callable[[m.Waits], None],
-    ) -> None:
-        why = ""
+    def _hear(self, data: bytes, on_notice: Callable[[m.Notice], None], on_waits: Callable[[m.Waits], None]) -> str:
+        """Passes on a message of the stream. Returns the reason why the group has ended, if it says so."""
         try:
-            for data in self._watching:
-                try:
-                    said = _said(codec.parse(pharos_pb2.RankDown, data))
-                except ValueError as error:  # what it meant shows with the next quorum
-                    log.warning("a word of the group's server is passed over: %s", error)
-                    continue
-                if isinstance(said, m.Notice):
-                    on_notice(said)
-                elif isinstance(said, m.Waits):
-                    on_waits(said)
-                elif said is not None:
-                    why = said
-            why = why or "the group's server closed the stream"
-        except grpc.RpcError as error:
-            why = why or f"the stream to the group's server broke: {error.details()}"
-        if not self._closed:
-            on_end(why)
+            down = codec.parse(pharos_pb2.RankDown, data)
+            which = down.WhichOneof("down")
+            if which == "notice":
+                on_notice(codec.notice_from(down.notice))
+            elif which == "waits":
+                on_waits(codec.from_message(m.Waits, down.waits))
+        except ValueError as error:  # what it meant shows with the next quorum
+            log.warning("a word of the group's server is passed over: %s", error)
+            return ""
+        return str(down.ended.reason)
 
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
         call = self._channel.unary_unary(f"/pharos.Group/{method}")
         return codec.parse(reply_type, answer_of(call, request, timeout_s, self._metadata))
-
-
-def _said(down: pharos_pb2.RankDown) -> m.Notice | m.Waits | str | None:
-    """Reads a message of a rank's stream. A text: the reason why the group has ended; None: of no known kind. Raises ValueError."""
-    which = down.WhichOneof("down")
-    if which == "notice":
-        return codec.notice_from(down.notice)
-    if which == "waits":
-        return codec.from_message(m.Waits, down.waits)
-    return str(down.ended.reason) if which == "ended" else None
 
 
 def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:

@@ -32,12 +32,11 @@ MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # a me
 MAX_DIGESTS = 256  # one for each key that groups must have alike
 MAX_NAMED = 65_536  # members blamed by one call or report
 MAX_WORDS = 500  # characters of a text for people
-LANES = (
-    "commit",
-    "corruption",
-    "storage",
-)  # of the page's timeline: a failed step, weights that differ, files that cannot be written
+# Of the page's timeline: a failed step, weights that differ, files that cannot be written
+LANES = ("commit", "corruption", "storage")
 ORDERS = ("drain", "kill")
+_FIGURES = ("median_step_s", "phase_limit_s", "goodput_s", "wall_s")  # of a Report
+_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {
     "member_lost": m.MemberLost,
     "abandoned": m.Abandoned,
@@ -76,8 +75,9 @@ def from_bytes(value_type: type[T], data: bytes, **given: Any) -> T:
 class _Converter:
     """Between a dataclass and its message. Only fields that differ between the two cost a call."""
 
-    def __init__(self, value_type: type[Any]) -> None:
-        self.value_type, self.message_type = value_type, getattr(pharos_pb2, value_type.__name__)
+    def __init__(self, value_type: type[Any], message_type: Any = None) -> None:
+        """message_type: by default ours, of the same name."""
+        self.value_type, self.message_type = value_type, message_type or getattr(pharos_pb2, value_type.__name__)
         on_wire, hints = self.message_type.DESCRIPTOR.fields_by_name, get_type_hints(value_type)
         self.names = tuple(x.name for x in fields(value_type) if x.name in on_wire)
         self.defaults = {
@@ -98,7 +98,10 @@ class _Converter:
         return values
 
     def decode(self, message: Any, given: Mapping[str, Any] = {}) -> Any:
-        value, values = _blank(self.value_type)
+        # The __init__ of a frozen dataclass sets its fields one by one through object.__setattr__, which alone would be a tenth of the
+        # cost of a call that comes in.
+        value = object.__new__(self.value_type)
+        values = value.__dict__
         values.update(self.defaults, **given)
         values.update(zip(self.names, self.read(message), strict=True))
         for name in self.texts:
@@ -152,13 +155,6 @@ def _state_from(message: pharos_pb2.State) -> m.State:
     return message.step, message.commit_quorum_id, _check_text("commit_id", message.commit_id)
 
 
-def _blank(value_type: type[T]) -> tuple[T, dict[str, Any]]:
-    """A new value, and its __dict__ to be filled with all fields. The __init__ of a frozen dataclass sets them one by one through
-    object.__setattr__, which alone would be a tenth of the cost of a call that comes in."""
-    value = object.__new__(value_type)
-    return value, value.__dict__
-
-
 def _values_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*names) if len(names) > 1 else lambda x: tuple(getattr(x, name) for name in names)
 
@@ -179,15 +175,7 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
 def report_from(message: pharos_pb2.Report) -> m.Report:
     """A group's beat. Its figures are shown, and enter the machine's sums. Raises ValueError."""
     _check_text("phase", message.phase)
-    for name in (
-        "median_step_s",
-        "phase_limit_s",
-        "goodput_s",
-        "wall_s",
-        "healed_bytes",
-        "heal_done_bytes",
-        "heal_total_bytes",
-    ):
+    for name in (*_FIGURES, *_BYTES):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
     for name in ("step", "settled", "commit_quorum_id", "launched"):
@@ -304,41 +292,26 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 # ------------------------------------------------------------------------------------------------ torchft's
 
 
-_TORCHFT_FIELDS = tuple(x.name for x in torchft_pb2.QuorumMember.DESCRIPTOR.fields)
-_torchft_fields = attrgetter(*_TORCHFT_FIELDS)
-_NOT_TORCHFTS = {x.name: x.default for x in fields(m.Member) if x.name not in _TORCHFT_FIELDS}
-_TORCHFT_CALL = {x.name: x.default for x in fields(m.Call) if x.name != "member"} | {"kind": "torchft"}
+_TORCHFTS = _Converter(m.Member, torchft_pb2.QuorumMember)
+_TORCHFTS.texts = ()  # lighthouse_service.py has bounds for torchft's
+_TORCHFTS.decoders = (("reconfigure_handles", tuple),)
 
 
 def torchft_member(member: m.Member) -> Any:
-    return torchft_pb2.QuorumMember(**_torchft_arguments(member))
-
-
-def _torchft_arguments(member: m.Member) -> dict[str, Any]:
-    return dict(zip(_TORCHFT_FIELDS, _torchft_fields(member), strict=True))
-
-
-def member_from_torchft(message: torchft_pb2.QuorumMember) -> m.Member:
-    member, values = _blank(m.Member)
-    values.update(_NOT_TORCHFTS)
-    values.update(zip(_TORCHFT_FIELDS, _torchft_fields(message), strict=True))
-    values["reconfigure_handles"] = tuple(message.reconfigure_handles)
-    return member
+    return torchft_pb2.QuorumMember(**_TORCHFTS.encode(member))
 
 
 def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
-    call, values = _blank(m.Call)
-    values.update(_TORCHFT_CALL, member=member_from_torchft(message))
-    return call
+    return m.Call(_TORCHFTS.decode(message), "torchft")
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
     """created_s: seconds since 1970."""
-    members = [_torchft_arguments(member) for member in quorum.members]
+    members = list(map(_TORCHFTS.encode, quorum.members))
     message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id, participants=members)
     message.created.seconds, message.created.nanos = divmod(int(created_s * 1e9), 10**9)
     return message
 
 
 def quorum_from_torchft(message: torchft_pb2.Quorum) -> m.Quorum:
-    return m.Quorum(message.quorum_id, tuple(map(member_from_torchft, message.participants)))
+    return m.Quorum(message.quorum_id, tuple(map(_TORCHFTS.decode, message.participants)))

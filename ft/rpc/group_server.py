@@ -3,7 +3,7 @@
     ranks (clients.GroupClient) -> pharos.Group           -> the machine of ft.protocol.group -> lighthouse_link.Link -> lighthouse
     torchft's ManagerClient     -> torchft.ManagerService -> ft.compat.group.TorchftGroup -> lighthouse
 
-group_process.py starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
+clients.GroupProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
 ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
 """
 
@@ -18,6 +18,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +29,11 @@ from ft.children import die_with
 from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
 from ft.rpc import codec
-from ft.rpc.access import Access, Endpoint, Tls
+from ft.rpc.access import Access, Endpoint, Tls, this_host
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
-from ft.rpc.processes import Process, this_host
-from ft.rpc.serving import CallRefused, Outbox, Pending, listen, refused, stream, unary
+from ft.rpc.serving import CallRefused, Outbox, Pending, Server, refused, stream, unary
 
 TICK_S = 0.5
 LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
@@ -147,6 +147,45 @@ class RankReports:
 _NO_REPORT = pharos_pb2.Report()
 
 
+class Process:
+    """A process of this machine that lives now. On Linux it is held by a descriptor, so a signal never hits a successor of its pid."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle: int | None = None
+        if sys.platform == "linux":
+            with suppress(OSError):
+                self._handle = os.pidfd_open(pid)
+
+    def is_stopped(self) -> bool:
+        """True when stopped by SIGSTOP or a debugger. False where that cannot be known."""
+        return self._status().get("State", "")[:1] in ("T", "t")
+
+    def is_dying(self) -> bool:
+        """True when it was killed, and is not gone: it waits in the kernel, for a file server that is away, say, and nothing ends that.
+        False where that cannot be known."""
+        status = self._status()
+        killed = any(int(status.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
+        return killed or status.get("State", "")[:1] == "Z"
+
+    def _status(self) -> dict[str, str]:
+        with suppress(OSError):
+            text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
+            return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+        return {}
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal; nothing where the process is gone."""
+        with suppress(ProcessLookupError, PermissionError):
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, number)
+            elif sys.platform != "linux":
+                os.kill(self.pid, number)
+
+
 class GroupService:
     """Drives one machine. `end` is called once, with a reason, when the group is over: "" if it left."""
 
@@ -176,18 +215,15 @@ class GroupService:
         self.machine = Group(config, now_s())
         carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
-            m.OpenStream: lambda e: self.link.open_stream(e.replica_id, self._settled),
+            m.OpenStream: lambda e: self.link.open_stream(e.replica_id, lambda: self._reports.settled),
             m.CloseStream: lambda e: self.link.close_stream(),
-            m.AnswerRank: lambda e: self._give(
-                (e.group_rank, None), pharos_pb2.RankReply(part=codec.to_message(e.part))
-            ),
-            m.RestoreRank: lambda e: self._give((e.group_rank, None), _restore(e.settled)),
-            m.LetRankGo: lambda e: self._give((e.group_rank, None), pharos_pb2.RankReply(go=pharos_pb2.Done())),
+            m.AnswerRank: lambda e: self._answer_call(e, part=codec.to_message(e.part)),
+            m.RestoreRank: lambda e: self._answer_call(e, restore=pharos_pb2.Restore(settled=e.settled)),
+            m.LetRankGo: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
             m.TellWaits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
             m.NotifyRank: self._notify_rank,
-            m.Metadata: lambda e: self._give_asked(codec.to_message(e)),
             m.EndGroup: lambda e: self.end(e.reason),
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
@@ -204,7 +240,7 @@ class GroupService:
 
     def start(self) -> None:
         """Makes the group known to the lighthouse."""
-        self.link.open_stream(self.machine.replica_id, self._settled)
+        self.link.open_stream(self.machine.replica_id, lambda: self._reports.settled)
         self.spawn(self._beat_for_ever())
 
     def _hear(self, event: m.Event) -> None:
@@ -233,7 +269,11 @@ class GroupService:
         self._calls[place[0]] += 1
         self._waiting.setdefault(place, []).append(pending)
         try:
-            self._feed(place, pending, event)
+            self._feeding = place, pending
+            try:
+                self.driver.feed(event)
+            finally:
+                self._feeding = None
             return await pending.wait(context)
         finally:
             self._calls[place[0]] -= 1
@@ -248,16 +288,11 @@ class GroupService:
                         self.driver.feed(m.RankCancelled(place[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
-        event, pending = codec.from_bytes(m.AskMetadata, data), Pending()
-        self._feed((event.group_rank, None), pending, event)
-        return await pending.wait(context)
-
-    def _feed(self, place: Place, pending: Pending, event: m.Event) -> None:
-        self._feeding = place, pending
-        try:
-            self.driver.feed(event)
-        finally:
-            self._feeding = None
+        rank = codec.from_bytes(m.AskMetadata, data).group_rank
+        found = self.metadata_of(rank)
+        if found is None:
+            raise ValueError("rank not found")
+        return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=found).SerializeToString()
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
         leave = codec.from_bytes(m.Leave, data)
@@ -275,7 +310,7 @@ class GroupService:
         return b""
 
     def metadata_of(self, group_rank: int) -> str | None:
-        """The address where that rank serves its state; for torchft's clients that heal from it."""
+        """The address where that rank serves its state; None: it has not said so."""
         out = self.machine.handle(m.AskMetadata(group_rank), now_s())
         return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
 
@@ -318,7 +353,7 @@ class GroupService:
         elif which == "wants_to_leave":
             self.driver.feed(m.WantsToLeave())
         elif which == "happened":
-            self.spawn(self.link.tell(codec.check_happened(up.happened)))
+            self.spawn(self.link.send(happened=codec.check_happened(up.happened)))
         elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
             self._gave_up = up.give_up.quorum_id
             self.spawn(self._give_up(self.machine.replica_id, up.give_up.reason))
@@ -343,27 +378,16 @@ class GroupService:
         timeout_s = self.config.times.heartbeat_timeout_s
         if self._dying_since_s is not None and now_s() - self._dying_since_s >= timeout_s:
             self.end(f"ranks {dying} were killed {timeout_s:g} s ago, and are not gone: the name is to be free")
-        self._beaten = self._report()
-        await self.link.beat(self._beaten)
-        return True
-
-    def _report(self) -> pharos_pb2.Report:
-        report = self._reports.together()
+        report = self._beaten = self._reports.together()
         report.replica_id, report.sent_s = self.machine.replica_id, now_s()
-        return report
-
-    def _settled(self) -> int:
-        return self._reports.settled
+        await self.link.send(report=report)
+        return True
 
     # ---- effects
 
-    def _give(self, place: Place, answer: Any) -> None:
-        for pending in self._waiting.pop(place, []):
-            pending.give(answer.SerializeToString())
-
-    def _give_asked(self, answer: Any) -> None:
-        if self._feeding:
-            self._feeding[1].give(answer.SerializeToString())
+    def _answer_call(self, effect: Any, **reply: Any) -> None:
+        for pending in self._waiting.pop((effect.group_rank, None), []):
+            pending.give(pharos_pb2.RankReply(**reply).SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
@@ -443,18 +467,13 @@ class GroupService:
         await self.link.close()
 
 
-def _restore(settled: int) -> Any:
-    return pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
-
-
 # ------------------------------------------------------------------------------------------------ the process
 
 
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
     """Serves until the group ends; "" or why. `parent` is done when whoever started this process is gone."""
     # A group answers torchft's clients, too, and its lighthouse may be torchft's. Nothing else in ft/ imports ft/compat.
-    from ft.compat.group import TorchftGroup
-    from ft.compat.lighthouse import LinkOverTorchft
+    from ft.compat.group import LinkOverTorchft, TorchftGroup
 
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -468,12 +487,12 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     host = settings.host or (socket.gethostname() if reachable else "127.0.0.1")
     # The port is known only once it listens, and the machine wants the address: routes are looked up at each call.
     routes: dict[str, Any] = {}
-    server, port = listen(access, routes, [at])
+    server = Server(access, routes, [at])
     scheme = "https" if access.tls else "http"
     config = GroupConfig(
         replica_id=settings.replica_id,
         world_size=settings.world_size,
-        address=f"{scheme}://{Endpoint(host, port)}",
+        address=f"{scheme}://{Endpoint(host, server.port)}",
         store_address=settings.store_address,
         times=settings.times,
         retries=settings.retries,
@@ -499,23 +518,19 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     finally:
         ticks.cancel()
         if over.done() and over.result():
-            _kill(service.processes, settings.parent)
+            # the parent last: its death is this process's, too
+            for process in sorted(service.processes.values(), key=lambda process: process.pid == settings.parent):
+                process.kill()
         await service.close()
         await torchft.close()
         await server.stop()
-
-
-def _kill(processes: dict[int, Process], parent: int) -> None:
-    """The parent last: its death is this process's, too."""
-    for process in sorted(processes.values(), key=lambda process: process.pid == parent):
-        process.kill()
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s group server: %(message)s")
     try:
         settings = Settings.from_json(sys.stdin.readline())
-        if settings.parent:  # said only by a main thread: group_process.py
+        if settings.parent:  # said only by a main thread: clients.GroupProcess
             die_with(settings.parent)
         reason = asyncio.run(_until_eof(settings))
     except ValueError as error:

@@ -11,18 +11,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.protocol.messages import Times
 from ft.rpc import state_file
-from ft.rpc.access import Access, Endpoint, Tls, check_token, endpoints, read_token, try_to_listen
+from ft.rpc.access import Access, Endpoint, Tls, endpoints, find_token, try_to_listen
 
 DEFAULT_PORT = 29510
 RUNS = Path("outputs")  # job.dump_folder's default
 MOST_MS = 24 * 3600 * 1000
+# run_lighthouse.sh prints the lines of the flags, too
 USAGE = """\
 usage: run_lighthouse.sh --min_replicas N [flags]
 
@@ -38,7 +39,7 @@ Tells groups that train together which of them take part.
   --recover                  without a usable state file: learn from the groups of the running job
   --takeover_s S|never       after so long without any member of the last quorum others may go on; 30
   --stall_s S                a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; 60
-  --num_replica_groups N     number of groups that the job is meant to have, for people; more may come; 0: not said
+  --num_replica_groups N     number of groups that the job is meant to have, for people; more may come, 0: not said; 0
   --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
   --token_file FILE          the job's token, else PHAROS_TOKEN: calls without it are refused
   --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority
@@ -48,14 +49,16 @@ Tells groups that train together which of them take part.
 
 @dataclass(frozen=True)
 class Options:
+    """A lighthouse's rules, addresses, access, state file and page."""
+
     config: LighthouseConfig
     at: Sequence[Endpoint]
-    access: Access
-    state: Path | None
-    lower_terms: bool
-    recover: bool  # whether the groups of a running job are asked for what the state file would have said
-    http: Sequence[Endpoint]  # empty: none
-    http_asked: bool  # else a taken port is no reason not to start
+    access: Access = field(default_factory=Access)
+    state: Path | None = None
+    lower_terms: bool = False  # the config's count, though the state's may be higher
+    recover: bool = False  # the groups of a running job are asked for what the state file would have said
+    http: Sequence[Endpoint] = ()  # empty: none
+    http_asked: bool = False  # else a taken port is no reason not to start
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complain(error: ValueError) -> int:
-    """One line, whatever was typed."""
+    """Prints one line, whatever was typed."""
     print("lighthouse:", " ".join(str(error).split()), file=sys.stderr)
     return 2
 
@@ -85,7 +88,8 @@ def read_options(argv: Sequence[str]) -> Options:
     given = parser().parse_args(argv)
     if given.min_replicas is None:
         raise ValueError("--min_replicas is missing: the fewest groups that train, 1 or more")
-    access = Access(_token(given), given.insecure, _tls(given))
+    token = find_token(given.token_file, os.environ.get("PHAROS_TOKEN", ""))
+    access = Access(token, given.insecure, _tls(given))
     bind = Endpoint.parse(given.bind, "--bind") if given.bind else None
     at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)
     for place in at:
@@ -145,13 +149,6 @@ def _seconds(text: str, else_: str = "") -> float:
     return seconds
 
 
-def _token(given: argparse.Namespace) -> str:
-    if given.token_file:
-        return read_token(given.token_file)
-    token = os.environ.get("PHAROS_TOKEN", "")
-    return check_token(token, "PHAROS_TOKEN") if token else ""
-
-
 def _tls(given: argparse.Namespace) -> Tls | None:
     files = {"--tls_cert": given.tls_cert, "--tls_key": given.tls_key, "--tls_ca": given.tls_ca}
     for flag, path in files.items():
@@ -168,11 +165,13 @@ def _tls(given: argparse.Namespace) -> Tls | None:
 
 
 def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
-    if asked == "none":
+    if asked == "none" or (asked is None and port == 0):  # with a free port nobody could find it again
         return None
-    if asked is None and port == 0:
-        return None  # nobody could find it again
-    path = Path(asked) if asked else _usual_state_path(port)
+    path = Path(asked or f"lighthouse-{port}.json")
+    if not asked and not path.exists():  # an older one in the working folder is not to be forgotten
+        with suppress(OSError):  # told when it is tried
+            RUNS.mkdir(exist_ok=True)
+        path = RUNS / path
     if not path.parent.is_dir():
         raise ValueError(f"--state_file {path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -185,16 +184,6 @@ def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
     if not recover:
         state_file.read_or_refuse(path)
     return path
-
-
-def _usual_state_path(port: int) -> Path:
-    """Returns the state file's default place: among the runs; the working folder where an older one is there, not to be forgotten."""
-    before = Path(f"lighthouse-{port}.json")
-    if before.exists():
-        return before
-    with suppress(OSError):  # told when it is tried
-        RUNS.mkdir(exist_ok=True)
-    return RUNS / before
 
 
 def _http_at(asked: str | None, at: Sequence[Endpoint], access: Access) -> Sequence[Endpoint]:

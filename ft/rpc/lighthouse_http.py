@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import math
-import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -26,8 +25,7 @@ from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ft.dashboard.feed import Feed
-from ft.dashboard.orders import Orders
-from ft.dashboard.pages import HEADERS, Pages
+from ft.dashboard.pages import HEADERS, Orders, Pages
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_service import LighthouseService
 
@@ -53,7 +51,8 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """The port. must: raise ValueError where it cannot listen; else that is said, and the port is 0."""
     quiet = logging.getLogger("pharos.http")
-    quiet.addFilter(_is_ours)
+    # not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it
+    quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
     runner = web.AppRunner(
         _app(service, access), access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet
     )
@@ -64,7 +63,15 @@ async def serve_http(
     try:
         for place in at:
             try:
-                open_.append(await _listen(_Newest(runner.server), Endpoint(place.host, port or place.port), tls))
+                server = await asyncio.get_running_loop().create_server(
+                    _Newest(runner.server),
+                    place.host,
+                    port or place.port,
+                    backlog=BACKLOG,
+                    ssl=tls,
+                    ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+                )
+                open_.append(server)
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
@@ -78,18 +85,6 @@ async def serve_http(
         for server in open_:
             server.close()
         await runner.cleanup()
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-async def _listen(connect: Callable[[], Any], at: Endpoint, tls: ssl.SSLContext | None) -> asyncio.Server:
-    """Raises OSError."""
-    return await asyncio.get_running_loop().create_server(
-        connect, at.host, at.port, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S if tls else None
-    )
 
 
 class _Newest:
@@ -139,8 +134,8 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
 
 def status(service: LighthouseService) -> dict[str, Any]:
     """The lighthouse's state as JSON values. Members in the order of their replica_rank; reports as they came last."""
-    quorum = service.machine.quorum
-    saved = service.machine.saved
+    quorum, saved = service.machine.quorum, service.machine.saved
+    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
     return {
         "reason": service.machine.reason,
         "kind": saved.kind,
@@ -167,15 +162,15 @@ def status(service: LighthouseService) -> dict[str, Any]:
                 for member in quorum.members
             ],
         },
-        "reports": {replica_id: _report(report) for replica_id, report in sorted(service.reports.items())},
+        "reports": {
+            # JSON has no word for what is no number, such as a loss that has overflowed
+            replica_id: {
+                name: None if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in ((name, getattr(report, name)) for name in names)
+            }
+            for replica_id, report in sorted(service.reports.items())
+        },
     }
-
-
-def _report(report: Any) -> dict[str, Any]:
-    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
-    figures = {name: getattr(report, name) for name in names}
-    # JSON has no word for what is no number, such as a loss that has overflowed
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in figures.items()}
 
 
 class _Collector:
@@ -186,26 +181,20 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         service, quorum = self._service, self._service.machine.quorum
-        yield _gauge("pharos_quorum_id", "The current generation", quorum.quorum_id if quorum else 0)
-        yield _gauge("pharos_quorum_members", "Groups in it", len(quorum.members) if quorum else 0)
-        yield _gauge(
-            "pharos_settled_step", "The newest step that can never be taken back", service.machine.saved.settled
-        )
-        yield _gauge("pharos_waiting_groups", "Groups whose call is not answered yet", len(service.waiting_ids))
-        yield _gauge("pharos_streams", "Groups that are connected", len(service.streams))
-        yield _counter("pharos_quorums", "Quorums answered", service.issued)
-        yield _counter("pharos_losses", "Generations that lost a member", service.lost)
-        yield _counter("pharos_refusals", "Calls refused", service.refused)
+        settled, waiting, streams = service.machine.saved.settled, len(service.waiting_ids), len(service.streams)
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "pharos_quorum_id", "The current generation", quorum.quorum_id if quorum else 0),
+            (GaugeMetricFamily, "pharos_quorum_members", "Groups in it", len(quorum.members) if quorum else 0),
+            (GaugeMetricFamily, "pharos_settled_step", "The newest step that can never be taken back", settled),
+            (GaugeMetricFamily, "pharos_waiting_groups", "Groups whose call is not answered yet", waiting),
+            (GaugeMetricFamily, "pharos_streams", "Groups that are connected", streams),
+            (CounterMetricFamily, "pharos_quorums", "Quorums answered", service.issued),
+            (CounterMetricFamily, "pharos_losses", "Generations that lost a member", service.lost),
+            (CounterMetricFamily, "pharos_refusals", "Calls refused", service.refused),
+        ):
+            yield kind(name, text, value=value)
         for field, (name, text) in FIGURES.items():
             family = GaugeMetricFamily(name, text, labels=["replica"])
             for replica_id, report in service.reports.items():
                 family.add_metric([replica_id], getattr(report, field))
             yield family
-
-
-def _gauge(name: str, text: str, value: float) -> Any:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Any:
-    return CounterMetricFamily(name, text, value=value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -37,21 +36,17 @@ _REFUSALS: dict[grpc.StatusCode, m.Refusal] = {
 
 
 def channel(address: str, access: Access, *, aio: bool) -> Any:
-    """To "http://host:port" or "host:port". It connects when it is first used, and again within a second when it broke."""
+    """Channel to "http://host:port" or "host:port". It connects when it is first used, and again within a second when it broke."""
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        (
-            "grpc.min_reconnect_backoff_ms",
-            5000,
-        ),  # in spite of its name, what one attempt may take; a busy machine needs it
+        # in spite of its name, what one attempt may take; a busy machine needs it
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
-        (
-            "grpc.dns_min_time_between_resolutions_ms",
-            1000,
-        ),  # or one at a new address would be found after half a minute
+        # or one at a new address would be found after half a minute
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_http_proxy", 0),  # what groups say to each other is nothing for a proxy
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -62,7 +57,7 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
     return module.secure_channel(place, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
 
-class Wire(ABC):
+class Wire:
     """A group server's connection to a lighthouse: one question at a time, and one task that tells it that we are here. `hear` gets every
     event, `obey` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
 
@@ -83,32 +78,28 @@ class Wire(ABC):
         """Takes the place of the call before it."""
         if self._question:
             self._question.cancel()
-        self._question = self._spawn(self._ask_later(call, delay_s))
 
-    async def _ask_later(self, call: m.Call, delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        await self._ask(call)
+        async def ask() -> None:
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            await self._ask(call)
 
-    @abstractmethod
+        self._question = self._spawn(ask())
+
     async def _ask(self, call: m.Call) -> None:
         """Asks, and feeds the outcome, whatever it is."""
+        raise NotImplementedError
 
-    @abstractmethod
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
         """Opens a stream in place of the one before, and keeps it open."""
+        raise NotImplementedError
 
-    @abstractmethod
-    async def beat(self, report: pharos_pb2.Report) -> None:
-        """Sends a heartbeat. Without a stream it sends nothing: the lighthouse then hears nothing from this group, as it should be."""
+    async def send(self, **up: Any) -> None:
+        """Sends a heartbeat (`report`) or a line for the page (`happened`), where there is a stream. Without one the lighthouse hears
+        nothing from this group, as it should be."""
 
-    @abstractmethod
-    async def tell(self, happened: pharos_pb2.Happened) -> None:
-        """Sends a line for the page. Nothing where there is no stream."""
-
-    @abstractmethod
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
-        """Best effort: a lighthouse that does not hear it notices that the stream breaks."""
+        """Best effort: a lighthouse that does not hear it notices that the stream breaks, or that heartbeats end."""
 
     def _stay(self, for_ever: Coroutine[Any, Any, None]) -> None:
         """Starts this task in place of the one before."""
@@ -129,7 +120,7 @@ class Wire(ABC):
 
 
 class Link(Wire):
-    """To a lighthouse of ours."""
+    """Connection to a lighthouse of ours."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -147,7 +138,11 @@ class Link(Wire):
             reply = await self._unary("/pharos.Lighthouse/Quorum", request, CALL_S)
             event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), roster)
         except grpc.RpcError as error:
-            event = _what_failed(error, call.member.replica_id)
+            refusal = _REFUSALS.get(error.code())
+            if refusal:
+                event = m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
+            else:
+                event = m.LighthouseFailed(status_of(error))
         except ValueError as error:
             event = m.LighthouseFailed(str(error))
         self._hear(event)
@@ -172,7 +167,7 @@ class Link(Wire):
         try:
             await self._unary("/pharos.Lighthouse/Leave", leave, LEAVE_S)
         except grpc.RpcError as error:
-            log.warning("the lighthouse could not be told: %s", _words(error))
+            log.warning("the lighthouse could not be told: %s", status_of(error))
 
     def _unary(self, path: str, request: bytes, timeout_s: float) -> Any:
         return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
@@ -189,7 +184,7 @@ class Link(Wire):
                 await self._serve(replica_id, settled())
                 why = "it was closed"
             except grpc.RpcError as error:
-                why = _words(error)
+                why = status_of(error)
             except asyncio.InvalidStateError as error:  # it broke before the hello's turn to be written had come
                 why = str(error)
             if why != said:
@@ -212,12 +207,12 @@ class Link(Wire):
 
     async def _heard(self, data: bytes, stream: Any) -> None:
         try:
-            await self._take(codec.parse(pharos_pb2.Down, data), stream)
+            down = codec.parse(pharos_pb2.Down, data)
+            await self._take(down, down.WhichOneof("down"), stream)
         except ValueError as error:  # of another version; opened again, the stream would begin with the same
             log.warning("a word of the lighthouse is passed over: %s", error)
 
-    async def _take(self, down: pharos_pb2.Down, stream: Any) -> None:
-        which = down.WhichOneof("down")
+    async def _take(self, down: pharos_pb2.Down, which: str | None, stream: Any) -> None:
         if which == "beat_answered":
             self._hear(m.BeatAnswered(down.beat_answered))
         elif which == "notice":
@@ -233,16 +228,10 @@ class Link(Wire):
         elif which == "send_quorum" and self._quorum:
             await self._write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
 
-    async def beat(self, report: pharos_pb2.Report) -> None:
-        await self._say(pharos_pb2.Up(report=report))
-
-    async def tell(self, happened: pharos_pb2.Happened) -> None:
-        await self._say(pharos_pb2.Up(happened=happened))
-
-    async def _say(self, up: pharos_pb2.Up) -> None:
+    async def send(self, **up: Any) -> None:
         if self._stream is not None:
             # In a task of its own: where the stream is replaced, grpc cancels whoever is writing into the old one.
-            write = asyncio.ensure_future(self._write(self._stream, up))
+            write = asyncio.ensure_future(self._write(self._stream, pharos_pb2.Up(**up)))
             try:
                 await asyncio.wait([write])
             finally:
@@ -256,12 +245,6 @@ class Link(Wire):
             await stream.write(up.SerializeToString())
 
 
-def _what_failed(error: Any, replica_id: str) -> m.Event:
-    refusal = _REFUSALS.get(error.code())
-    if refusal:
-        return m.LighthouseRefused(replica_id, refusal, str(error.details()))
-    return m.LighthouseFailed(_words(error))
-
-
-def _words(error: Any) -> str:
+def status_of(error: Any) -> str:
+    """Code and reason of a call that failed."""
     return f"{error.code().name}: {error.details()}"

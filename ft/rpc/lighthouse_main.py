@@ -1,7 +1,7 @@
-"""The command line of the lighthouse: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
+"""A running lighthouse, and its command line: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
-Prints its address on stdout, and then its page's where it has one; everything else on stderr.
-Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest.
+Prints its address on stdout, and then its page's where it has one; everything else on stderr. No torch here.
+Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest. ft/compat/lighthouse_server.py runs `serve` in a thread.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from ft.rpc.access import Access, Endpoint
+from ft.rpc import state_file
+from ft.rpc.access import Access, Endpoint, try_to_listen
+from ft.rpc.driver import Driver, Seen
 from ft.rpc.lighthouse_flags import Options, complain, read_options
-from ft.rpc.lighthouse_server import Place, serve, until_stopped
 from ft.rpc.lighthouse_service import LighthouseService
+from ft.rpc.serving import Server
 from ft.rpc.state_file import TakenOver
+
+log = logging.getLogger("pharos.lighthouse")
 
 
 def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s lighthouse: %(message)s")
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
     try:
-        options = read_options(argv)
-        asyncio.run(_run(options))
+        asyncio.run(_run(read_options(argv)))
     except ValueError as error:
         return complain(error)
     except TakenOver as error:
@@ -42,43 +45,95 @@ async def _run(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        place = Place(options.at, options.access, options.state, options.lower_terms, options.recover)
-        service, port = await stack.enter_async_context(serve(options.config, place))
-        _say_where(place, port)
+        service, port = await stack.enter_async_context(serve(options))
+        _say_where(options, port)
         gc.set_threshold(10_000)  # or a round of 1,000 calls would set it off forty times, to find nothing
         if options.http:
             # loaded now, when the lighthouse already answers, and aside: it takes longer to load than all the rest
-            await asyncio.to_thread(importlib.import_module, "ft.rpc.lighthouse_http")
-            page = await stack.enter_async_context(_http(options, service, port))
+            pages = await asyncio.to_thread(importlib.import_module, "ft.rpc.lighthouse_http")
+            free = 0 if options.http_asked else port + 1
+            at = [Endpoint(place.host, place.port or free) for place in options.http]
+            page = await stack.enter_async_context(
+                pages.serve_http(service, options.access, at, must=options.http_asked)
+            )
             if page:
-                print(_address(Endpoint(options.http[0].host, page), options.access), flush=True)
+                print(_address(Endpoint(at[0].host, page), options.access), flush=True)
         await until_stopped(service.driver, stop)
 
 
-def _http(options: Options, service: LighthouseService, port: int) -> AbstractAsyncContextManager[int]:
-    from ft.rpc.lighthouse_http import serve_http
-
-    at = [Endpoint(place.host, place.port or (0 if options.http_asked else port + 1)) for place in options.http]
-    return serve_http(service, options.access, at, must=options.http_asked)
-
-
-def _say_where(place: Place, port: int) -> None:
-    where = " and ".join(str(Endpoint(at.host, port)) for at in place.at)
-    if place.access.token:
+def _say_where(options: Options, port: int) -> None:
+    if options.access.token:
         who = "whoever has the token"
-    elif place.access.insecure:
+    elif options.access.insecure:
         who = "whoever reaches it (--insecure)"
     else:
         who = "this machine alone, for there is no token (--token_file FILE, or --insecure, opens it)"
-    state = f"state in {place.state}" if place.state else "no state file"
+    where = " and ".join(str(Endpoint(at.host, port)) for at in options.at)
+    state = f"state in {options.state}" if options.state else "no state file"
     print(f"lighthouse: listens on {where} for {who}; {state}", file=sys.stderr)
-    print(_address(Endpoint(place.at[0].host, port), place.access), flush=True)
+    print(_address(Endpoint(options.at[0].host, port), options.access), flush=True)
 
 
 def _address(at: Endpoint, access: Access) -> str:
     """The URL that others reach it by."""
     host = socket.gethostname() if at.wildcard else at.host
     return f"{'https' if access.tls else 'http'}://{Endpoint(host, at.port)}"
+
+
+@asynccontextmanager
+async def serve(options: Options, *, seen: Seen | None = None) -> AsyncIterator[tuple[LighthouseService, int]]:
+    """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
+    which raises state_file.TakenOver when another one goes on from the same file."""
+    for at in options.at:
+        if at.port:
+            try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
+    keeper, saved, path = None, None, options.state
+    if path:
+        owner, trouble = "", ""
+        try:
+            owner = state_file.take_over(path)
+        except OSError as error:
+            if error.errno not in state_file.PASSING:  # no time will help
+                raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
+            log.error("nothing can be kept in %s, no new quorum is answered until it can: %s", path.parent, error)
+            trouble = str(error)
+        try:
+            saved = state_file.read_or_refuse(path)
+        except ValueError as error:
+            if not options.recover:
+                raise
+            log.warning("%s", error)
+        keeper = state_file.StateFileWriter(path, owner, saved, trouble=trouble)
+    service = LighthouseService(
+        options.config,
+        keeper=keeper,
+        saved=saved and state_file.reserved(saved),
+        fresh=not options.recover,
+        lower_terms=options.lower_terms,
+        seen=seen,
+    )
+    server = Server(options.access, service.routes, options.at)
+    await server.start()
+    try:
+        yield service, server.port
+    finally:
+        service.stops = True
+        await server.stop()
+        if keeper:
+            await keeper.close()
+
+
+async def until_stopped(driver: Driver, stop: asyncio.Event) -> None:
+    """Runs the driver's ticks until `stop` is set. Raises what the driver raises."""
+    tasks = [asyncio.ensure_future(driver.run()), asyncio.ensure_future(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     torchft.LighthouseService   Quorum Heartbeat                           clients of torchft
     pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          our group servers
 
-lighthouse_server.py gives it a port and a state file. No torch here.
+lighthouse_main.py gives it a port and a state file. No torch here.
 """
 
 from __future__ import annotations
@@ -43,21 +43,10 @@ _NUMBER = re.compile(r"[\d.]+")
 class DashboardListener(Protocol):
     """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
 
-    def saw(self, event: m.Event, out: m.Out) -> None:
-        """Each tick, each leave, and each event that had an effect."""
-        ...
-
-    def reported(self, report: Any) -> None:
-        """A pharos_pb2.Report of a connected group."""
-        ...
-
-    def told(self, replica_id: str, happened: Any) -> None:
-        """A pharos_pb2.Happened."""
-        ...
-
-    def end(self) -> None:
-        """It is told nothing more."""
-        ...
+    def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
+    def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
+    def told(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
+    def end(self) -> None: ...  # nothing more is told
 
 
 class _Waiting(Pending):
@@ -160,7 +149,12 @@ class LighthouseService:
             return await waiting.wait(context, looked_at=self.config.tick_s <= LOOK_EVERY_S)
         finally:
             self._waiting_bytes -= size
-            self._forget(replica_id, waiting)
+            calls = self._waiting.get(replica_id, [])
+            if waiting in calls:  # its caller went, or its deadline came
+                calls.remove(waiting)
+                if not calls:
+                    del self._waiting[replica_id]
+                    self.driver.feed(m.CallCancelled(replica_id))
 
     def _on_tick(self) -> None:
         if self.keeper:
@@ -179,15 +173,6 @@ class LighthouseService:
         """Ids go on from what groups know. Raises ValueError for one after which there would be none left."""
         if quorum_id > max(MAX_KNOWN, self._newest_id):
             raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
-
-    def _forget(self, replica_id: str, waiting: _Waiting) -> None:
-        """A call that nobody has answered is over: its caller went, or its deadline came."""
-        calls = self._waiting.get(replica_id, [])
-        if waiting in calls:
-            calls.remove(waiting)
-            if not calls:
-                del self._waiting[replica_id]
-                self.driver.feed(m.CallCancelled(replica_id))
 
     def _told(self, word_type: type[m.Event]) -> Any:
         async def told(data: bytes, context: Any) -> bytes:
@@ -333,9 +318,18 @@ class LighthouseService:
         for effect in out.effects:
             if isinstance(effect, m.Answer):
                 self.issued, self._said = self.issued + 1, out.reason
-                self._log_quorum(effect.quorum, out.reason)
-            elif isinstance(effect, m.Refuse):
-                self._log_refusal(effect)
+                quorum = effect.quorum
+                if quorum.quorum_id != self._logged_id:
+                    self._logged_id, members = quorum.quorum_id, len(quorum.members)
+                    step = quorum.reference[0]
+                    log.info("quorum %d of %d groups, step %d: %s", quorum.quorum_id, members, step, out.reason)
+            elif isinstance(effect, m.Refuse):  # said once: a former member asks again and again
+                words = _NUMBER.sub("#", effect.reason)
+                if self._refusals.get(effect.replica_id) != words:
+                    self._refusals[effect.replica_id] = words
+                    log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
+                while len(self._refusals) > REFUSALS_KEPT:
+                    del self._refusals[next(iter(self._refusals))]
             elif isinstance(effect, m.Notify):
                 log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
         if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
@@ -345,15 +339,6 @@ class LighthouseService:
             self._show(self.onlooker.saw, event, out)
         if self._seen:
             self._seen(now_s, event, out)
-
-    def _log_refusal(self, effect: m.Refuse) -> None:
-        """Logs a refusal once: a former member asks again and again."""
-        words = _NUMBER.sub("#", effect.reason)
-        if self._refusals.get(effect.replica_id) != words:
-            self._refusals[effect.replica_id] = words
-            log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
-        while len(self._refusals) > REFUSALS_KEPT:
-            del self._refusals[next(iter(self._refusals))]
 
     def _show(self, note: Callable[..., None], *what: Any) -> None:
         """A fault of the page ends the page, and never the job."""
@@ -366,20 +351,9 @@ class LighthouseService:
             if onlooker:
                 onlooker.end()
 
-    def _log_quorum(self, quorum: m.Quorum, reason: str) -> None:
-        if quorum.quorum_id != self._logged_id:
-            self._logged_id = quorum.quorum_id
-            log.info(
-                "quorum %d of %d groups, step %d: %s",
-                quorum.quorum_id,
-                len(quorum.members),
-                quorum.reference[0],
-                reason,
-            )
-
 
 class _Forms:
-    """One quorum as each kind of caller wants it, made when the first one asks."""
+    """A quorum as each kind of caller wants it, made when the first one asks."""
 
     def __init__(self, quorum: m.Quorum, words: dict[str, Any], created_s: float, before: _Forms | None) -> None:
         """words: that go with each answer. before: of the last quorum, which mostly has the same roster."""

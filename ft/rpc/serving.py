@@ -113,33 +113,65 @@ def stream(handler: StreamHandler) -> Route:
     return lambda calls: grpc.stream_stream_rpc_method_handler(calls.serving(open_and_handle))
 
 
-async def _deny(_: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job has a token, and the call does not carry it")
+class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """grpc.aio's server, which looks at the token before anything of a call is read, and whose end is told to whoever it serves: a call
+    that grpc cut off itself would leave a stack on stderr."""
 
-
-class Router(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Looks at the token before anything of a call is read."""
-
-    def __init__(self, access: Access, routes: Mapping[str, Route], calls: Calls) -> None:
-        """routes: "/package.Service/Method" -> unary(...) or stream(...)."""
-        self._access, self._routes, self._calls = access, routes, calls
+    def __init__(self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> None:
+        """Listens; `start` starts it. With port 0, all of `at` get the same free one, `port`. routes: "/package.Service/Method" ->
+        unary(...) or stream(...). Raises ValueError where it cannot listen."""
+        self._access, self._routes, self._calls = access, routes, Calls()
         self._handlers: dict[str, Any] = {}  # made at the first call: a group's routes are known only after its port
-        self._denied = grpc.stream_stream_rpc_method_handler(_deny)
+        options = [
+            ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
+            (
+                "grpc.max_receive_message_length",
+                MAX_MESSAGE,
+            ),  # before and after decompression; headers: 16 KiB by itself
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_allowed_incoming_connections", room_for_connections() // len(at)),  # at one address
+            ("grpc.server_handshake_timeout_ms", int(FIRST_WORD_S * 1000)),
+            ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
+            (
+                "grpc.keepalive_time_ms",
+                60_000,
+            ),  # a host that vanished; beats show it long before where there is a stream
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", 0),
+        ]
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        self._server.add_generic_rpc_handlers((self,))
+        self.port = at[0].port
+        for place in at:
+            endpoint = Endpoint(place.host, self.port)
+            if not (
+                place.port == 0 and self.port
+            ):  # the first free port may be taken on the second address: then do without it
+                try_to_listen(endpoint)
+            try:
+                if access.tls is None:
+                    self.port = self._server.add_insecure_port(str(endpoint))
+                    continue
+                access.tls.server_context()  # says what is wrong with the files
+                cert, key, ca = access.tls.read()
+                credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+                self.port = self._server.add_secure_port(str(endpoint), credentials)
+            except RuntimeError as error:
+                if place is at[0] or place.port:
+                    raise ValueError(f"--bind {endpoint}: {error}") from None
 
     def service(self, details: Any) -> Any:
         if not self._access.permits(details.invocation_metadata):
-            return self._denied
+            return grpc.stream_stream_rpc_method_handler(self._deny)
         handler = self._handlers.get(details.method)
         if handler is None and details.method in self._routes:
             handler = self._handlers[details.method] = self._routes[details.method](self._calls)
         return handler
 
-
-class Server:
-    """grpc.aio's, whose end is told to whoever it serves: a call that it cut off itself would leave a stack on stderr."""
-
-    def __init__(self, server: Any, calls: Calls) -> None:
-        self._server, self._calls = server, calls
+    @staticmethod
+    async def _deny(_: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job has a token, and the call does not carry it")
 
     async def start(self) -> None:
         await self._server.start()
@@ -149,52 +181,6 @@ class Server:
         await asyncio.sleep(0)
         self._calls.end()
         await stopped
-
-
-def listen(access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> tuple[Server, int]:
-    """A server that is yet to be started, and its port. With port 0, all of `at` get the same free one.
-
-    Raises ValueError where it cannot listen.
-    """
-    calls = Calls()
-    server = grpc.aio.server(options=_options(room_for_connections() // len(at)), maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers((Router(access, routes, calls),))
-    port = at[0].port
-    for place in at:
-        endpoint = Endpoint(place.host, port)
-        if not (place.port == 0 and port):  # the first free port may be taken on the second address: then do without it
-            try_to_listen(endpoint)
-        try:
-            port = _add_port(server, endpoint, access)
-        except RuntimeError as error:
-            if place is at[0] or place.port:
-                raise ValueError(f"--bind {endpoint}: {error}") from None
-    return Server(server, calls), port
-
-
-def _options(connections: int) -> list[tuple[str, int]]:
-    """connections: at most so many at one address."""
-    return [
-        ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-        ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; headers: 16 KiB by itself
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_allowed_incoming_connections", connections),
-        ("grpc.server_handshake_timeout_ms", int(FIRST_WORD_S * 1000)),
-        ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
-        ("grpc.keepalive_time_ms", 60_000),  # a host that vanished; beats show it long before where there is a stream
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]
-
-
-def _add_port(server: Any, endpoint: Endpoint, access: Access) -> int:
-    if access.tls is None:
-        return int(server.add_insecure_port(str(endpoint)))
-    access.tls.server_context()  # says what is wrong with the files
-    cert, key, ca = access.tls.read()
-    credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
-    return int(server.add_secure_port(str(endpoint), credentials))
 
 
 def room_for_connections() -> int:
@@ -270,13 +256,13 @@ class Outbox:
         self._more = asyncio.Event()
         self._reader = asyncio.current_task()  # the handler
         self._writer = asyncio.ensure_future(self._write())
-        self._over = False
+        self.over = False
         self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
         self.told = ""  # for its owner: why the reader waits, as it was told last
         self._too_slow: CallRefused | None = None
 
     def send(self, message: bytes) -> None:
-        if self.is_over():
+        if self.over:
             return
         self._messages.append(message)
         self._bytes += len(message)
@@ -297,22 +283,19 @@ class Outbox:
         """The next message; None: the stream is over, from either side. Raises CallRefused for a reader that was too slow."""
         data: Any = grpc.aio.EOF
         try:
-            if not self._over:
+            if not self.over:
                 data = await self._context.read()
         except asyncio.CancelledError:
-            if not self._over:
+            if not self.over:
                 raise
         if self._too_slow:
             raise self._too_slow
         return None if data is grpc.aio.EOF else data
 
-    def is_over(self) -> bool:
-        return self._over
-
     def end(self) -> None:
         """The handler's next read (the one it waits in, too) says that the stream is over."""
-        if not self._over:
-            self._over = True
+        if not self.over:
+            self.over = True
             self._messages.clear()
             self._bytes = 0
             if self._reader is not None and self._reader is not asyncio.current_task():

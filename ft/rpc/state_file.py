@@ -29,11 +29,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ft.protocol import messages as m
 from ft.protocol.rules import MAX_STEP, validate_request
-from ft.rpc import codec
 
 FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
@@ -69,12 +68,14 @@ def _checked(saved: m.Saved) -> m.Saved:
             raise ValueError(f"{name} = {number!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
         raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
-    if saved.terms:
-        codec.to_message(saved.terms)  # says what is of a wrong type, as below
-        if saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf:
-            raise ValueError(f"{saved.terms}")
+    with suppress(ImportError):  # run_lighthouse.sh looks at the flags, and so here, before it installs protobuf
+        from ft.rpc import codec
+
+        for part in filter(None, (saved.terms, saved.quorum)):
+            codec.to_message(part)  # says what is of a wrong type
+    if saved.terms and (saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf):
+        raise ValueError(f"{saved.terms}")
     if saved.quorum:
-        codec.to_message(saved.quorum)
         members, (*numbers, commit_id) = saved.quorum.members, saved.quorum.reference
         if [*map(type, numbers), type(commit_id)] != [int, int, str]:
             raise ValueError(f"reference {saved.quorum.reference}")
@@ -120,19 +121,19 @@ def take_over(path: Path) -> str:
         except OSError:  # the disk is full, maybe: a link that names it, and leads nowhere, needs no room
             stamp.unlink(missing_ok=True)
             stamp.symlink_to(owner)
-        stamp.replace(_stamp(path))
+        stamp.replace(path.with_name(f"{path.name}.owner"))
     except OSError:
         stamp.unlink(missing_ok=True)
         raise
     for other in path.parent.iterdir():
-        if other.name.startswith(_partial(path, "").name):
+        if other.name.startswith(f"{path.name}.partial"):
             other.unlink(missing_ok=True)
     return owner
 
 
 def write(path: Path, saved: m.Saved, owner: str = "") -> None:
-    """Afterwards it is on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
-    partial = _partial(path, owner)
+    """Puts it on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
+    partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **saved.to_dict()}, file)
         file.flush()
@@ -159,18 +160,10 @@ def _look(path: Path, owner: str) -> None:
 
 def owner_of(path: Path) -> str:
     """The name of the lighthouse that took the file over last; empty: none has. Raises OSError."""
-    stamp = _stamp(path)
+    stamp = path.with_name(f"{path.name}.owner")
     with suppress(FileNotFoundError):
         return str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")
     return ""
-
-
-def _stamp(path: Path) -> Path:
-    return path.with_name(f"{path.name}.owner")
-
-
-def _partial(path: Path, owner: str) -> Path:
-    return path.with_name(f"{path.name}.partial{owner}")
 
 
 class StateFileWriter:
@@ -185,13 +178,11 @@ class StateFileWriter:
     def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None, *, trouble: str = "") -> None:
         self.path, self._owner, self._written = path, owner, saved
         self._before = owner_of(path) if trouble else None
-        self._retrying: asyncio.Future[None] | None = None
         self._over: TakenOver | None = None
         self.trouble = trouble  # why the last attempt failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
-        self._lazy: asyncio.TimerHandle | None = None
-        self._writing: Future[bool] | None = None  # lazily
+        self._later: asyncio.Future[None] | None = None  # writes the newest
         self._looking: Future[None] | None = None
         self._looked_s = time.monotonic()
 
@@ -200,9 +191,9 @@ class StateFileWriter:
         if self._over:
             raise self._over
         before, self._newest = self._newest, saved
-        if before and _key(before) == _key(saved) and saved.settled >= before.settled:
-            if self._lazy is None:
-                self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
+        same = before and (before.epoch, before.last_id, before.kind) == (saved.epoch, saved.last_id, saved.kind)
+        if before and same and saved.settled >= before.settled:
+            self._write_later()
             return None
         return asyncio.ensure_future(self._until_written(saved))
 
@@ -216,53 +207,42 @@ class StateFileWriter:
             self._looked_s, self._looking = now_s, self._thread.submit(self._is_ours)
 
     async def close(self) -> None:
-        if self._retrying:
-            self._retrying.cancel()
-        if self._lazy:
-            self._lazy.cancel()
-            assert self._newest
+        if self._later and self._newest:
+            self._later.cancel()
             self._thread.submit(self._try, self._newest)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    def _write_lazily(self) -> None:
-        self._lazy = None
-        assert self._newest
-        if self._writing is None or self._writing.done():
-            self._writing = self._thread.submit(self._try, self._newest)
-        else:  # a disk that hangs: what waits for it would only grow
-            self._lazy = asyncio.get_running_loop().call_later(LAZY_S, self._write_lazily)
+    def _write_later(self) -> None:
+        """Has the newest state written within a second, or as soon as the disk works again."""
+        if self._later is None:
+            self._later = asyncio.ensure_future(self._write_newest())
+
+    async def _write_newest(self) -> None:
+        while self._newest and self._written is not self._newest and not self._over:
+            await asyncio.sleep(RETRY_S if self.trouble else LAZY_S)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
+        self._later = None
 
     async def _until_written(self, saved: m.Saved) -> None:
         loop = asyncio.get_running_loop()
         while True:
             attempt = loop.run_in_executor(self._thread, self._try, saved)
-            covered = self._covers(saved)
+            there = self._written  # the file stands for what it reserves, too
+            covered = (
+                there is not None
+                and (there.epoch, there.kind) == (saved.epoch, saved.kind)
+                and there.settled <= saved.settled
+                and saved.last_id <= there.last_id + RESERVED
+            )
             done, _ = await asyncio.wait([attempt], timeout=PATIENCE_S if covered else None)
             if done and attempt.result():
                 return
             if self._over:
                 raise self._over
             if covered:
-                self._retrying = self._retrying or asyncio.ensure_future(self._until_well())
+                self._write_later()
                 return
             await asyncio.sleep(RETRY_S)
-
-    def _covers(self, saved: m.Saved) -> bool:
-        """The file stands for that, too."""
-        there = self._written
-        return (
-            there is not None
-            and (there.epoch, there.kind) == (saved.epoch, saved.kind)
-            and there.settled <= saved.settled
-            and saved.last_id <= there.last_id + RESERVED
-        )
-
-    async def _until_well(self) -> None:
-        assert self._newest
-        loop = asyncio.get_running_loop()
-        while not self._over and not await loop.run_in_executor(self._thread, self._try, self._newest):
-            await asyncio.sleep(RETRY_S)
-        self._retrying = None
 
     def _try(self, saved: m.Saved) -> bool:
         try:
@@ -304,7 +284,3 @@ class StateFileWriter:
                 self._before = None
                 return
         raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
-
-
-def _key(saved: m.Saved) -> tuple[Any, ...]:
-    return (saved.epoch, saved.last_id, saved.kind)

@@ -13,13 +13,11 @@ from contextlib import ExitStack
 import pytest
 
 from bench.page_job import Herd
-from ft.dashboard import orders
+from ft.dashboard import pages
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.rpc.clients import GroupClient
-from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import Settings
-from ft.rpc.processes import Process
+from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.group_server import Process, Settings
 from tests.dashboard.house import TOKEN, WAIT_S, House
 
 Houses, Herds = Callable[..., House], Callable[[House], Herd]
@@ -170,10 +168,10 @@ def test_a_job_without_a_token_takes_no_orders(house: Houses, herd: Herds):
 
 
 def test_orders_are_limited(house: Houses, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(orders, "PER_S", 0.0)
+    monkeypatch.setattr(pages, "PER_S", 0.0)
     one = house()
-    found = [one.order("kill", "9:z")[0] for _ in range(orders.BURST + 2)]
-    assert found == [404] * orders.BURST + [429] * 2
+    found = [one.order("kill", "9:z")[0] for _ in range(pages.BURST + 2)]
+    assert found == [404] * pages.BURST + [429] * 2
 
 
 def test_one_without_a_stream_can_be_taken_out_but_not_drained(house: Houses, herd: Herds):

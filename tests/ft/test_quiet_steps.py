@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ft.protocol import messages as m
-from ft.rpc.serving import Router
+from ft.rpc.serving import Server
 from tests.ft.groups import LIMIT_S, Rank, job
 
 FROM, TO = 3, 9  # committed steps between which is counted
@@ -21,13 +21,13 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.events = Counter[str](), list[m.Event]()
         self._news = threading.Condition()
-        service = Router.service
+        service = Server.service
 
-        def counting(router: Router, details: Any) -> Any:
+        def counting(server: Server, details: Any) -> Any:
             self.calls[details.method] += 1
-            return service(router, details)
+            return service(server, details)
 
-        monkeypatch.setattr(Router, "service", counting)
+        monkeypatch.setattr(Server, "service", counting)
 
     def seen(self, now_s: float, event: m.Event, out: m.Out) -> None:
         with self._news:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ft import DistributedDataParallel, Optimizer
-from ft.compat.ddp import _tensors
+from ft.compat.wrappers import _tensors
 
 
 class FakeManager:

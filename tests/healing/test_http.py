@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -91,17 +92,18 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
         source = world.source(large(1), config=config)
         offer = source._offer
         assert offer is not None
-        if comes:
-            reader = offer.reader("j")
-            offer.done("j")
-            assert offer.join(reader).acquire(timeout=10)
-        fence = world.start(source.fence)
-        while not offer.fencing:
-            assert not fence.done()
-        source.end_offer(2, "the quorum before has failed")
-        assert not offer.over
-        source.end_offer(3, "j is lost")
-        assert fence.result(60) is Fenced.WITHDRAWN and offer.over == "j is lost"
+        with ExitStack() as held:
+            if comes:
+                reader = offer.reader("j")
+                offer.done("j")
+                held.enter_context(held.enter_context(offer.reading(reader)))
+            fence = world.start(source.fence)
+            while not offer.fencing:
+                assert not fence.done()
+            source.end_offer(2, "the quorum before has failed")
+            assert not offer.over
+            source.end_offer(3, "j is lost")
+            assert fence.result(60) is Fenced.WITHDRAWN and offer.over == "j is lost"
 
 
 def test_an_offer_that_is_over_keeps_no_copies(world: World):

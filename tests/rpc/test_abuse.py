@@ -274,12 +274,17 @@ def test_the_room_there_is(
 
 
 def test_addresses_share_the_room(monkeypatch: pytest.MonkeyPatch):
-    seen: list[int] = []
+    seen, make = list[int](), grpc.aio.server
+
+    def server(options: list[tuple[str, int]], **more: Any) -> Any:
+        seen.append(dict(options)["grpc.max_allowed_incoming_connections"])
+        return make(options=options, **more)
+
     monkeypatch.setattr(serving, "room_for_connections", lambda: 100)
-    monkeypatch.setattr(serving, "_options", lambda connections: seen.append(connections) or [])
+    monkeypatch.setattr(grpc.aio, "server", server)
 
     async def listen() -> None:
-        serving.listen(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
+        serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
 
     asyncio.run(listen())
     assert seen == [50]

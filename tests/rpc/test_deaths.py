@@ -14,10 +14,8 @@ import pytest
 from bench import notice
 from ft import LighthouseServer
 from ft.protocol import messages as m
-from ft.rpc.clients import GroupClient
-from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import Settings
-from ft.rpc.processes import Process
+from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.group_server import Process, Settings
 from tests.rpc.test_abuse import Running
 from tests.rpc.wire import WAIT_S
 

@@ -19,10 +19,10 @@ import pytest
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import state_file
-from ft.rpc.access import Access, Endpoint
+from ft.rpc.access import Endpoint
 from ft.rpc.driver import Driver, PeriodicTimer
-from ft.rpc.lighthouse_flags import read_options
-from ft.rpc.lighthouse_server import Place, serve
+from ft.rpc.lighthouse_flags import Options, read_options
+from ft.rpc.lighthouse_main import serve
 from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Calls, Outbox, Pending
 
 
@@ -311,8 +311,8 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
     assert read_options(flags).state == Path("state.json")
 
     async def starts() -> None:
-        place = Place([Endpoint("127.0.0.1", 0)], Access(), path)
-        async with serve(LighthouseConfig(), place) as (service, _):
+        options = Options(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
+        async with serve(options) as (service, _):
             assert service.keeper is not None and "Read-only" in service.keeper.trouble
             waits = service.keeper.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
             assert waits is not None
@@ -495,8 +495,8 @@ def test_who_was_replaced_ends_though_it_has_nothing_to_write(tmp_path: Path, mo
     path = tmp_path / "state.json"
 
     async def story() -> None:
-        place = Place((Endpoint("127.0.0.1", 0),), Access(insecure=True), path)
-        async with serve(LighthouseConfig(tick_s=0.01), place) as (service, _):
+        options = Options(LighthouseConfig(tick_s=0.01), [Endpoint("127.0.0.1", 0)], state=path)
+        async with serve(options) as (service, _):
             state_file.take_over(path)
             with pytest.raises(state_file.TakenOver, match="started after this one"):
                 await service.driver.run()
@@ -653,7 +653,7 @@ def test_a_reader_that_lags_too_far_behind_loses_its_stream(message: bytes, most
         await asyncio.sleep(0)
         for _ in range(most):
             outbox.send(message)
-        assert not outbox.is_over()
+        assert not outbox.over
         outbox.send(message)
         said = f"the reader is too slow: {most + 1} messages of {(most + 1) * len(message)} bytes"
         with pytest.raises(CallRefused, match=said):

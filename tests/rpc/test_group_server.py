@@ -25,12 +25,10 @@ from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.rpc import codec
 from ft.rpc.access import Access
-from ft.rpc.clients import GroupClient, Stale
+from ft.rpc.clients import GroupClient, GroupProcess, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.group_process import GroupProcess
-from ft.rpc.group_server import GroupService, RankReports, Settings
+from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import Link
-from ft.rpc.processes import Process
 from ft.rpc.serving import CallRefused
 from tests.rpc.wire import WAIT_S, Wire
 
@@ -293,13 +291,15 @@ def test_who_beats_goes_on_when_the_stream_is_replaced_under_a_beat():
         link.open_stream("a:1", lambda: 0)
         while link._stream is None:
             await asyncio.sleep(0)
-        beat = asyncio.ensure_future(link.beat(pharos_pb2.Report(phase="x" * (32 << 20))))  # more than fits on the way
+        beat = asyncio.ensure_future(
+            link.send(report=pharos_pb2.Report(phase="x" * (32 << 20)))
+        )  # more than fits on the way
         while not link._writing.locked():
             await asyncio.sleep(0)
         link.open_stream("a:1.1", lambda: 0)
         await asyncio.wait_for(beat, WAIT_S)
         link.open_stream("a:1.2", lambda: 0)
-        gone = asyncio.ensure_future(link.beat(pharos_pb2.Report()))
+        gone = asyncio.ensure_future(link.send(report=pharos_pb2.Report()))
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
@@ -401,7 +401,7 @@ def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
     """Once by the kernel's signal (started from the main thread, and a forked worker holds the pipe open), once by the pipe's end."""
     program = f"""
 import os, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupProcess
 from ft.rpc.group_server import Settings
 def start():
     server = GroupProcess(Settings('a:1', 1, {lighthouse.address()!r}))
@@ -452,7 +452,7 @@ def test_calls_of_one_rank_are_bounded(team: Callable[..., Team]):
 def test_no_torch_in_a_group_server():
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import ft.rpc.group_server, ft.rpc.clients, ft.rpc.group_process\n"
+        "import ft.rpc.group_server, ft.rpc.clients\n"
         "assert not {'torch', 'numpy', 'aiohttp'} & set(sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=50).returncode == 0
@@ -473,11 +473,11 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
             def is_dying(self) -> bool:
                 return False
 
-        async def beat(report: object) -> None:
+        async def send(report: object) -> None:
             beaten.set()
 
         service.processes[0] = Trainer()  # type: ignore[assignment]
-        service.link.beat = beat  # type: ignore[method-assign]
+        service.link.send = send  # type: ignore[method-assign]
         beating = asyncio.create_task(service._beat_for_ever())
         await asyncio.wait_for(beaten.wait(), WAIT_S)
         beating.cancel()

@@ -52,7 +52,7 @@ import os, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupProcess
 from ft.rpc.group_server import Settings
 how, lighthouse = sys.argv[1:]
 group = GroupProcess(Settings("g:1", 2, lighthouse))

@@ -15,8 +15,7 @@ import pytest
 
 from ft.protocol import messages as m
 from ft.rpc.access import Access, Tls
-from ft.rpc.clients import GroupClient
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Settings
 from tests.rpc.test_abuse import Running
 from tests.rpc.wire import WAIT_S, Wire, quorum_of

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ft
-from ft.rpc.group_process import GroupProcess
+from ft.rpc.clients import GroupProcess
 from ft.rpc.group_server import Settings
 from tests.rpc.peer import SOON, Peer, Unavailable, install
 

@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ft import LighthouseServer
+from ft.rpc.clients import GroupProcess
 from ft.rpc.generated import torchft_pb2
-from ft.rpc.group_process import GroupProcess
 from ft.rpc.group_server import Settings
 from tests.rpc.peer import Peer, ScriptedLighthouse
 from tests.rpc.wire import WAIT_S, Wire, torchft_call

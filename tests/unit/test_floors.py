@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
 # ft/ without ft.compat is whole, but for the server of a group, which answers torchft's clients, too, and so imports these when it runs.
 COMPAT_IMPORTS = {
     ("ft.rpc.group_server", "ft.compat.group.TorchftGroup"),
-    ("ft.rpc.group_server", "ft.compat.lighthouse.LinkOverTorchft"),
+    ("ft.rpc.group_server", "ft.compat.group.LinkOverTorchft"),
 }
 
 
@@ -127,7 +127,9 @@ def test_the_test_sees_a_violation():
     for module, name in (("models.x", "configs.load"), ("models.x", "grpc"), ("ft.protocol.plan", "torch")):
         assert not _may(module, name)
     assert not _may("parallelisms.x", "models.llama") and not _may("training.x", "configs.load")
-    assert _is_upward("ft.manager", "ft.compat.ddp.x") and not _is_upward("ft.compat.ddp", "ft.compat.manager.Manager")
+    assert _is_upward("ft.manager", "ft.compat.wrappers.x") and not _is_upward(
+        "ft.compat.wrappers", "ft.compat.manager.Manager"
+    )
     assert not _may("ft.protocol.plan", "ft.manager") and _may("ft.protocol.plan", "ft.protocol.group")
 
 

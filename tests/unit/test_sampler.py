@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from ft.compat.sampler import DistributedSampler
+from ft.compat.wrappers import DistributedSampler
 
 GROUPS, RANKS = 3, 2
 

@@ -1,0 +1,192 @@
+"""torchft's DistributedDataParallel, Optimizer and DistributedSampler: what a training loop wraps its model, optimizer and data in."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler as _DistributedSampler
+
+from ft.materialise import materialise
+
+if TYPE_CHECKING:
+    from ft.compat.manager import Manager
+
+log = logging.getLogger("pharos.torchft")
+
+
+class DistributedDataParallel(nn.Module):
+    """After a backward, .grad is the mean over replica groups. The gradients of `module` go out in buckets while the backward computes the
+    others. It returns when all sums are there, in whatever generation: a group that dies on the way costs time, and no step. Outside of
+    no_sync there is one backward in a step.
+
+    torch's further arguments are taken, and change nothing: buckets are the Manager's, unused parameters give zeros, buffers stay each
+    group's own until it heals. Raises ValueError for a module without parameters to train.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError("DistributedDataParallel: the module has no parameter to train")
+        if kwargs:
+            log.warning("DistributedDataParallel(%s) change nothing: ft sums by its own buckets", ", ".join(kwargs))
+        self.module = module
+        self._manager = manager
+        self._sums = True
+        self._in_backward = False
+        manager.attach([module])
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        outputs = self.module(*inputs, **more)
+        self._in_backward = False  # one that raised has not ended
+        if self._sums and torch.is_grad_enabled():
+            for tensor in _tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_reached)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context for forward and backward of all microbatches but the last: gradients add up in this group."""
+        before, self._sums = self._sums, False
+        try:
+            yield
+        finally:
+            self._sums = before
+
+    def _backward_reached(self, gradient: Tensor) -> None:
+        """Hook of every output; the first that the backward reaches counts."""
+        if not self._in_backward:
+            self._manager.backward_begins()
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        """Called by autograd when all gradients are there, before `backward` returns."""
+        self._in_backward = False
+        self._manager.backward_ended()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Wherever they are in what a module returned."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Begins a step in zero_grad, and steps only if the step holds. Looks like the optimizer that it wraps, to schedulers too. Closures
+    cannot be had: a step is decided once."""
+
+    def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
+        # not torch's: all state is the wrapped one's
+        self.manager, self.optim = manager, optim
+        self._is_new = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins the step, too. Before the first one, an optimizer without state is given what it will need: a group that joins has
+        tensors to receive into."""
+        self.optim.zero_grad(set_to_none)
+        if self._is_new:
+            materialise(self.optim)
+            self._is_new = False
+        self.manager.start_quorum()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Steps where the step holds; else changes nothing."""
+        if closure is not None:
+            raise ValueError("Optimizer.step: a closure would compute again what the groups have agreed on")
+        if self.manager.should_commit():
+            self.optim.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optim"], name)  # param_groups, state, defaults, hooks
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a managed optimizer cannot be copied: it belongs to a manager of this process")
+
+    def __repr__(self) -> str:
+        return f"Optimizer({self.optim!r})"
+
+
+class DistributedSampler(_DistributedSampler[Any]):
+    """torch's DistributedSampler over all ranks of all groups: `group_rank` of `num_replicas` ranks of group `replica_rank` of
+    `num_replica_groups`. The order is a function of (seed, epoch), set by set_epoch; all ranks together draw the whole dataset, some
+    samples twice where it does not divide evenly, or all but a rest with drop_last.
+
+    Groups have fixed numbers here, and one that is away takes its share of the epoch with it. Under train.py the ledger deals positions
+    instead (ft/protocol/ledger.py), and no sample is lost when a group is.
+
+    `group_rank` and `num_replicas` default to those of the default process group, or to one rank. `replica_group` and `rank` are older
+    names of `replica_rank` and `group_rank`. Raises TypeError where one of the two is missing or both are given, ValueError where a
+    number is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        replica_rank: int | None = None,
+        num_replica_groups: int | None = None,
+        group_rank: int | None = None,
+        num_replicas: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        replica_group: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        group = _one_of("replica_rank", replica_rank, "replica_group", replica_group)
+        place = _one_of("group_rank", group_rank, "rank", rank)
+        if group is None or num_replica_groups is None:
+            raise TypeError("DistributedSampler needs replica_rank and num_replica_groups")
+        in_group = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if in_group else 1
+        if place is None:
+            place = dist.get_rank() if in_group else 0
+        _check("replica_rank", group, "num_replica_groups", num_replica_groups)
+        _check("group_rank", place, "num_replicas", num_replicas)
+        super().__init__(
+            dataset,
+            num_replicas=num_replicas * num_replica_groups,
+            rank=place + num_replicas * group,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+
+def _one_of(name: str, value: int | None, older: str, older_value: int | None) -> int | None:
+    if value is not None and older_value is not None:
+        raise TypeError(f"DistributedSampler: {name} and {older} are the same; give one")
+    return older_value if value is None else value
+
+
+def _check(name: str, value: int, of: str, many: int) -> None:
+    if not 0 <= value < many:
+        raise ValueError(f"{name} = {value} of {of} = {many}: must be from 0 to {many - 1}")
