@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,8 +61,9 @@ def clock(rank: int) -> None:
 
 
 def stopped(rank: int) -> None:
-    """This rank stops (SIGSTOP) when the others are on their way into a collective. The main thread stops first: this one waits for it."""
-    _at("values: all_reduce MIN", rank, lambda: (os.kill(os.getpid(), signal.SIGSTOP), time.sleep(5)))
+    """This rank stops (SIGSTOP) when the others are on their way into a collective. The signal is this thread's: sent to the process, the
+    main thread may take it while this one goes on for a moment."""
+    _at("values: all_reduce MIN", rank, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP))
 
 
 def killed(rank: int) -> None:
