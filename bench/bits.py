@@ -51,7 +51,7 @@ STARTED = re.compile(
 
 
 @dataclass(frozen=True)
-class Case:
+class BitsCase:
     """A job that is run with kills and without. `equal`: what must come of it."""
 
     what: str
@@ -65,19 +65,19 @@ class Case:
 
 THREE_SLOTS = "--fault_tolerance.slots_per_step=3"  # of two groups one has two, and adds them before it sends
 CASES = (
-    Case("neither", 3, 1, 1, (), equal=False, quick=True),
-    Case("keep_global_batch", 3, 1, 1, (KEEP,), equal=False, quick=True),
-    Case("keep_global_batch, FSDP 2", 2, 2, 1, (KEEP, THREE_SLOTS), equal=False, quick=True),
-    Case("both, FSDP 2", 2, 2, 1, (KEEP, REDUCE, THREE_SLOTS), quick=True),
-    Case("both", 3, 1, 4, (KEEP, REDUCE)),
+    BitsCase("neither", 3, 1, 1, (), equal=False, quick=True),
+    BitsCase("keep_global_batch", 3, 1, 1, (KEEP,), equal=False, quick=True),
+    BitsCase("keep_global_batch, FSDP 2", 2, 2, 1, (KEEP, THREE_SLOTS), equal=False, quick=True),
+    BitsCase("both, FSDP 2", 2, 2, 1, (KEEP, REDUCE, THREE_SLOTS), quick=True),
+    BitsCase("both", 3, 1, 4, (KEEP, REDUCE)),
 )
-QUICK = (Case("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
+QUICK = (BitsCase("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
 
 
-class Job:
+class BitsJob:
     """Groups of one run, as run_replicas.sh starts them."""
 
-    def __init__(self, folder: Path, config: str, name: str, case: Case, settings: Sequence[str]) -> None:
+    def __init__(self, folder: Path, config: str, name: str, case: BitsCase, settings: Sequence[str]) -> None:
         self._case, self._run, self._out = case, folder / name, folder / f"{name}.log"
         self._words = [config, "--groups", str(case.groups), "--job.dump_folder", str(folder), "--job.name", name]
         self._words += ["--training.mixed_precision_param=float32", "--training.steps=100000", *TINY.split()]
@@ -111,7 +111,7 @@ class Job:
             time.sleep(0.02)
 
     def figures(self) -> dict[int, tuple[float, ...]]:
-        """Of each logged step, what must be equal."""
+        """The values of each logged step that must be equal."""
         path = self._run / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -149,10 +149,10 @@ class Job:
         return f"{victim} in step {lost_in}"
 
 
-def prove(case: Case, folder: Path, config: str, seed: int, settings: Sequence[str]) -> tuple[str, str, str, bool]:
+def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequence[str]) -> tuple[str, str, str, bool]:
     """(what happened, what was compared, what came of it, whether it is what must come of it)"""
     dice, name = random.Random(seed), case.what.replace(" ", "-").replace(",", "")
-    killed, calm = (Job(folder, config, f"{name}-{history}", case, settings) for history in ("killed", "calm"))
+    killed, calm = (BitsJob(folder, config, f"{name}-{history}", case, settings) for history in ("killed", "calm"))
     with killed.running():
         victims = dice.sample(range(case.groups), case.groups)
         kills = [killed.kill(str(victims[number % case.groups]), dice) for number in range(case.kills)]
@@ -171,8 +171,8 @@ def prove(case: Case, folder: Path, config: str, seed: int, settings: Sequence[s
     return f"killed: {', '.join(kills)}; {last} steps", compared, result, case.equal is not bool(differing)
 
 
-def compare(one: Job, other: Job, step: int) -> tuple[str, list[str]]:
-    """What was compared at that step, and what of it differs."""
+def compare(one: BitsJob, other: BitsJob, step: int) -> tuple[str, list[str]]:
+    """The comparison at that step: names that were compared, and those that differ."""
     digests = [
         {
             name: digest
@@ -189,7 +189,7 @@ def compare(one: Job, other: Job, step: int) -> tuple[str, list[str]]:
     return f"{len(digests[0])} tensors and entries, {len(rows[0])} steps, ledger", differing
 
 
-def apart(one: Job, other: Job, step: int) -> float:
+def apart(one: BitsJob, other: BitsJob, step: int) -> float:
     """The largest difference of a weight."""
     values, others = (checkpoint_values(job.checkpoint(step)) for job in (one, other))
     weights = [name for name, value in values.items() if name.startswith("model.") and value.is_floating_point()]

@@ -1,4 +1,4 @@
-"""What checkpoints cost: digests while saving, verification while loading, and how long an async save holds up training.
+"""The cost of checkpoints: digests while saving, verification while loading, and how long an async save holds up training.
 
     python bench/checkpoint.py [--megabytes 300] [--rounds 7] [--folder FOLDER] [--threads 1]
 

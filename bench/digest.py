@@ -1,4 +1,4 @@
-"""What it costs a training step that groups compare their weights: the digest beside a step of the same model, in turns.
+"""The cost of comparing weights between groups, a training step: the digest beside a step of the same model, in turns.
 
     python bench/digest.py [--rounds 7] [--dims 192,512] [--threads 1] [--device cpu|cuda]
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _seconds(what: Callable[[], None], times: int, device: torch.device) -> float:
-    """Of one."""
+    """Seconds of one call."""
     began = time.perf_counter()
     for _ in range(times):
         what()

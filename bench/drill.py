@@ -38,10 +38,10 @@ from bench import drill_disk, drill_net, drill_rules
 from bench.drill_bounds import in_time
 from bench.drill_disk import Disk
 from bench.drill_faults import KINDS, Incident, inject, plan
-from bench.drill_job import AWAY_S, FULL_S, PAIR_S, Failed, Job
+from bench.drill_job import AWAY_S, FULL_S, PAIR_S, DrillJob
 from bench.drill_outages import killed_in_a_save
 from bench.drill_rules import Verdict
-from bench.pairs import table
+from bench.pairs import Failed, table
 from scripts.plot_loss import draw, read
 from scripts.replicas import say
 
@@ -65,7 +65,7 @@ KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same
 
 
 @dataclass(frozen=True)
-class Asked:
+class DrillRequest:
     config: str
     overrides: list[str]
     groups: int
@@ -85,7 +85,7 @@ class Asked:
         return self.groups + ("add" in self.kinds)
 
     def argv(self, name: str, **last: int) -> list[str]:
-        """Of a job: our defaults, unless something else was asked for; no key may be given twice."""
+        """Arguments of a job: our defaults, unless something else was asked for; no key may be given twice."""
         asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
         fewest = {"fault_tolerance.min_replica_size": 2} if "capacity" in self.kinds else {}
         ours = DEFAULTS | fewest | {key.replace("__", "."): value for key, value in last.items()}
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def read_arguments(argv: Sequence[str]) -> Asked:
+def read_arguments(argv: Sequence[str]) -> DrillRequest:
     """Raises ValueError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -141,7 +141,7 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     under = list(UNDER[given.under]) if given.under else []
     if given.under == "shm":
         overrides.append("--fault_tolerance.process_group=baby_gloo")
-    return Asked(
+    return DrillRequest(
         given.config,
         overrides,
         given.groups,
@@ -157,7 +157,7 @@ def read_arguments(argv: Sequence[str]) -> Asked:
     )
 
 
-def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | None, bool, dict[str, str]]:
+def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[drill_net.Network | None, bool, dict[str, str]]:
     """A network, where one is asked for and can be had; whether a disk is; the kinds that cannot be injected here, and why."""
     known = [kind for kind in asked.kinds if kind != FINISH]
     out = {kind: f"needs {KINDS[kind].least} groups" for kind in known if asked.groups < KINDS[kind].least}
@@ -178,7 +178,7 @@ def leave_out(asked: Asked, cleanup: ExitStack) -> tuple[drill_net.Network | Non
 # ------------------------------------------------------------------------------------------------ the job and its twin
 
 
-def drill(asked: Asked, cleanup: ExitStack) -> int:
+def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
     began_s, incidents = time.monotonic(), list[Incident]()
     network, disk, left_out = leave_out(asked, cleanup)
     kinds = [kind for kind in asked.kinds if kind not in left_out]
@@ -213,7 +213,7 @@ def drill(asked: Asked, cleanup: ExitStack) -> int:
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 
 
-def harm(job: Job, asked: Asked, kinds: Sequence[str], incidents: list[Incident], began_s: float) -> None:
+def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: list[Incident], began_s: float) -> None:
     """One fault after the other, then the end. Raises Failed; `incidents` are those until then."""
     dice = random.Random(asked.seed)
     job.together(began_s)
@@ -236,8 +236,8 @@ def harm(job: Job, asked: Asked, kinds: Sequence[str], incidents: list[Incident]
 
 
 def open_job(
-    asked: Asked, name: str, network: drill_net.Network | None = None, disk: ExitStack | None = None, **last: int
-) -> Job:
+    asked: DrillRequest, name: str, network: drill_net.Network | None = None, disk: ExitStack | None = None, **last: int
+) -> DrillJob:
     """In a folder of its own, of which nothing was before. `disk`: what closes the job's own. Raises ValueError."""
     from configs.load import load
 
@@ -247,12 +247,12 @@ def open_job(
     own = Disk(run) if disk else None
     if disk and own:
         disk.callback(own.close)
-    job = Job(argv, asked.groups, network=network, disk=own, under=asked.under)
+    job = DrillJob(argv, asked.groups, network=network, disk=own, under=asked.under)
     job.away_s, job.full_s, job.pair_s = asked.away_s, asked.full_s, asked.pair_s
     return job
 
 
-def finish(asked: Asked) -> Verdict:
+def finish(asked: DrillRequest) -> Verdict:
     """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
     said, problem = dict[str, str](), ""
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
@@ -282,7 +282,7 @@ def finish(asked: Asked) -> Verdict:
     return Verdict("nobody finished before the last checkpoint stood", not problem, words)
 
 
-def run_twin(asked: Asked, run: Path, slots: int) -> Path:
+def run_twin(asked: DrillRequest, run: Path, slots: int) -> Path:
     """A job that nothing happens to, until it has seen as many tokens; its folder."""
     tokens = drill_rules.looks(run)[-1][0]
     steps = drill_rules.steps_for(run, tokens, slots) + 2 * LOOK_STEPS
@@ -294,7 +294,7 @@ def run_twin(asked: Asked, run: Path, slots: int) -> Path:
 # ------------------------------------------------------------------------------------------------ what is said
 
 
-def tell(job: Job, incident: Incident, began_s: float) -> None:
+def tell(job: DrillJob, incident: Incident, began_s: float) -> None:
     next_s, gap_s = drill_rules.next_commit_s(job.diaries, incident), drill_rules.longest_gap_s(job.diaries, incident)
     say(
         f"{incident.at_s - began_s:6.1f} s, step {incident.step}: {incident.kind}, {incident.target}: next commit after {next_s:.2f} s, "
@@ -303,8 +303,8 @@ def tell(job: Job, incident: Incident, began_s: float) -> None:
 
 
 def report(
-    asked: Asked,
-    job: Job,
+    asked: DrillRequest,
+    job: DrillJob,
     incidents: Sequence[Incident],
     left_out: dict[str, str],
     verdicts: Sequence[Verdict],

@@ -1,4 +1,4 @@
-"""What the ranks of a job wrote under PHAROS_DRILL=1 (ft/recording.py), read while it runs.
+"""The records that a job's ranks write under PHAROS_DRILL=1 (ft/recording.py), read while it runs.
 
 Flow: drill_job.py waits by it, drill_rules.py judges by it.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Line:
+class DiaryLine:
     event: str
     at_s: float
     pid: int
@@ -26,15 +26,15 @@ class Line:
 
 
 class Diary:
-    """Of one group over all its lives: the lines of each rank, oldest first."""
+    """The record of one group over all its lives: the lines of each rank, oldest first."""
 
     def __init__(self, name: str, folder: Path, ranks: int) -> None:
         self.name, self.folder = name, folder
-        self.ranks: list[list[Line]] = [[] for _ in range(ranks)]
+        self.ranks: list[list[DiaryLine]] = [[] for _ in range(ranks)]
         self._read_to = [0] * ranks
 
     def read(self) -> None:
-        """What is there by now; a line that is not whole yet comes with the next call."""
+        """Reads what is there by now; a line that is not whole yet comes with the next call."""
         for rank, lines in enumerate(self.ranks):
             path = self.folder / f"diary.{rank}.jsonl"
             if not path.exists():
@@ -44,19 +44,19 @@ class Diary:
                 text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
             self._read_to[rank] += len(whole)
-            lines += [Line(**json.loads(line)) for line in whole.splitlines()]
+            lines += [DiaryLine(**json.loads(line)) for line in whole.splitlines()]
 
-    def since(self, at_s: float, *events: str, rank: int = 0) -> list[Line]:
+    def since(self, at_s: float, *events: str, rank: int = 0) -> list[DiaryLine]:
         return [line for line in self.ranks[rank] if line.at_s >= at_s and line.event in events]
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks' latest lives, those that have begun."""
+        """The ranks' latest lives that have begun."""
         starts = [[line.pid for line in lines if line.event == "start"] for lines in self.ranks]
         return [pids[-1] for pids in starts if pids]
 
     @property
-    def quorum(self) -> Line:
+    def quorum(self) -> DiaryLine:
         """The newest that it took part in."""
         return next(line for line in reversed(self.ranks[0]) if line.event == "quorum")
 

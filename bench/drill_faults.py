@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench import drill_outages as outages
-from bench.drill_job import Hurt, Job, pick
+from bench.drill_job import DrillJob, Hurt, pick
 from training.drill import HANG, ORDER
 
 STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
@@ -38,7 +38,7 @@ class Incident:
     repaired_s: float = math.nan  # when it was taken back, where that was on purpose
 
 
-Harm = Callable[[Job, random.Random], Hurt]  # does it and takes it back
+Harm = Callable[[DrillJob, random.Random], Hurt]  # does it and takes it back
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Kind:
 # ------------------------------------------------------------------------------------------------ what is done
 
 
-def kill(job: Job, dice: random.Random) -> Hurt:
+def kill(job: DrillJob, dice: random.Random) -> Hurt:
     """A machine is lost: launcher, ranks and server at once."""
     name = pick(dice, job.live)
     job.signal(job.processes(name), signal.SIGKILL)
     return Hurt(f"group {name}", {name})
 
 
-def kill_rank(job: Job, dice: random.Random) -> Hurt:
+def kill_rank(job: DrillJob, dice: random.Random) -> Hurt:
     """The others of its group have to notice."""
     name = pick(dice, job.live)
     rank = dice.randrange(job.ranks)
@@ -71,7 +71,7 @@ def kill_rank(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"rank {rank} of group {name}", {name})
 
 
-def kill_all(job: Job, dice: random.Random) -> Hurt:
+def kill_all(job: DrillJob, dice: random.Random) -> Hurt:
     """All state is lost but the newest checkpoint."""
     job.until("a checkpoint", lambda: any(job.checkpoints.glob("step-*/manifest.json")))
     at_s = time.monotonic()
@@ -79,26 +79,26 @@ def kill_all(job: Job, dice: random.Random) -> Hurt:
     return Hurt("all groups", set(job.live), at_s)
 
 
-def half(job: Job, dice: random.Random) -> Hurt:
+def half(job: DrillJob, dice: random.Random) -> Hurt:
     """A switch fails, with all machines behind it."""
     names = sorted(dice.sample(sorted(job.live, key=int), len(job.live) // 2), key=int)
     job.signal([pid for name in names for pid in job.processes(name)], signal.SIGKILL)
     return Hurt(f"groups {', '.join(names)}", set(names))
 
 
-def kill_server(job: Job, dice: random.Random) -> Hurt:
+def kill_server(job: DrillJob, dice: random.Random) -> Hurt:
     """Its ranks end with it, and come back."""
     name = pick(dice, job.live)
     job.signal([job.server(name)], signal.SIGKILL)
     return Hurt(f"the server of group {name}", {name})
 
 
-def stop_server(job: Job, dice: random.Random) -> Hurt:
+def stop_server(job: DrillJob, dice: random.Random) -> Hurt:
     name = pick(dice, job.live)
     return Hurt(f"the server of group {name}", _stopped(job, name, [job.server(name)]))
 
 
-def hang(job: Job, dice: random.Random) -> Hurt:
+def hang(job: DrillJob, dice: random.Random) -> Hurt:
     """The main thread of one rank sleeps for ever; until the others go on without it, and it is killed."""
     name, rank, count = pick(dice, job.live), dice.randrange(job.ranks), len(job.live)
     _order(job, name, HANG, rank)
@@ -113,7 +113,7 @@ def hang(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"rank {rank} of group {name}", {name}, at_s, time.monotonic())
 
 
-def _order(job: Job, name: str, what: str, rank: int) -> None:
+def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
     """Gives an order to a trainer, which obeys at the next step's boundary (training/drill.py)."""
     order = job.diaries[name].folder / what
     order.with_suffix(".new").write_text(str(rank))
@@ -121,26 +121,26 @@ def _order(job: Job, name: str, what: str, rank: int) -> None:
     job.until(f"a {what}", lambda: not order.exists())
 
 
-def stop(job: Job, dice: random.Random) -> Hurt:
+def stop(job: DrillJob, dice: random.Random) -> Hurt:
     """Longer than the heartbeat timeout."""
     name = pick(dice, job.live)
     return Hurt(f"group {name}", _stopped(job, name, job.processes(name)))
 
 
-def stop_trainer(job: Job, dice: random.Random) -> Hurt:
+def stop_trainer(job: DrillJob, dice: random.Random) -> Hurt:
     """The group's server still beats."""
     name = pick(dice, job.live)
     return Hurt(f"the ranks of group {name}", _stopped(job, name, job.diaries[name].pids))
 
 
-def _stopped(job: Job, name: str, pids: Sequence[int]) -> set[str]:
+def _stopped(job: DrillJob, name: str, pids: Sequence[int]) -> set[str]:
     job.signal(pids, signal.SIGSTOP)
     job.hold(STOP_S)
     job.signal(pids, signal.SIGCONT)
     return {name}
 
 
-def slow(job: Job, dice: random.Random) -> Hurt:
+def slow(job: DrillJob, dice: random.Random) -> Hurt:
     """A machine with a quarter of its speed: nobody is lost."""
     name = pick(dice, job.live)
     pids, end_s = job.processes(name), time.monotonic() + SLOW_S
@@ -152,7 +152,7 @@ def slow(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"group {name}")
 
 
-def lighthouse(job: Job, dice: random.Random) -> Hurt:
+def lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
     job.lighthouse.kill()
     job.lighthouse.communicate()
     job.hold(LIGHTHOUSE_AWAY_S)
@@ -160,26 +160,26 @@ def lighthouse(job: Job, dice: random.Random) -> Hurt:
     return Hurt("the lighthouse")
 
 
-def stop_lighthouse(job: Job, dice: random.Random) -> Hurt:
+def stop_lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
     job.signal([job.lighthouse.pid], signal.SIGSTOP)
     job.hold(LIGHTHOUSE_STOPPED_S)
     job.signal([job.lighthouse.pid], signal.SIGCONT)
     return Hurt("the lighthouse")
 
 
-def partition(job: Job, dice: random.Random) -> Hurt:
+def partition(job: DrillJob, dice: random.Random) -> Hurt:
     """Nothing gets through, either way, and nobody is told."""
     assert job.network
     return _parted(job, dice, job.network.cut)
 
 
-def one_way(job: Job, dice: random.Random) -> Hurt:
-    """What it sends is lost."""
+def one_way(job: DrillJob, dice: random.Random) -> Hurt:
+    """Cuts the direction away from the group: all that it sends is lost."""
     assert job.network
     return _parted(job, dice, job.network.blind)
 
 
-def _parted(job: Job, dice: random.Random, part: Callable[[str, bool], None]) -> Hurt:
+def _parted(job: DrillJob, dice: random.Random, part: Callable[[str, bool], None]) -> Hurt:
     name = pick(dice, job.live)
     part(name, True)
     job.hold(PARTITION_S)
@@ -187,7 +187,7 @@ def _parted(job: Job, dice: random.Random, part: Callable[[str, bool], None]) ->
     return Hurt(f"group {name}", {name})
 
 
-def link(job: Job, dice: random.Random) -> Hurt:
+def link(job: DrillJob, dice: random.Random) -> Hurt:
     """A bad cable: slower for all, and nobody is lost."""
     assert job.network
     name = pick(dice, job.live)
@@ -197,7 +197,7 @@ def link(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"group {name}, {LINK_MEGABITS:g} Mbit/s")
 
 
-def corrupt(job: Job, dice: random.Random) -> Hurt:
+def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
     """Nothing but a comparison with the others tells it. The group must heal, or end and come back."""
     name = pick(dice, job.live)
     rank = dice.randrange(job.ranks)
@@ -208,7 +208,7 @@ def corrupt(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"a bit of rank {rank} of group {name}", {name})
 
 
-def drain(job: Job, dice: random.Random) -> Hurt:
+def drain(job: DrillJob, dice: random.Random) -> Hurt:
     """It leaves on purpose, for good."""
     name = pick(dice, job.live)
     job.drain(name)
@@ -216,7 +216,7 @@ def drain(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"group {name}", {name})
 
 
-def add(job: Job, dice: random.Random) -> Hurt:
+def add(job: DrillJob, dice: random.Random) -> Hurt:
     name = job.add()
     return Hurt(f"group {name}", {name})
 
@@ -276,7 +276,7 @@ def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief
     return variants
 
 
-def inject(job: Job, variant: str, dice: random.Random) -> Incident:
+def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
     """One fault, until all groups are together again. Raises Failed."""
     if variant == "corrupt":
         job.compared()

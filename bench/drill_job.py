@@ -20,6 +20,7 @@ from bench.drill_diary import Diary
 from bench.drill_disk import Disk
 from bench.drill_net import HUB, HUB_ADDRESS, Network
 from bench.job import descendants
+from bench.pairs import Failed
 from scripts.replicas import (
     ENABLED,
     ReplicaSupervisor,
@@ -39,10 +40,6 @@ AWAY_S, FULL_S = 180.0, 60.0  # a lighthouse, or capacity; a disk
 PAIR_S = 40.0  # a cut cable between two groups: longer than it takes to go on without one of them
 
 
-class Failed(RuntimeError):
-    """What had to happen did not; the message says what, and the last words of the groups."""
-
-
 @dataclass(frozen=True)
 class Hurt:
     """Effect of a fault. `hit`: the groups that may lose their place by it. Seconds, of the machine's clock; nan: as soon as it was asked
@@ -54,7 +51,7 @@ class Hurt:
     repaired_s: float = math.nan
 
 
-class Job:
+class DrillJob:
     """`argv`: a configuration and overrides. `network`: where groups are machines of their own. `disk`: that the run lies on. `under`: a
     command that becomes the one behind it, with less of something. Raises ValueError for bad settings."""
 
@@ -237,7 +234,7 @@ class Job:
         """True when that checkpoint is whole."""
         return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> DrillJob:
         return self
 
     def __exit__(self, *_: object) -> None:

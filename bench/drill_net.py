@@ -34,7 +34,7 @@ class Network:
             raise
 
     def through(self, name: str) -> list[str]:
-        """What becomes the command behind it, as the same process, on that machine: the hub or a group, which gets a cable first."""
+        """Words that become the command behind them, as the same process, on that machine: the hub or a group, which gets a cable first."""
         if name != HUB and name not in self._addresses:
             self._plug(name)
         return ["ip", "netns", "exec", self._prefix + name]
@@ -44,7 +44,7 @@ class Network:
         self._at(HUB, f"ip link set {_cable(name)} {'down' if down else 'up'}")
 
     def blind(self, name: str, on: bool) -> None:
-        """What it sends is lost; what others send arrives."""
+        """Cuts one direction: all that it sends is lost, what others send arrives."""
         for address in [HUB_ADDRESS, *(other for who, other in self._addresses.items() if who != name)]:
             self._at(name, f"ip route {'add' if on else 'del'} blackhole {address}/32")
 
@@ -71,7 +71,7 @@ class Network:
                 _run("ip", "netns", "delete", self._spaces.pop())
 
     def _try(self) -> None:
-        """Whether this kernel has all that is asked of it later."""
+        """True when this kernel has all that is asked of it later."""
         self._at(
             HUB,
             "ip link add try0 type veth peer name try1",

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from bench.drill_disk import Disk
-from bench.drill_job import Hurt, Job, pick
+from bench.drill_job import DrillJob, Hurt, pick
 
 QUIET_S = 10.0  # who has committed nothing for so long sits out
 SAVE_S = 60.0  # for what a dead writer was about to save
@@ -22,7 +22,7 @@ REFILL_S = 0.2
 BAD_INPUT = 2  # exit code
 
 
-def lighthouse_away(job: Job, dice: random.Random) -> Hurt:
+def lighthouse_away(job: DrillJob, dice: random.Random) -> Hurt:
     job.lighthouse.kill()
     job.lighthouse.communicate()
     at_s = time.monotonic()
@@ -31,7 +31,7 @@ def lighthouse_away(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"the lighthouse, {job.away_s:g} s", at_s=at_s, repaired_s=time.monotonic())
 
 
-def capacity(job: Job, dice: random.Random) -> Hurt:
+def capacity(job: DrillJob, dice: random.Random) -> Hurt:
     """All but one are gone, and fewer are left than min_replica_size."""
     stays = pick(dice, job.live)
     names = sorted(set(job.live) - {stays}, key=int)
@@ -46,19 +46,19 @@ def capacity(job: Job, dice: random.Random) -> Hurt:
 # ------------------------------------------------------------------------------------------------ storage
 
 
-def full_disk(job: Job, dice: random.Random) -> Hurt:
+def full_disk(job: DrillJob, dice: random.Random) -> Hurt:
     """Fills the disk of figures, samples and checkpoints."""
     assert job.disk
     return _filled(job, job.disk.run, "the run's folder")
 
 
-def full_state(job: Job, dice: random.Random) -> Hurt:
+def full_state(job: DrillJob, dice: random.Random) -> Hurt:
     """Fills the disk of the lighthouse's state, the groups' logs and TMPDIR."""
     assert job.disk
     return _filled(job, job.disk.groups, "state, logs, TMPDIR")
 
 
-def _filled(job: Job, place: Path, what: str) -> Hurt:
+def _filled(job: DrillJob, place: Path, what: str) -> Hurt:
     at_s = time.monotonic()
     end_s = at_s + job.full_s
     while time.monotonic() < end_s:
@@ -71,7 +71,7 @@ def _filled(job: Job, place: Path, what: str) -> Hurt:
 # ------------------------------------------------------------------------------------------------ a death at a bad moment
 
 
-def joiner(job: Job, dice: random.Random) -> Hurt:
+def joiner(job: DrillJob, dice: random.Random) -> Hurt:
     """A group dies, and again each time that its state begins to arrive."""
     name = pick(dice, job.live)
     diary, since_s = job.diaries[name], time.monotonic()
@@ -83,7 +83,7 @@ def joiner(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"group {name}, {JOINERS} times", {name})
 
 
-def writer(job: Job, dice: random.Random) -> Hurt:
+def writer(job: DrillJob, dice: random.Random) -> Hurt:
     """The group that saves dies while it does. Whoever takes the role over has to save what was due."""
     while True:
         name = job.writer
@@ -97,7 +97,7 @@ def writer(job: Job, dice: random.Random) -> Hurt:
     return Hurt(f"group {name}, step {step}", {name}, at_s)
 
 
-def killed_in_a_save(job: Job, name: str, after: int = -1) -> tuple[float, int]:
+def killed_in_a_save(job: DrillJob, name: str, after: int = -1) -> tuple[float, int]:
     """Kills that group as soon as it writes a checkpoint of a step behind `after`. When it did, and which step."""
     pids, stands = job.processes(name), {path.name for path in job.checkpoints.glob("step-*")}
     while True:
@@ -114,7 +114,7 @@ def killed_in_a_save(job: Job, name: str, after: int = -1) -> tuple[float, int]:
 # ------------------------------------------------------------------------------------------------ wrong peers
 
 
-def wrong(job: Job, dice: random.Random) -> Hurt:
+def wrong(job: DrillJob, dice: random.Random) -> Hurt:
     """The lighthouse starts again, and then a group comes whose model has other layers. It is to be refused, and nobody else to notice."""
     job.lighthouse.kill()
     job.lighthouse.communicate()
@@ -135,24 +135,24 @@ def wrong(job: Job, dice: random.Random) -> Hurt:
 # ------------------------------------------------------------------------------------------------ a cable between two groups
 
 
-def pair_in_a_sum(job: Job, dice: random.Random) -> Hurt:
+def pair_in_a_sum(job: DrillJob, dice: random.Random) -> Hurt:
     """The next rendezvous is at a third group, which both of them reach."""
     return _pair(job, dice, forming=False, at_store=False)
 
 
-def pair_at_the_store(job: Job, dice: random.Random) -> Hurt:
+def pair_at_the_store(job: DrillJob, dice: random.Random) -> Hurt:
     return _pair(job, dice, forming=False, at_store=True)
 
 
-def pair_forming(job: Job, dice: random.Random) -> Hurt:
+def pair_forming(job: DrillJob, dice: random.Random) -> Hurt:
     return _pair(job, dice, forming=True, at_store=False)
 
 
-def pair_forming_at_the_store(job: Job, dice: random.Random) -> Hurt:
+def pair_forming_at_the_store(job: DrillJob, dice: random.Random) -> Hurt:
     return _pair(job, dice, forming=True, at_store=True)
 
 
-def _pair(job: Job, dice: random.Random, *, forming: bool, at_store: bool) -> Hurt:
+def _pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -> Hurt:
     """Two groups lose each other's packets, and hear nothing of it, for job.pair_s. `forming`: just before a third one comes back, so that
     they connect anew; else in the steps that they make. `at_store`: one of the two is where the others meet first."""
     assert job.network

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench.drill_diary import Diary, Line
+from bench.drill_diary import Diary, DiaryLine
 from bench.drill_faults import Incident
 from scripts import samples
 
@@ -77,7 +77,7 @@ def trained_by(run: Path) -> Trained:
     }
 
 
-def _commits(diary: Diary, incident: Incident) -> list[Line]:
+def _commits(diary: Diary, incident: Incident) -> list[DiaryLine]:
     return [line for line in diary.since(incident.at_s, "commit") if line.at_s <= incident.back_s]
 
 
@@ -106,7 +106,8 @@ def longest_gap_s(diaries: Mapping[str, Diary], incident: Incident) -> float:
 
 
 def bitwise_equal(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -> Verdict:
-    """Of each rank: the same commit, the same weights; and of each step one commit that anybody went on from, until all state was lost."""
+    """Checks that each rank has the same commit, the same weights; and of each step one commit that anybody went on from, until all state
+    was lost."""
     problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
     gone_on: dict[tuple[int, int, int], str] = {}  # era, rank, step
     for name, diary in diaries.items():
@@ -135,7 +136,7 @@ def _eras(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[float]
     return [lives[0].at_s for lives in starts if lives]
 
 
-def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[Line]:
+def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[DiaryLine]:
     """Its commits, but for those between a bit that was flipped on purpose and the heal or new life that mends it."""
     commits = diary.since(0.0, "commit", rank=rank)
     for incident in incidents:

@@ -40,7 +40,7 @@ WITHIN_S = 2.0  # of the last start
 
 
 @dataclass
-class Row:
+class FormingRow:
     kind: str
     size: int
     first_s: float = math.nan
@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
         forked.append(Forked(forked))  # which closes what it has from those before
     members: dict[str, list[Any]] = {"gloo": forked}
     if "baby_gloo" in kinds:
-        members["baby_gloo"] = [Member("baby_gloo") for _ in forked]
+        members["baby_gloo"] = [FormingMember("baby_gloo") for _ in forked]
     server = serve()
     store = f"127.0.0.1:{server.port}"
-    rows: list[Row] = []
+    rows: list[FormingRow] = []
     late = False
     try:
         for kind in kinds:
@@ -90,8 +90,8 @@ def main(argv: Sequence[str]) -> int:
     return int(late or any(row.problem for row in rows))
 
 
-def form(members: list[Any], kind: str, times: int, store: str) -> Row:
-    row = Row(kind, len(members))
+def form(members: list[Any], kind: str, times: int, store: str) -> FormingRow:
+    row = FormingRow(kind, len(members))
     for index in range(times + 1):
         answers = at_once(
             [partial(member.form, f"{store}/{index}", rank, row.size) for rank, member in enumerate(members)]
@@ -109,7 +109,7 @@ def form(members: list[Any], kind: str, times: int, store: str) -> Row:
 
 
 def stagger(members: list[Any], kind: str, starts: int, store: str) -> bool:
-    """Whether any start took longer than it may."""
+    """True when any start took longer than it may."""
     after_s = []
     for seed in range(starts):
         chance = random.Random(seed)
@@ -158,7 +158,7 @@ def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
         return list(threads.map(run, calls))
 
 
-class Member:
+class FormingMember:
     """One member, in whatever thread or process."""
 
     def __init__(self, kind: str) -> None:
@@ -217,7 +217,7 @@ class Forked:
     @staticmethod
     def _serve(pipe: Connection) -> None:
         try:
-            member = Member("gloo")
+            member = FormingMember("gloo")
             while True:
                 request = pipe.recv()
                 do = member.drop if request is None else partial(member.form, *request)
@@ -231,7 +231,7 @@ class Forked:
             os._exit(1)
 
 
-def told(rows: list[Row]) -> str:
+def told(rows: list[FormingRow]) -> str:
     lines = []
     for row in rows:
         anew = (
@@ -256,7 +256,7 @@ STYLE = """
 """
 
 
-def drawing(rows: list[Row]) -> str:
+def drawing(rows: list[FormingRow]) -> str:
     """Seconds by members, both on logarithmic scales: a full mesh is a slope of one per member, two in all."""
     rows = [row for row in rows if not row.problem and row.anew_s]
     seconds = [s for row in rows for s in (row.first_s, statistics.median(row.anew_s))]

@@ -1,4 +1,4 @@
-"""What a job of three processes gets done while one of them is killed every now and then: tokens committed per second, three ways.
+"""The work that a job of three processes gets done while one of them is killed every now and then: tokens committed per second, three ways.
 
     make goodput PEER=PYTHON                                    all of it (1 hour 20 minutes); renews docs/goodput.md
     python bench/goodput.py [--mb 4,100] [--every 20] [--minutes 2] [--rounds 2] [--startup-s 0] [--peer PYTHON] [--write FILE]
@@ -32,8 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import Failed, Group, Job, Side, ended
-from bench.pairs import Worker, in_turns, ratio, table
+from bench.job import JobSide, RecoveryJob, ReplicaGroup, ended
+from bench.pairs import Failed, Worker, in_turns, ratio, table
 
 PROCESSES, STEADY = 3, 20
 TOKENS = 1000  # of a process in a step
@@ -48,13 +48,13 @@ class Way:
     """How the job goes on after a kill."""
 
     name: str
-    side: Side
+    side: JobSide
     checkpoint_s: float = 0.0
 
 
 @dataclass
-class Run:
-    """What one turn of a way came to."""
+class GoodputRun:
+    """The result of one turn of a way."""
 
     seconds: float
     tokens: float
@@ -71,33 +71,33 @@ class Run:
 class Storm:
     """A job that runs, and those of its processes that are to be started again."""
 
-    job: Job
+    job: RecoveryJob
     startup_s: float
-    due: list[tuple[float, Group]] = field(default_factory=list)
+    due: list[tuple[float, ReplicaGroup]] = field(default_factory=list)
 
     def start(self) -> None:
         for group in self.job.groups:
             self.due.append((time.monotonic(), group))
         self.restart()
 
-    def kill(self, victim: Group) -> None:
+    def kill(self, victim: ReplicaGroup) -> None:
         victim.kill()
         self.due.append((time.monotonic() + self.startup_s, victim))
 
-    def ended(self) -> list[Group]:
+    def ended(self) -> list[ReplicaGroup]:
         """Processes that nobody killed, and that do not run."""
         waiting = [group for _, group in self.due]
         return [group for group in self.job.groups if group not in waiting and ended(group)]
 
     def restart(self) -> None:
-        """Those whose time has come."""
+        """Starts again the groups whose time has come."""
         now_s = time.monotonic()
         for _, group in [ready for ready in self.due if ready[0] <= now_s]:
             group.start()
         self.due = [waits for waits in self.due if waits[0] > now_s]
 
     def tokens(self, step: int) -> float:
-        """Of the steps after this one; each once, however many have logged it, and however often."""
+        """Tokens of the steps after this one; each once, however many have logged it, and however often."""
         steps = {line.step: line.participants for group in self.job.groups for line in group.since(0.0, "commit")}
         return TOKENS * sum(participants for number, participants in steps.items() if number > step)
 
@@ -108,11 +108,11 @@ class Storm:
 class Restarts(Storm):
     """All ranks start again, from a checkpoint."""
 
-    def __init__(self, job: Job, startup_s: float, checkpoint_s: float) -> None:
+    def __init__(self, job: RecoveryJob, startup_s: float, checkpoint_s: float) -> None:
         super().__init__(job, startup_s)
         self._starts, self._checkpoint_s = 0, checkpoint_s
 
-    def kill(self, victim: Group) -> None:
+    def kill(self, victim: ReplicaGroup) -> None:
         for group in self.job.groups:
             group.kill()
         self.start_at(time.monotonic() + self.startup_s)
@@ -142,10 +142,10 @@ class Restarts(Storm):
         return len(steps) - len(set(steps))
 
 
-def storm(way: Way, megabytes: float, options: argparse.Namespace) -> Run:
+def storm(way: Way, megabytes: float, options: argparse.Namespace) -> GoodputRun:
     """Raises Failed."""
     draw = random.Random(options.seed)
-    with Job(way.side, PROCESSES, megabytes=megabytes, step_ms=options.step_ms) as job:
+    with RecoveryJob(way.side, PROCESSES, megabytes=megabytes, step_ms=options.step_ms) as job:
         made = Restarts(job, options.startup_s, way.checkpoint_s) if way.checkpoint_s else Storm(job, options.startup_s)
         made.start()
         job.steps(STEADY, PROCESSES)
@@ -163,7 +163,7 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> Run:
                 own += 1
             made.restart()
             job.wait(0.02)
-        return Run(time.monotonic() - began_s, made.tokens(step), kills, own, made.redone(began_s))
+        return GoodputRun(time.monotonic() - began_s, made.tokens(step), kills, own, made.redone(began_s))
 
 
 # ------------------------------------------------------------------------------------------------ what it comes to
@@ -171,7 +171,7 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> Run:
 
 def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
     """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
-    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+    runs: dict[str, list[GoodputRun]] = {way.name: [] for way in ways}
     turns = list(ways)
     for _ in range(options.rounds):
         for way in turns:
@@ -184,7 +184,7 @@ def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -
     return rows, verdicts(runs, megabytes, startup=options.startup_s > 0)
 
 
-def _turn(way: Way, megabytes: float, options: argparse.Namespace) -> list[Run]:
+def _turn(way: Way, megabytes: float, options: argparse.Namespace) -> list[GoodputRun]:
     """One, or none where it failed."""
     try:
         run = storm(way, megabytes, options)
@@ -195,7 +195,7 @@ def _turn(way: Way, megabytes: float, options: argparse.Namespace) -> list[Run]:
     return [run]
 
 
-def _figures(runs: Sequence[Run], rounds: int) -> list[str]:
+def _figures(runs: Sequence[GoodputRun], rounds: int) -> list[str]:
     rates = [run.rate for run in runs]
     if not rates:
         return ["", "", "", "", f"{rounds} failed"]
@@ -204,7 +204,7 @@ def _figures(runs: Sequence[Run], rounds: int) -> list[str]:
     return [said, *counts, f"{rounds - len(runs)} failed" if len(runs) < rounds else ""]
 
 
-def verdicts(runs: dict[str, list[Run]], megabytes: float, *, startup: bool) -> list[str]:
+def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bool) -> list[str]:
     """Ours beside the best restart and torchft, round by round, and whether it is as much as was to be reached."""
     rates = {name: [run.rate for run in of] for name, of in runs.items()}
     whole = len(rates["ours"])
@@ -226,7 +226,7 @@ def verdicts(runs: dict[str, list[Run]], megabytes: float, *, startup: bool) -> 
 
 
 def reached(worst: float, median: float) -> str:
-    """Of the bound: at most 1 is to be. One that lies inside the range of the rounds is not shown to be reached."""
+    """The verdict on the bound: at most 1 is to be. One that lies inside the range of the rounds is not shown to be reached."""
     return "reached" if worst <= 1 else "not shown, for it lies within the range" if median <= 1 else "missed"
 
 
@@ -272,9 +272,9 @@ def main(argv: Sequence[str]) -> int:
             "\n".join(said),
         )
         return 0
-    ways = [Way("ours", Side("ours", sys.executable))]
-    ways += [Way(f"restart, every {s} s", Side("restart", sys.executable), s) for s in CHECKPOINTS_S]
-    ways += [Way("torchft", Side("torchft", options.peer))] if options.peer else []
+    ways = [Way("ours", JobSide("ours", sys.executable))]
+    ways += [Way(f"restart, every {s} s", JobSide("restart", sys.executable), s) for s in CHECKPOINTS_S]
+    ways += [Way("torchft", JobSide("torchft", options.peer))] if options.peer else []
     rows, said = [], []
     for megabytes in map(float, options.mb.split(",")):
         more, words = storms(ways, megabytes, options)

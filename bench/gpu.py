@@ -57,7 +57,7 @@ BACKENDS = {
 Figures = dict[str, Any]
 
 
-class Turn(NamedTuple):
+class GpuTurn(NamedTuple):
     key: str  # names it in the results
     limit_s: float
     do: Callable[[float], Figures]  # gets its limit; raises Failed
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(turns: Iterator[Turn], results: Path, options: argparse.Namespace) -> bool:
+def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) -> bool:
     """Takes the turns that `results` lacks, as far as the time goes; whether none is missing now."""
     until_s = time.monotonic() + 60 * options.minutes
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
@@ -112,12 +112,12 @@ def run(turns: Iterator[Turn], results: Path, options: argparse.Namespace) -> bo
 # ------------------------------------------------------------------------------------------------ part 1
 
 
-def part_1(options: argparse.Namespace) -> Iterator[Turn]:
-    yield Turn("1 versions", 120, lambda s: _worker("versions", s, device=options.device))
+def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
+    yield GpuTurn("1 versions", 120, lambda s: _worker("versions", s, device=options.device))
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
     for expandable in ("True", "False"):
         for file in files:  # each in a process of its own: an illegal address ends one of them
-            yield Turn(
+            yield GpuTurn(
                 f"1 tests {file.stem} expandable_segments:{expandable}",
                 240,
                 lambda s, file=file, env={"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}: _tests(
@@ -128,8 +128,8 @@ def part_1(options: argparse.Namespace) -> Iterator[Turn]:
     checkpointing = "--activation_checkpoint.mode=selective"
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
     compiled = ("--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
-    yield Turn(f"1 train {size} eager", 240, lambda s: _train(options, size, "eager", s, checkpointing))
-    yield Turn(
+    yield GpuTurn(f"1 train {size} eager", 240, lambda s: _train(options, size, "eager", s, checkpointing))
+    yield GpuTurn(
         f"1 train {size} compiled",
         300,
         lambda s: _train(options, size, "compiled", s, checkpointing, *compiled, *trace),
@@ -197,7 +197,7 @@ def _train(
 # ------------------------------------------------------------------------------------------------ part 2
 
 
-def part_2(options: argparse.Namespace) -> Iterator[Turn]:
+def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
     rounds = options.rounds or (2 if options.device == "cuda" else 1)
     for size in options.sizes:  # all of 1B before 8B
         for round_ in range(rounds):
@@ -206,7 +206,7 @@ def part_2(options: argparse.Namespace) -> Iterator[Turn]:
                 backend = f" compile={BACKENDS['cpu']}"
                 sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
             for side, setting in sides if round_ % 2 == 0 else sides[::-1]:
-                yield Turn(
+                yield GpuTurn(
                     f"2 {size} {round_} {side}: {setting}",
                     90 if size != "8b" else 180,
                     lambda s, side=side, setting=setting, size=size: _speed(options, size, side, setting, s),
@@ -232,7 +232,7 @@ def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limi
 # ------------------------------------------------------------------------------------------------ part 3
 
 
-def part_3(options: argparse.Namespace) -> Iterator[Turn]:
+def part_3(options: argparse.Namespace) -> Iterator[GpuTurn]:
     cuda = options.device == "cuda"
     inline, child = ("nccl", "baby_nccl") if cuda else ("gloo", "baby_gloo")
     size, steps = options.sizes[0], 15 if cuda else 6
@@ -245,14 +245,14 @@ def part_3(options: argparse.Namespace) -> Iterator[Turn]:
             "watch_s": watch_s,
             "megabytes": 1000 if cuda else 8,
         }
-        yield Turn(
+        yield GpuTurn(
             f"3 kill {victim}, {kind}", 120 + watch_s, lambda s, arguments=arguments: _worker("kill", s, **arguments)
         )
     for round_ in range(3 if cuda else 1):
         for kind in ("none", inline, child):
-            yield Turn(f"3 steady {kind} {round_}", 120, lambda s, kind=kind: _steady(options, size, kind, steps, s))
-    yield Turn("3 healing", 120, lambda s: _worker("healing", s, device=options.device, gb=4.0 if cuda else 0.05))
-    yield Turn("3 stall", 120, lambda s: _worker("stall", s, device=options.device, megabytes=4000 if cuda else 20))
+            yield GpuTurn(f"3 steady {kind} {round_}", 120, lambda s, kind=kind: _steady(options, size, kind, steps, s))
+    yield GpuTurn("3 healing", 120, lambda s: _worker("healing", s, device=options.device, gb=4.0 if cuda else 0.05))
+    yield GpuTurn("3 stall", 120, lambda s: _worker("stall", s, device=options.device, megabytes=4000 if cuda else 20))
 
 
 def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit_s: float) -> Figures:

@@ -73,7 +73,7 @@ def versions(device: str) -> Event:
 
 def member(name: str, kind: str, device: str, megabytes: int, lighthouse: str) -> None:
     from ft.config import FaultTolerance
-    from ft.manager import Manager, Options
+    from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.protocol.messages import Times
     from ft.rpc.access import Access
@@ -87,7 +87,9 @@ def member(name: str, kind: str, device: str, megabytes: int, lighthouse: str) -
     for parameter in parameters:
         parameter.data.fill_(1.0 if name == "a" else 7.0)
     group: Any = process_group(FaultTolerance(enable=True, process_group=kind), device)  # type: ignore[arg-type]
-    manager = Manager(group, ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), Times()), Options())
+    manager = Manager(
+        group, ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), Times()), ManagerOptions()
+    )
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
     orders: dict[str, Any] = {}

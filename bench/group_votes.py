@@ -37,7 +37,7 @@ SELDOM_S = 30.0  # ft/telemetry.py
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Ranks:
+class VotingRanks:
     """Stubs of all ranks of a group."""
 
     def __init__(self, address: str, count: int) -> None:
@@ -46,7 +46,7 @@ class Ranks:
         self._reading: list[asyncio.Task[None]] = []
         self.quorum_id = 0
 
-    async def __aenter__(self) -> Ranks:
+    async def __aenter__(self) -> VotingRanks:
         for rank, one in enumerate(self._channels):
             stream = one.stream_stream("/pharos.Group/Watch")()
             await stream.write(self._up(hello=pharos_pb2.RankHello(group_rank=rank)))
@@ -110,7 +110,7 @@ async def measure(count: int, *, each: bool, steps: int, seconds: float) -> tupl
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
     server = GroupProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
     try:
-        async with Ranks(server.address, count) as ranks:
+        async with VotingRanks(server.address, count) as ranks:
             await ranks.step(0, each=each)
             before_s = cpu_s(server.pid)
             await asyncio.sleep(seconds)

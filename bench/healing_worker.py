@@ -23,7 +23,7 @@ from ft.healing.capture import State
 from ft.healing.format import CHUNK_BYTES, digest
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
-from ft.healing.transport import Source, Transport
+from ft.healing.transport import StateSource, Transport
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.process_groups.store import serve
 from ft.rpc.access import Access
@@ -33,7 +33,7 @@ BARE_GLOO = ("bare gloo", "bare gloo, digests")
 ACCESS = Access(token="a token of the benchmark's own")
 
 
-class Side:
+class HealingSide:
     """A state, a transport of each kind, a bare socket, and torch's own gloo."""
 
     def __init__(self, role: str, gb: float, device: str) -> None:
@@ -88,7 +88,7 @@ class Side:
         elif kind in BARE_GLOO:
             self._bare_gloo(1, int(address.rpartition(":")[2]), kind, turn)
         else:
-            self.transports[kind].fetch([Source("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
+            self.transports[kind].fetch([StateSource("source", address)], self.state.snapshot(), quorum_id=1, step=turn)
         if self.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.monotonic() - start
@@ -161,7 +161,7 @@ def _peak_kb() -> int:
 
 def main(role: str, gb: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    side = Side(role, float(gb), device)
+    side = HealingSide(role, float(gb), device)
     calls: dict[str, Callable[..., Any]] = {"offer": side.offer, "fetch": side.fetch, "end": side.end}
     print(json.dumps({"ready": role}), flush=True)
     for line in sys.stdin:

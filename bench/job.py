@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from bench.pairs import Failed
+
 ROOT = Path(__file__).resolve().parents[1]
 REPLICA = Path(__file__).with_name("replica.py")
 POLL_S = 0.01
@@ -31,12 +33,8 @@ while True: time.sleep(1)
 """
 
 
-class Failed(RuntimeError):
-    """What was to happen did not; the message says what, and the last words of the groups."""
-
-
-class Line(NamedTuple):
-    """Of a group's log: see replica.py. `words`: what follows the event."""
+class LogLine(NamedTuple):
+    """One line of a group's log (replica.py). `words`: what follows the event."""
 
     at_s: float
     event: str
@@ -52,8 +50,9 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
-    """Whose job: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint when one dies."""
+class JobSide:
+    """The implementation under test: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint when one
+    dies."""
 
     name: str
     python: str
@@ -81,14 +80,14 @@ class Side:
         return [self.python, str(REPLICA), *words, self.name, *(["baby"] if kind == "baby" else [])]
 
 
-class Group:
+class ReplicaGroup:
     """One replica group over all its lives: the process that lives now, and the log that they share."""
 
     def __init__(
         self, number: int, folder: Path, command: Callable[[int, Path], list[str]], env: dict[str, str]
     ) -> None:
         self.number = number
-        self.lines: list[Line] = []
+        self.lines: list[LogLine] = []
         self._log = folder / f"{number}.log"
         self._log.touch()
         self._out = folder / f"{number}.out"
@@ -141,7 +140,7 @@ class Group:
         self.process.stdin.flush()
 
     def read(self) -> None:
-        """What the log has by now; a line that is not whole yet comes with the next call."""
+        """Reads what the log has by now; a line that is not whole yet comes with the next call."""
         with self._log.open("rb") as log:
             log.seek(self._read_to)
             text = log.read()
@@ -149,9 +148,9 @@ class Group:
         self._read_to += len(whole)
         for line in whole.decode().splitlines():
             at_s, event, *words = line.split()
-            self.lines.append(Line(float(at_s), event, tuple(words)))
+            self.lines.append(LogLine(float(at_s), event, tuple(words)))
 
-    def since(self, at_s: float, *events: str) -> list[Line]:
+    def since(self, at_s: float, *events: str) -> list[LogLine]:
         return [line for line in self.lines if line.at_s >= at_s and line.event in events]
 
     @property
@@ -169,11 +168,11 @@ class Group:
         return f"group {self.number} {state} at step {self.step}: {' | '.join(said[-4:])}"
 
 
-class Job:
+class RecoveryJob:
     """A lighthouse and its groups, none of them started. Leaving the context ends all processes."""
 
     def __init__(
-        self, side: Side, groups: int, *, megabytes: float = 4, step_ms: float = 50, kind: str = "gloo"
+        self, side: JobSide, groups: int, *, megabytes: float = 4, step_ms: float = 50, kind: str = "gloo"
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="recovery-")
         self.folder = Path(self._folder.name)
@@ -195,7 +194,7 @@ class Job:
         def command(group: int, log: Path) -> list[str]:
             return side.replica(group, log, megabytes, step_ms, kind)
 
-        self.groups = [Group(number, self.folder, command, self._env) for number in range(groups)]
+        self.groups = [ReplicaGroup(number, self.folder, command, self._env) for number in range(groups)]
 
     def _start_lighthouse(self, port: int) -> str:
         with (self.folder / "lighthouse.out").open("a") as out:
@@ -229,7 +228,7 @@ class Job:
             group.start()
 
     def until(
-        self, done: Callable[[], bool], what: str, limit_s: float = 120.0, lives: Iterable[Group] | None = None
+        self, done: Callable[[], bool], what: str, limit_s: float = 120.0, lives: Iterable[ReplicaGroup] | None = None
     ) -> None:
         """Waits, reading the logs. Raises Failed when it takes too long, or when one of `lives` (all, unless said) ends."""
         watched = list(self.groups if lives is None else lives)
@@ -253,7 +252,7 @@ class Job:
     def failure(self, what: str) -> Failed:
         return Failed("\n  ".join([what, *(group.last_words() for group in self.groups)]))
 
-    def steps(self, count: int, participants: int, groups: Sequence[Group] | None = None) -> None:
+    def steps(self, count: int, participants: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
         """Until each of them (all) has committed so many more steps, of so many participants each."""
         since_s = time.monotonic()
         watched = self.groups if groups is None else groups
@@ -266,7 +265,7 @@ class Job:
 
         self.until(done, f"{count} steps of {participants} groups", lives=watched)
 
-    def finish(self) -> list[Line]:
+    def finish(self) -> list[LogLine]:
         """All train to one and the same step and end. Their last lines: step, first weight, digest of all."""
         last = max(group.step for group in self.groups) + 20
         for group in self.groups:
@@ -277,7 +276,7 @@ class Job:
             raise self.failure("a group ended without its last line")
         return lines
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> RecoveryJob:
         return self
 
     def __exit__(
@@ -294,7 +293,7 @@ class Job:
         self._folder.cleanup()
 
 
-def ended(group: Group) -> bool:
+def ended(group: ReplicaGroup) -> bool:
     assert group.process
     if group.process.poll() is None:
         return False

@@ -44,7 +44,7 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
     import torch
 
     from ft.gradients import Gradients
-    from ft.manager import Manager, Options
+    from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups.inline import ProcessGroupGloo
     from ft.protocol import messages as m
@@ -66,7 +66,11 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
     config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
     manager = Manager(
-        ProcessGroupGloo(), config, Options(init_sync=False), gradients=Told(bucket_bytes=BUCKET_BYTES), seen=seen
+        ProcessGroupGloo(),
+        config,
+        ManagerOptions(init_sync=False),
+        gradients=Told(bucket_bytes=BUCKET_BYTES),
+        seen=seen,
     )
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
@@ -94,7 +98,7 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
 
 
 @dataclass
-class Group:
+class BucketGroup:
     name: str
     process: Any
     heard: Connection
@@ -128,22 +132,22 @@ class Group:
         return sum(contributors == groups for _, _, contributors in self.commits.values())
 
 
-class Job:
+class BucketJob:
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline"])
         start_forkserver()
-        self.groups: list[Group] = []
+        self.groups: list[BucketGroup] = []
 
-    def start(self, name: str) -> Group:
+    def start(self, name: str) -> BucketGroup:
         heard, say = self.context.Pipe(duplex=False)
         hear, tell = self.context.Pipe(duplex=False)
         process = self.context.Process(target=train, args=(name, self.lighthouse, say, hear), name=name)
         process.start()
         say.close()
         hear.close()
-        self.groups.append(Group(name, process, heard, tell))
+        self.groups.append(BucketGroup(name, process, heard, tell))
         return self.groups[-1]
 
     def until(self, what: str, holds: Any) -> None:
@@ -157,7 +161,7 @@ class Job:
                 raise RuntimeError(f"{what}: not within {LIMIT_S:g} s")
 
     def problems(self) -> list[str]:
-        """What may not be. A step may have two versions only if nobody went on from one of them."""
+        """Finds states that may not be. A step may have two versions only if nobody went on from one of them."""
         weights: dict[str, str] = {}
         found = []
         for group in self.groups:
@@ -180,7 +184,7 @@ def prove(kills: int, seed: int) -> int:
     from ft.compat.lighthouse_server import LighthouseServer
 
     dice, lighthouse = random.Random(seed), LighthouseServer("127.0.0.1:0", 1)
-    job = Job(lighthouse.address())
+    job = BucketJob(lighthouse.address())
     survivors = [job.start("a"), job.start("b")]
     split = 0
     began_s = time.monotonic()

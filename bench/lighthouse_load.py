@@ -83,7 +83,7 @@ QUORUM, WATCH = "/pharos.Lighthouse/Quorum", "/pharos.Lighthouse/Watch"
 # ------------------------------------------------------------------------------------------------ a lighthouse
 
 
-class Server:
+class LighthouseProcess:
     """A lighthouse in a process of its own, at "host:port"."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -99,11 +99,11 @@ class Server:
         return self._process.stdout.readline().strip()
 
     def cpu_s(self) -> float:
-        """Of all its threads, since its start. The clock of another process (Linux: clock_getcpuclockid)."""
+        """CPU seconds of all its threads since its start. The clock of another process (Linux: clock_getcpuclockid)."""
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
     def memory_mb(self) -> float:
-        """What it holds now (RSS)."""
+        """Memory that it holds now (RSS)."""
         status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
         [kilobytes] = re.findall(r"VmRSS:\s+(\d+) kB", status)
         return int(kilobytes) / 1024
@@ -113,20 +113,20 @@ class Server:
         self._process.communicate()
 
 
-def ours(min_replicas: int, *flags: str) -> Server:
+def ours(min_replicas: int, *flags: str) -> LighthouseProcess:
     """flags: what differs from a lighthouse on a free port, without page and state file, that never takes anybody for silent."""
     given = {"--bind": "127.0.0.1:0", "--http": "none", "--state_file": "none", "--heartbeat_timeout_ms": NEVER_MS}
     given |= dict(zip(flags[::2], flags[1::2], strict=True))
     options = [word for pair in given.items() for word in pair]
-    return Server([sys.executable, "-c", OURS, "--min_replicas", str(min_replicas), *options])
+    return LighthouseProcess([sys.executable, "-c", OURS, "--min_replicas", str(min_replicas), *options])
 
 
-def theirs(min_replicas: int, python: str) -> Server:
-    return Server([python, "-c", THEIRS, str(min_replicas)])
+def theirs(min_replicas: int, python: str) -> LighthouseProcess:
+    return LighthouseProcess([python, "-c", THEIRS, str(min_replicas)])
 
 
-def bare(groups: int, answer_bytes: int) -> Server:
-    return Server([sys.executable, "-c", BARE, str(groups), str(answer_bytes)])
+def bare(groups: int, answer_bytes: int) -> LighthouseProcess:
+    return LighthouseProcess([sys.executable, "-c", BARE, str(groups), str(answer_bytes)])
 
 
 def connect(address: str, channels: int) -> list[Any]:
@@ -138,7 +138,7 @@ def connect(address: str, channels: int) -> list[Any]:
 
 
 @dataclass
-class Turn:
+class LoadTurn:
     """Some rounds of one side: medians and means per round."""
 
     round_s: float
@@ -148,10 +148,10 @@ class Turn:
 
 
 @dataclass
-class Side:
+class LoadSide:
     """A lighthouse and its groups, of which each asks for a quorum once a round. `requests(n)` makes those of round n beforehand."""
 
-    server: Server
+    server: LighthouseProcess
     path: str
     requests: Callable[[int], list[bytes]]
     channels: list[Any] = field(default_factory=list)
@@ -172,29 +172,29 @@ class Side:
         self.answer = answers[0]
         return took_s
 
-    async def turn(self, rounds: int) -> Turn:
+    async def turn(self, rounds: int) -> LoadTurn:
         server_s, load_s, took_s = self.server.cpu_s(), 0.0, []
         for _ in range(rounds):
             load_began_s = time.process_time()
             took_s.append(await self.round())
             load_s += time.process_time() - load_began_s
         busy = load_s / sum(took_s)
-        return Turn(statistics.median(took_s), (self.server.cpu_s() - server_s) / rounds, load_s / rounds, busy)
+        return LoadTurn(statistics.median(took_s), (self.server.cpu_s() - server_s) / rounds, load_s / rounds, busy)
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self.channels))
         self.server.close()
 
 
-def torchft_side(server: Server, groups: int) -> Side:
+def torchft_side(server: LighthouseProcess, groups: int) -> LoadSide:
     def requests(step: int) -> list[bytes]:
         members = (codec.torchft_member(member) for member in members_at(groups, step))
         return [torchft_pb2.LighthouseQuorumRequest(requester=member).SerializeToString() for member in members]
 
-    return Side(server, TORCHFT_QUORUM, requests)
+    return LoadSide(server, TORCHFT_QUORUM, requests)
 
 
-async def known_side(server: Server, groups: int) -> Side:
+async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
     """Ours, where everybody holds the roster: two quorums (the first, and one that says so) have been answered."""
     roster, quorum_id = "", 0
 
@@ -205,7 +205,7 @@ async def known_side(server: Server, groups: int) -> Side:
         )
         return [pharos_call(call, roster) for call in calls]
 
-    side = Side(server, QUORUM, requests)
+    side = LoadSide(server, QUORUM, requests)
     await side.round()
     quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(side.answer).quorum)
     roster, quorum_id = codec.Roster.of(quorum).id, quorum.quorum_id
@@ -214,11 +214,11 @@ async def known_side(server: Server, groups: int) -> Side:
     return side
 
 
-async def bare_side(groups: int, like: Side) -> Side:
+async def bare_side(groups: int, like: LoadSide) -> LoadSide:
     """The same calls, and answers as long, to a server that does nothing."""
     if not like.answer:
         await like.round()
-    return Side(bare(groups, len(like.answer)), like.path, like.requests)
+    return LoadSide(bare(groups, len(like.answer)), like.path, like.requests)
 
 
 def pharos_call(call: m.Call, roster: str = "") -> bytes:
@@ -292,7 +292,7 @@ def _read_events(page: str, watchers: int, pipe: Any) -> None:
 
 @dataclass(frozen=True)
 class Beaten:
-    """What became of the beats that were sent."""
+    """The fate of the beats that were sent."""
 
     seconds: float
     answered: int
@@ -355,7 +355,7 @@ async def _beat_for_ever(address: str, groups: int, pipe: Any) -> None:
 # ------------------------------------------------------------------------------------------------ our groups
 
 
-class Group:
+class LoadGroup:
     """One of ours, as far as its lighthouse can tell: a stream over a connection of its own, calls, beats."""
 
     def __init__(self, address: str, name: str) -> None:

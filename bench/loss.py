@@ -1,4 +1,4 @@
-"""What the fp32 upcast of the logits costs outside of the loss (as models used to do it) and inside, eager and compiled; and what it
+"""The cost of the fp32 upcast of the logits outside of the loss (as models used to do it) and inside, eager and compiled; and what it
 costs to have logits at all.
 
     python bench/loss.py [--rows 4096] [--vocab 32000] [--width 128] [--chunk 512] [--rounds 7] [--device cpu|cuda]
@@ -132,7 +132,7 @@ class CudaMemory:
 
 
 class ResidentMemory:
-    """Of this process, by the kernel's own peak counter (Linux, proc_pid_clear_refs(5))."""
+    """Peak memory of this process, by the kernel's own counter (Linux, proc_pid_clear_refs(5))."""
 
     def start(self) -> int:
         Path("/proc/self/clear_refs").write_text("5")

@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(lighthouse: str, kills: int) -> list[float]:
     """Seconds, of each kill."""
-    stays = Group("stays:1", lighthouse)
+    stays = NoticeGroup("stays:1", lighthouse)
     heard: queue.Queue[tuple[float, m.Notice]] = queue.Queue()
     stays.rank.watch(lambda notice: heard.put((time.monotonic(), notice)), print, pid=0)
     seconds, known = [], 0
     for number in range(kills):
-        victim = Group(f"victim:{number}", lighthouse)
+        victim = NoticeGroup(f"victim:{number}", lighthouse)
         known = together(stays, victim, known)
         began = time.monotonic()
         os.kill(victim.server.pid, signal.SIGKILL)
@@ -66,8 +66,8 @@ def measure(lighthouse: str, kills: int) -> list[float]:
     return seconds
 
 
-class Group:
-    """Of one rank, which is in this process."""
+class NoticeGroup:
+    """A group of one rank, which is in this process."""
 
     def __init__(self, replica_id: str, lighthouse: str) -> None:
         self.server = GroupProcess(Settings(replica_id, 1, lighthouse))
@@ -83,7 +83,7 @@ class Group:
         self.server.close()
 
 
-def together(stays: Group, victim: Group, known: int) -> int:
+def together(stays: NoticeGroup, victim: NoticeGroup, known: int) -> int:
     """The id of a quorum that has both. Each asks until it is in one: whoever came first may have had one alone, and then the other waits
     for it, since it beats and half of the groups are no majority."""
     threads = [threading.Thread(target=until_both, args=(victim, 0))]
@@ -93,7 +93,7 @@ def together(stays: Group, victim: Group, known: int) -> int:
     return known
 
 
-def until_both(group: Group, known: int) -> int:
+def until_both(group: NoticeGroup, known: int) -> int:
     part = group.quorum(known)
     while len(part.members) < 2:
         part = group.quorum(part.quorum_id)

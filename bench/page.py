@@ -49,7 +49,7 @@ WATCH = """(what) => {
 }"""
 
 
-class Job:
+class PageJob:
     """A lighthouse and its groups, in a quorum."""
 
     def __init__(self, groups: int, folder: Path) -> None:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         with closing(playwright.chromium.launch(executable_path=chromium, args=arguments)) as browser:
             for groups in SIZES:
-                with closing(Job(groups, Path(folder))) as job:
+                with closing(PageJob(groups, Path(folder))) as job:
                     if options.pictures:
                         _picture(browser, job, options.pictures)
                     else:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure(browser: Any, job: Job) -> list[str]:
+def _measure(browser: Any, job: PageJob) -> list[str]:
     job.train(3)
     usable = []
     for _ in range(OPENED):
@@ -146,7 +146,7 @@ def _measure(browser: Any, job: Job) -> list[str]:
     return [str(job.groups), *figures, *(f"{size / 1000:.1f}" for size in (begin, largest, step))]
 
 
-def _open(browser: Any, job: Job, scheme: str, width: int) -> tuple[Any, float]:
+def _open(browser: Any, job: PageJob, scheme: str, width: int) -> tuple[Any, float]:
     """A page that shows all groups, and how long after the log-in, milliseconds."""
     page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
     page.goto(f"{job.page}/")
@@ -164,8 +164,8 @@ def _seen(page: Any) -> float:
     return float(seen_ms)
 
 
-def _bytes(job: Job) -> tuple[int, int, int]:
-    """Of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
+def _bytes(job: PageJob) -> tuple[int, int, int]:
+    """Sizes of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
     host, _, port = job.page.removeprefix("http://").rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.request("GET", "/events", headers={"Authorization": f"Bearer {job.token}"})
@@ -191,7 +191,7 @@ def _bytes(job: Job) -> tuple[int, int, int]:
     return begin, max(sizes), step
 
 
-def _picture(browser: Any, job: Job, folder: Path) -> None:
+def _picture(browser: Any, job: PageJob, folder: Path) -> None:
     """One group healing, one lost, after a life with some faults."""
     first, second, third = (0, 1, 2) if job.groups == 3 else (417, 733, 88)
     job.train(24)

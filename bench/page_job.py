@@ -173,7 +173,7 @@ class Herd:
                 self._readers.pop(replica_id).cancel()
 
     async def _calm(self) -> None:
-        """What was cancelled has ended."""
+        """Waits until the cancelled tasks have ended."""
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         if rest:
             await asyncio.wait(rest, timeout=2)

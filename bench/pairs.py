@@ -39,7 +39,7 @@ def ratio(figures: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 class Failed(RuntimeError):
-    """A side could not start or died; the message is the last line it wrote to stderr."""
+    """A side could not start or died, or an expected event did not come. The message says which, with the last words of the processes."""
 
 
 class Worker:

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 import torch
 
 from bench.parity_layouts import cases
-from bench.parity_worker import Case, Compared, OptimizerName, Seen, Step, Task, alone, beside, ready
+from bench.parity_worker import Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, ready
 from configs.load import load
 from tests.multiproc.pool import Pool, WorkerError
 
@@ -87,10 +87,10 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """A case's line."""
 
-    case: Case
+    case: ParityCase
     worst: Deviation  # the gradient next to its bound; or what is farthest beyond
     problems: tuple[str, ...]  # none: it holds
     seconds: float = 0.0
@@ -101,12 +101,12 @@ class Look:
     """One step as every rank saw it, beside the truth's."""
 
     when: str
-    steps: Sequence[Step]
-    truth: Step
+    steps: Sequence[StepSeen]
+    truth: StepSeen
     gradient_bound: float
 
 
-def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
+def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> ParityVerdict:
     """`truth` by step, `seen` by rank."""
     assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
     adamw, stages = case.optimizer == "AdamW", [rank.seat.pp_rank for rank in seen]
@@ -127,7 +127,7 @@ def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
         others += [Deviation(f"move of {m.name}", m.deviation, ADAMW_BOUND) for rank in seen for m in rank.moves]
     beyond = sorted({d for d in (*gradients, *others) if d.share > 1}, key=_share, reverse=True)
     nothing = Deviation("no gradient", inf, GRADIENT_BOUND)
-    return Verdict(
+    return ParityVerdict(
         case, max(beyond or gradients, key=_share, default=nothing), (*dict.fromkeys(problems), *map(str, beyond))
     )
 
@@ -135,7 +135,7 @@ def judge(case: Case, truth: Sequence[Step], seen: Sequence[Seen]) -> Verdict:
 _share = attrgetter("share")
 
 
-def _looks(truth: Sequence[Step], seen: Sequence[Seen], *, adamw: bool) -> Iterator[Look]:
+def _looks(truth: Sequence[StepSeen], seen: Sequence[Seen], *, adamw: bool) -> Iterator[Look]:
     for number, expected in enumerate(truth):
         on_its_way = adamw and number > 0
         steps = [rank.steps[number] for rank in seen]
@@ -153,7 +153,7 @@ def _apart(value: float, expected: float) -> float:
 def _unmatched(
     when: str, stages: Sequence[int], held: Sequence[Sequence[Compared]], truth: Sequence[Compared]
 ) -> Iterator[str]:
-    """Whether the ranks of a stage hold the same, and the stages together every parameter once, with its shape. By rank: its stage
+    """Checks that the ranks of a stage hold the same, and the stages together every parameter once, with its shape. By rank: its stage
     of the pipeline, and what it has."""
     by_stage: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for stage, tensors in zip(stages, held, strict=True):
@@ -172,26 +172,26 @@ class Proof:
 
     def __init__(self, task: Task, pool: Pool) -> None:
         self.task, self._pool = task, pool
-        self._truths: dict[tuple[int, OptimizerName], tuple[Step, ...]] = {}
+        self._truths: dict[tuple[int, OptimizerName], tuple[StepSeen, ...]] = {}
 
-    def truth(self, case: Case) -> tuple[Step, ...]:
+    def truth(self, case: ParityCase) -> tuple[StepSeen, ...]:
         key = case.vocab_size, case.optimizer
         if key not in self._truths:
             [self._truths[key]] = self._pool.run(1, alone, self.task, *key, timeout_s=CASE_TIMEOUT_S)
         return self._truths[key]
 
-    def verdict(self, case: Case) -> Verdict:
+    def verdict(self, case: ParityCase) -> ParityVerdict:
         truth, began = self.truth(case), time.monotonic()
         try:
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:
-            found = Verdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), _causes(str(error)))
+            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), _causes(str(error)))
         return replace(found, seconds=time.monotonic() - began)
 
 
 def _causes(text: str) -> tuple[str, ...]:
-    """What the ranks said, each thing once: the other ranks' tracebacks are mostly the same."""
+    """The ranks' output, each line once: the other ranks' tracebacks are mostly the same."""
     said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", text, flags=re.MULTILINE))
     return tuple(dict.fromkeys(filter(None, said)))
 
@@ -199,7 +199,7 @@ def _causes(text: str) -> tuple[str, ...]:
 HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")
 
 
-def row(verdict: Verdict) -> tuple[str, ...]:
+def row(verdict: ParityVerdict) -> tuple[str, ...]:
     """The cells under HEAD."""
     case, chunk = verdict.case, verdict.case.layout.loss_chunk_tokens
     return (
@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
         say("; ".join(f"{key} {value}" for key, value in facts.items()))
         with closing(Pool(max(options.ranks))) as pool:
             pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
-            verdicts = list[Verdict]()
+            verdicts = list[ParityVerdict]()
             for verdict in _run(Proof(task, pool), chosen, say):
                 verdicts.append(verdict)
                 if options.write:  # each time: what is stopped leaves what it has seen
@@ -249,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _end(verdicts: Sequence[Verdict], chosen: Sequence[Case], began: float) -> str:
+def _end(verdicts: Sequence[ParityVerdict], chosen: Sequence[ParityCase], began: float) -> str:
     held = sum(not verdict.problems for verdict in verdicts)
     left = f"; {len(chosen) - len(verdicts)} more were not reached" if len(verdicts) < len(chosen) else ""
     return f"{held} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s{left}"
@@ -301,10 +301,10 @@ def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
     return Task(config.model, config.optimizer, training.seq_len, SEQUENCES, training.seed, folder)
 
 
-def _run(proof: Proof, chosen: Sequence[Case], say: Callable[..., None]) -> Iterator[Verdict]:
+def _run(proof: Proof, chosen: Sequence[ParityCase], say: Callable[..., None]) -> Iterator[ParityVerdict]:
     """Says a line for each as it is done."""
     longest = Deviation("step 1: layers.0.attention_norm.weight", 0.0, GRADIENT_BOUND)
-    blank = [row(Verdict(case, longest, ())) for case in chosen]
+    blank = [row(ParityVerdict(case, longest, ())) for case in chosen]
     widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
     say(_line("", HEAD, widths))
     for number, case in enumerate(chosen, start=1):
@@ -318,7 +318,7 @@ def _line(number: str, cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
-    """What one has to know to see the same again."""
+    """Facts that are needed to repeat the run."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
     try:
         source = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -341,7 +341,7 @@ def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _record(verdict: Verdict) -> dict[str, Any]:
+def _record(verdict: ParityVerdict) -> dict[str, Any]:
     return {
         **dict(zip(HEAD, row(verdict), strict=True)),
         "ranks": verdict.case.world_size,
@@ -349,7 +349,7 @@ def _record(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _page(verdicts: Sequence[Verdict], facts: dict[str, Any], end: str) -> str:
+def _page(verdicts: Sequence[ParityVerdict], facts: dict[str, Any], end: str) -> str:
     """docs/parity.md."""
     doc = [text.strip() for text in (__doc__ or "").split("\n\n")]
     table = [f"| ranks | {' | '.join(HEAD)} |", f"|---|{'---|' * len(HEAD)}"]

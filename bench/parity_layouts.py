@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.parity_worker import Case, OptimizerName, Task, architecture
+from bench.parity_worker import OptimizerName, ParityCase, Task, architecture
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
@@ -81,7 +81,7 @@ RECOMPUTATION = (
 )
 
 
-def cases(task: Task, world_size: int) -> list[Case]:
+def cases(task: Task, world_size: int) -> list[ParityCase]:
     """All cases for that many ranks, in an order that never changes: SGD's first, whose bounds are the narrow ones."""
     pairs = [_pair(task, *layout, index) for index, layout in enumerate(_layouts(task, world_size))]
     return sorted((case for pair in pairs for case in pair), key=lambda case: case.optimizer != "SGD")
@@ -113,7 +113,7 @@ def _all_degrees(world_size: int) -> Iterator[Degrees]:
 
 
 def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
-    """Whether model and batch can be shared like that."""
+    """True when model and batch can be shared like that."""
     if task.global_batch_size % (2 * degrees.data_parallel):
         return False
     try:
@@ -124,8 +124,8 @@ def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     return True
 
 
-def check(task: Task, case: Case) -> None:
-    """What a run's settings are asked before it starts. Raises ValueError."""
+def check(task: Task, case: ParityCase) -> None:
+    """Applies the checks of a run's settings. Raises ValueError."""
     config, degrees = case.layout.parallelism, case.degrees
     task.model.check_tensor_parallel(degrees.tp)
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def check(task: Task, case: Case) -> None:
         raise ValueError(f"training.seq_len = {task.seq_len}: cannot be shared by {degrees}")
 
 
-def _pair(task: Task, degrees: Degrees, options: tuple[Option, ...], index: int) -> tuple[Case, Case]:
+def _pair(task: Task, degrees: Degrees, options: tuple[Option, ...], index: int) -> tuple[ParityCase, ParityCase]:
     """SGD, with the `index`th choice of everything else; AdamW, with all the opposites."""
     halves, even, chunked = (bool(index >> bit & 1) for bit in range(3))
     return (
@@ -162,7 +162,7 @@ def _case(
     halves: bool,
     even: bool,
     chunked: bool,
-) -> Case:
+) -> ParityCase:
     microsteps = 2 if halves else 1
     local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)
     microbatches = min(
@@ -183,7 +183,7 @@ def _case(
     if config.pipeline_parallel_schedule_csv == BACKWARDS_CSV:
         path = _write_backwards(task.folder, degrees.pp, microbatches)
         config = replace(config, pipeline_parallel_schedule_csv=str(path))
-    return Case(
+    return ParityCase(
         title=", ".join([_title(degrees), *(option.title for option in options if option.title)]),
         layout=Layout(config, recomputation, loss_chunk_tokens=CHUNK_TOKENS if chunked else 0),
         world_size=degrees.world_size,

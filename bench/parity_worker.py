@@ -1,4 +1,4 @@
-"""What one rank does for bench/parity.py: the truth by one process in plain PyTorch, and a layout's steps held against it.
+"""One rank's work for bench/parity.py: the truth by one process in plain PyTorch, and a layout's steps held against it.
 
 Flow: parity.py sends `alone` to one worker per vocabulary and optimizer, then `beside` to as many workers as a case has ranks.
 The truth uses nothing of parallelisms/ or training/loss.py: the mean loss is torch's own, and so is its gradient.
@@ -39,7 +39,7 @@ SGD_RATE = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """What every case computes."""
+    """The computation of every case."""
 
     model: ModelConfig
     optimizer: OptimizerConfig  # of the AdamW cases
@@ -58,7 +58,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """One layout, and how it computes the task."""
 
     title: str  # of the layout
@@ -87,8 +87,8 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one rank saw of one step."""
+class StepSeen:
+    """One rank's record of one step."""
 
     loss: float  # mean over all valid tokens
     tokens: float  # valid, of all ranks
@@ -98,13 +98,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a case."""
+    """One rank's record of a case."""
 
     seat: MeshCoordinate
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
-    steps: tuple[Step, ...]
+    steps: tuple[StepSeen, ...]
     moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
-    again: Step | None = None  # AdamW: the last step, from the weights that the truth had before it
+    again: StepSeen | None = None  # AdamW: the last step, from the weights that the truth had before it
 
 
 def ready() -> None:
@@ -125,12 +125,12 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[Step, ...]:
+def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSeen, ...]:
     """The truth: one process, plain modules, the whole batch at once, torch's own mean loss. Its tensors go to task.folder."""
     model = architecture(task).build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
     model.init_weights(task.seed)
     rule = _optimizer(task, optimizer, [model])
-    steps, gradients = list[Step](), list[dict[str, Tensor]]()
+    steps, gradients = list[StepSeen](), list[dict[str, Tensor]]()
 
     def keep_weights() -> None:
         state = {"model": ModelState([model]).state_dict()}
@@ -144,7 +144,7 @@ def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[Step, 
         here = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.cat([g.flatten() for g in here.values()]).norm().item()
         sizes = tuple(Compared(name, tuple(g.shape)) for name, g in here.items())
-        steps.append(Step(loss.item(), (labels != IGNORED).sum().item(), norm, sizes))
+        steps.append(StepSeen(loss.item(), (labels != IGNORED).sum().item(), norm, sizes))
         gradients.append(here)
         rule.step()
         rule.zero_grad()
@@ -153,7 +153,7 @@ def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[Step, 
     return tuple(steps)
 
 
-def beside(task: Task, case: Case) -> Seen:
+def beside(task: Task, case: ParityCase) -> Seen:
     """Runs the case's steps on this rank, from the seed checkpoint, and compares what comes out with the truth.
 
     Under AdamW the ways part: where a gradient is near 0 the sign of a rounding error decides about a whole step. So its last
@@ -173,7 +173,7 @@ def beside(task: Task, case: Case) -> Seen:
 class Rank:
     """A case on one rank."""
 
-    def __init__(self, task: Task, case: Case) -> None:
+    def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
         self.group = dist.group.WORLD if case.world_size > 1 else None
         self.seat = case.degrees.seat(dist.get_rank())
@@ -197,14 +197,14 @@ class Rank:
             seed=task.seed,
         )
 
-    def train(self) -> Iterator[Step]:
+    def train(self) -> Iterator[StepSeen]:
         """All steps, one after the other, from the weights as they are."""
         for step in range(len(self.truth)):
             yield self._forward_backward(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def last_step_again(self) -> Step:
+    def last_step_again(self) -> StepSeen:
         """Its gradients from the weights that the truth had before it."""
         last = len(self.truth) - 1
         self.load_weights(last)
@@ -232,7 +232,7 @@ class Rank:
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
         state.load_state_dict(fit.states["model"])
 
-    def _forward_backward(self, step: int) -> Step:
+    def _forward_backward(self, step: int) -> StepSeen:
         """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
         task, case = self.task, self.case
         inputs, labels = batch(task, case.vocab_size, step)
@@ -248,7 +248,7 @@ class Rank:
         norm = gradient_norm(parameters).item() / divisor
         scale_gradients(parameters, 1 / divisor)
         gradients = _gathered((name, p.grad) for name, p in self._parameters() if p.grad is not None)
-        return Step(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
+        return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""

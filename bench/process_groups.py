@@ -58,7 +58,7 @@ def reduce(team: list[Worker], megabytes: int, rounds: int, store: str) -> None:
 # ---------------------------------------------------------------------------------------------- one member
 
 
-class Member:
+class CollectiveMember:
     def __init__(self) -> None:
         import torch
 
@@ -110,6 +110,6 @@ class Member:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        serve(Member())
+        serve(CollectiveMember())
     else:
         sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What our lighthouse costs, beside torchft's (Rust) where there is one to compare with.
+"""The cost of our lighthouse, beside torchft's (Rust) where there is one to compare with.
 
     make quorum PEER=PYTHON                          all of it, some 20 minutes; or one by one:
     python bench/quorum.py --peer PYTHON        rounds of 2 to 1,000 groups
@@ -115,9 +115,9 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
     return 0
 
 
-async def in_turns(sides: dict[str, load.Side], pairs: int, rounds: int) -> dict[str, list[load.Turn]]:
+async def in_turns(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dict[str, list[load.LoadTurn]]:
     """Every other pair runs backwards: nobody is always first. Closes the sides."""
-    turns: dict[str, list[load.Turn]] = {name: [] for name in sides}
+    turns: dict[str, list[load.LoadTurn]] = {name: [] for name in sides}
     try:
         for side in sides.values():
             await side.turn(2)
@@ -156,7 +156,7 @@ async def watched(groups: int, watchers: int, pairs: int) -> int:
     return 0
 
 
-def _figures(turns: list[load.Turn]) -> list[str]:
+def _figures(turns: list[load.LoadTurn]) -> list[str]:
     milliseconds = [
         f"{1e3 * statistics.median(getattr(x, name) for x in turns):.2f}" for name in ("round_s", "server_s", "load_s")
     ]
@@ -230,7 +230,7 @@ async def _beaten(groups: int, seconds: float) -> tuple[list[str], bool]:
     return [str(groups), *figures, *times, *shares, str(lost)], slower <= BEATS_BOUND and not lost
 
 
-async def _paced(side: load.Side, groups: int, seconds: float) -> tuple[list[float], int]:
+async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list[float], int]:
     """Seconds of each round, and how many members the quorums lacked in all: those that were falsely lost."""
     times, lost, end_s = [], 0, time.perf_counter() + seconds
     while time.perf_counter() < end_s:
@@ -249,7 +249,7 @@ async def idle(seconds: float) -> int:
     room_for_connections()
     port = _free_port()
     server = load.ours(IDLE_GROUPS, "--heartbeat_timeout_ms", "5000", "--http", f"127.0.0.1:{port}")
-    groups = [load.Group(server.address, load.replica_id(i)) for i in range(IDLE_GROUPS)]
+    groups = [load.LoadGroup(server.address, load.replica_id(i)) for i in range(IDLE_GROUPS)]
     hearts = []
     try:
         for begin in range(0, IDLE_GROUPS, 20):
@@ -282,7 +282,7 @@ async def idle(seconds: float) -> int:
     return 0
 
 
-def _heard(groups: Sequence[load.Group]) -> tuple[int, int]:
+def _heard(groups: Sequence[load.LoadGroup]) -> tuple[int, int]:
     """Beats, and what came down the streams that is no answer to one."""
     told = sum(sum(group.down.values()) - group.down["beat_answered"] for group in groups)
     return sum(group.beats for group in groups), told
@@ -311,10 +311,10 @@ async def churn() -> int:
         server = load.ours(2, "--state_file", str(Path(folder) / "state.json"))
         memory: list[float] = []
         try:
-            stays, known = load.Group(server.address, "stays:1"), 0
+            stays, known = load.LoadGroup(server.address, "stays:1"), 0
             await stays.open()
             for change in range(1, CHANGES[-1] + 1):
-                comes = load.Group(server.address, f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000")
+                comes = load.LoadGroup(server.address, f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000")
                 await comes.open()
                 known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
                 await comes.close()

@@ -1,4 +1,4 @@
-"""What a fault costs a job of replica groups, beside torchft where there is one to compare with.
+"""The cost of a fault to a job of replica groups, beside torchft where there is one to compare with.
 
     make recovery PEER=PYTHON                   all of it, two hours; or one by one, with other figures:
     python bench/recovery.py kill          three groups, one is killed and started again: --mb 4,100,400 --kinds gloo,baby --faults 5
@@ -32,8 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import Failed, Group, Job, Line, Side
-from bench.pairs import table
+from bench.job import JobSide, LogLine, RecoveryJob, ReplicaGroup
+from bench.pairs import Failed, table
 
 STEADY = 20  # steps before a fault, and after it has healed
 HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
@@ -41,7 +41,7 @@ Row = list[str]
 
 
 @dataclass
-class Incident:
+class RecoveryFault:
     """One fault and what followed. Seconds."""
 
     steady_s: float  # median step before it
@@ -53,10 +53,10 @@ class Incident:
 
 
 @dataclass
-class Case:
+class RecoveryCase:
     """Everything seen of one side in one setting."""
 
-    incidents: list[Incident] = field(default_factory=list)
+    incidents: list[RecoveryFault] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     equal: bool = True
 
@@ -67,44 +67,44 @@ class Case:
 # ------------------------------------------------------------------------------------------------ figures from logs
 
 
-def gaps(commits: Sequence[Line], from_s: float, to_s: float = float("inf")) -> list[float]:
+def gaps(commits: Sequence[LogLine], from_s: float, to_s: float = float("inf")) -> list[float]:
     """Seconds between two commits that follow each other, of those that end or begin in between."""
     return [b.at_s - a.at_s for a, b in pairwise(commits) if b.at_s >= from_s and a.at_s <= to_s]
 
 
-def longest_gap(groups: Sequence[Group], from_s: float, to_s: float = float("inf")) -> float:
+def longest_gap(groups: Sequence[ReplicaGroup], from_s: float, to_s: float = float("inf")) -> float:
     """Not a number where nobody commits any more."""
     found = [gap for group in groups for gap in gaps(group.since(0.0, "commit"), from_s, to_s)]
     return max(found, default=float("nan"))
 
 
-def steady_steps(group: Group, participants: int, before_s: float) -> list[float]:
+def steady_steps(group: ReplicaGroup, participants: int, before_s: float) -> list[float]:
     """The last before that."""
     commits = [line for line in group.since(0.0, "commit") if line.at_s < before_s][-STEADY:]
     return gaps([line for line in commits if line.participants == participants], 0.0)
 
 
-def refused(groups: Sequence[Group], from_s: float) -> int:
+def refused(groups: Sequence[ReplicaGroup], from_s: float) -> int:
     """Steps that came to nothing, for whom it was most."""
     return max(len(group.since(from_s, "abort")) for group in groups)
 
 
-def first_of_all(group: Group, participants: int, from_s: float) -> float:
+def first_of_all(group: ReplicaGroup, participants: int, from_s: float) -> float:
     """When it first committed with all, of those after that."""
     return next(line.at_s for line in group.since(from_s, "commit") if line.participants == participants)
 
 
-def equal(ends: Sequence[Line]) -> bool:
+def equal(ends: Sequence[LogLine]) -> bool:
     """All groups' weights, bit for bit, after the same step."""
     return len({line.words for line in ends}) == 1
 
 
 # ------------------------------------------------------------------------------------------------ faults
 
-Fault = Callable[[Job, Group], Incident]
+Fault = Callable[[RecoveryJob, ReplicaGroup], RecoveryFault]
 
 
-def kill(job: Job, victim: Group) -> Incident:
+def kill(job: RecoveryJob, victim: ReplicaGroup) -> RecoveryFault:
     """SIGKILL; the others go on; it starts again and they are all together."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     at_s = victim.kill()
@@ -116,12 +116,12 @@ def kill(job: Job, victim: Group) -> Incident:
     job.steps(STEADY, count)
     [start] = victim.since(again_s, "start")
     rejoined_s = first_of_all(victim, count, start.at_s) - start.at_s
-    return Incident(
+    return RecoveryFault(
         statistics.median(steady_s), max(steady_s), gap_s, lost, rejoined_s, longest_gap(others, start.at_s)
     )
 
 
-def stop(job: Job, victim: Group, whole: bool) -> Incident:
+def stop(job: RecoveryJob, victim: ReplicaGroup, whole: bool) -> RecoveryFault:
     """SIGSTOP of the trainer, or of all that it has started, too; the others go on; SIGCONT and all together."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     at_s = victim.signal(signal.SIGSTOP, whole)
@@ -131,10 +131,10 @@ def stop(job: Job, victim: Group, whole: bool) -> Incident:
     again_s = victim.signal(signal.SIGCONT, whole)
     rejoin(job, victim)
     back_s, longest_s = first_of_all(victim, count, again_s) - again_s, longest_gap(others, again_s)
-    return Incident(statistics.median(steady_s), max(steady_s), gap_s, lost, back_s, longest_s)
+    return RecoveryFault(statistics.median(steady_s), max(steady_s), gap_s, lost, back_s, longest_s)
 
 
-def rejoin(job: Job, victim: Group) -> None:
+def rejoin(job: RecoveryJob, victim: ReplicaGroup) -> None:
     """Until the last steps are everybody's; what a launcher would start again is started again."""
     since_s, count = time.monotonic(), len(job.groups)
 
@@ -149,11 +149,13 @@ def rejoin(job: Job, victim: Group) -> None:
     job.until(done, "the return of the group that was stopped", lives=others)
 
 
-def faults(options: argparse.Namespace, kind: str, megabytes: float, fault: Fault, side: Side, index: int = 0) -> Case:
+def faults(
+    options: argparse.Namespace, kind: str, megabytes: float, fault: Fault, side: JobSide, index: int = 0
+) -> RecoveryCase:
     """One job of three groups and some faults in it, one after the other; of `index`, other victims."""
-    case, draw = Case(), random.Random(options.seed + index)
+    case, draw = RecoveryCase(), random.Random(options.seed + index)
     try:
-        with Job(side, 3, megabytes=megabytes, step_ms=options.step_ms, kind=kind) as job:
+        with RecoveryJob(side, 3, megabytes=megabytes, step_ms=options.step_ms, kind=kind) as job:
             job.start()
             job.steps(STEADY, 3)
             for _ in range(options.faults):
@@ -167,9 +169,11 @@ def faults(options: argparse.Namespace, kind: str, megabytes: float, fault: Faul
 HEADER = ["", "faults", "step ms", "gap s", "median", "lost", "back s", "longest", "before", "weights", "bounds"]
 
 
-def told(side: Side, what: str, cases: Sequence[Case], gap_bound: Callable[[float], float], back: bool) -> Row:
+def told(
+    side: JobSide, what: str, cases: Sequence[RecoveryCase], gap_bound: Callable[[float], float], back: bool
+) -> Row:
     """The worst of all. gap_bound: from seconds of a steady step; back: whether a restart is bounded, too. Bounds are for ours."""
-    case = Case(
+    case = RecoveryCase(
         [i for c in cases for i in c.incidents], [f for c in cases for f in c.failed], all(c.equal for c in cases)
     )
     for words in case.failed:
@@ -190,15 +194,15 @@ def told(side: Side, what: str, cases: Sequence[Case], gap_bound: Callable[[floa
     return [f"{side.name}, {what}", str(len(case.incidents)), *figures, ends, verdict(side, bounds)]
 
 
-def verdict(side: Side, bounds: dict[str, tuple[float, float]]) -> str:
-    """Of figures and the most that they may be. torchft's have none."""
+def verdict(side: JobSide, bounds: dict[str, tuple[float, float]]) -> str:
+    """The verdict on figures and their bounds. torchft's have none."""
     if side.name != "ours":
         return ""
     missed = [f"{name} {bound:.3g}" for name, (figure, bound) in bounds.items() if not figure <= bound]
     return f"missed: {', '.join(missed)}" if missed else "reached"
 
 
-def kills(sides: Sequence[Side], options: argparse.Namespace) -> None:
+def kills(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Up to 100 MB a second; beyond, two steps and half a second."""
     rows = []
     for megabytes in [float(size) for size in options.mb.split(",")]:
@@ -211,7 +215,7 @@ def kills(sides: Sequence[Side], options: argparse.Namespace) -> None:
     print(table(HEADER, rows))
 
 
-def stops(sides: Sequence[Side], options: argparse.Namespace) -> None:
+def stops(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     rows = []
     for who in options.who.split(","):
         for kind in options.kinds.split(","):
@@ -222,9 +226,11 @@ def stops(sides: Sequence[Side], options: argparse.Namespace) -> None:
     print(table(HEADER, rows))
 
 
-def in_turns(sides: Sequence[Side], rounds: int, measure: Callable[[Side, int], Case]) -> dict[str, list[Case]]:
+def in_turns(
+    sides: Sequence[JobSide], rounds: int, measure: Callable[[JobSide, int], RecoveryCase]
+) -> dict[str, list[RecoveryCase]]:
     """`measure` gets the round's number. Every other round runs backwards: nobody is always first."""
-    cases: dict[str, list[Case]] = {side.name: [] for side in sides}
+    cases: dict[str, list[RecoveryCase]] = {side.name: [] for side in sides}
     for index in range(rounds):
         for side in sides if index % 2 == 0 else list(reversed(sides)):
             cases[side.name].append(measure(side, index))
@@ -234,7 +240,7 @@ def in_turns(sides: Sequence[Side], rounds: int, measure: Callable[[Side, int], 
 # ------------------------------------------------------------------------------------------------ storms
 
 
-def storm(sides: Sequence[Side], options: argparse.Namespace) -> None:
+def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
     rows = []
     for side in [side for _ in range(options.rounds) for side in sides]:
@@ -252,10 +258,10 @@ def storm(sides: Sequence[Side], options: argparse.Namespace) -> None:
     print(table(["", "steps, calm", "with kills", "kills", "goodput", "lost", "weights", "bounds"], rows))
 
 
-def stormy(side: Side, options: argparse.Namespace, *, kills: bool) -> tuple[int, int, int, list[Line]]:
+def stormy(side: JobSide, options: argparse.Namespace, *, kills: bool) -> tuple[int, int, int, list[LogLine]]:
     """Steps in the time, kills, refused steps, and how the groups ended."""
     draw, count = random.Random(options.seed), 0
-    with Job(side, 3, step_ms=options.step_ms) as job:
+    with RecoveryJob(side, 3, step_ms=options.step_ms) as job:
         job.start()
         job.steps(STEADY, 3)
         began_s, first = time.monotonic(), max(group.step for group in job.groups)
@@ -272,13 +278,13 @@ def stormy(side: Side, options: argparse.Namespace, *, kills: bool) -> tuple[int
         return steps, count, lost, job.finish()
 
 
-def killstorm(sides: Sequence[Side], options: argparse.Namespace) -> None:
+def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Four groups and no rest; then every step must be somebody's, once, and all weights equal and what they must be."""
     rows = []
     for side in sides:
         draw, count = random.Random(options.seed), 0
         try:
-            with Job(side, 4, step_ms=options.step_ms) as job:
+            with RecoveryJob(side, 4, step_ms=options.step_ms) as job:
                 job.start()
                 job.steps(STEADY, 4)
                 began_s = time.monotonic()
@@ -307,21 +313,21 @@ def killstorm(sides: Sequence[Side], options: argparse.Namespace) -> None:
     print(table(["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights", "bounds"], rows))
 
 
-def expendable(groups: Sequence[Group]) -> list[Group]:
+def expendable(groups: Sequence[ReplicaGroup]) -> list[ReplicaGroup]:
     """Whom a kill may take: never the last that has the newest step, or the one before it, whose sums it may still wait for."""
     newest = max(group.step for group in groups)
     have = [group for group in groups if group.step >= newest - 1]
     return [group for group in groups if len(have) > 1 or group not in have]
 
 
-def longest_alive(groups: Sequence[Group], from_s: float) -> float:
+def longest_alive(groups: Sequence[ReplicaGroup], from_s: float) -> float:
     """The longest time in which nobody committed."""
     commits = sorted(line for group in groups for line in group.since(from_s, "commit"))
     return max(gaps(commits, from_s))
 
 
-def unaccounted(groups: Sequence[Group], ends: Sequence[Line]) -> list[str]:
-    """What does not add up, in words: each step is committed, at most once in a life, by the same groups for all; so say the weights.
+def unaccounted(groups: Sequence[ReplicaGroup], ends: Sequence[LogLine]) -> list[str]:
+    """Finds contradictions, in words: each step is committed, at most once in a life, by the same groups for all; so say the weights.
 
     A step that a life passes over is one that it healed to: after a kill some survivors may have all sums and commit, and others not. The
     last step of a life that ended in a kill does not count: it may have died with it, and been done again by those who are left.
@@ -342,9 +348,9 @@ def unaccounted(groups: Sequence[Group], ends: Sequence[Line]) -> list[str]:
     return wrong
 
 
-def lives(group: Group) -> Iterator[list[Line]]:
+def lives(group: ReplicaGroup) -> Iterator[list[LogLine]]:
     """The commits of each life."""
-    life: list[Line] = []
+    life: list[LogLine] = []
     for line in group.lines:
         if line.event == "start":
             yield life
@@ -357,12 +363,12 @@ def lives(group: Group) -> Iterator[list[Line]]:
 # ------------------------------------------------------------------------------------------------ lighthouse, starts
 
 
-def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
-    """Who has not committed in the last ten seconds of twenty has stopped, whether it waits in vain or has ended."""
+def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
+    """Groups that have stopped: without a commit in the last ten seconds of twenty, whether they wait in vain or have ended."""
     rows = []
     for side in [side for _ in range(options.rounds) for side in sides]:
         try:
-            with Job(side, 3, step_ms=options.step_ms) as job:
+            with RecoveryJob(side, 3, step_ms=options.step_ms) as job:
                 job.start()
                 job.steps(STEADY, 3)
                 at_s = job.kill_lighthouse()
@@ -385,7 +391,7 @@ def lighthouse(sides: Sequence[Side], options: argparse.Namespace) -> None:
     print(table(["", "longest gap s", "lost", "groups that stopped", "weights", "bounds"], rows))
 
 
-def staggered(sides: Sequence[Side], options: argparse.Namespace) -> None:
+def staggered(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Groups that start at random times within four seconds, in random order; each start is made by all sides."""
     draw, formed = random.Random(options.seed), {side.name: list[float]() for side in sides}
     for index in range(options.starts):
@@ -404,11 +410,11 @@ def staggered(sides: Sequence[Side], options: argparse.Namespace) -> None:
     print(table(["", "starts", "not in 60 s", "median s", "worst s", "bounds"], rows))
 
 
-def staggered_start(side: Side, options: argparse.Namespace, kind: str, delays: Sequence[float]) -> float:
+def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delays: Sequence[float]) -> float:
     """Seconds from the last `start` line to the first step of all groups in the slowest of them; infinite if it does not come."""
     count = len(delays)
     try:
-        with Job(side, count, step_ms=options.step_ms, kind=kind) as job:
+        with RecoveryJob(side, count, step_ms=options.step_ms, kind=kind) as job:
             began_s = time.monotonic()
             for delay_s, group in sorted(zip(delays, job.groups, strict=True), key=lambda pair: pair[0]):
                 job.wait(began_s + delay_s - time.monotonic())
@@ -454,9 +460,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     options.every = options.every or (20 if options.what == "storm" else 6)
     options.minutes = options.minutes or (2 if options.what == "storm" else 3)
-    sides = [] if options.alone else [Side("ours", sys.executable)]
+    sides = [] if options.alone else [JobSide("ours", sys.executable)]
     if options.peer:
-        sides.append(Side("torchft", options.peer))
+        sides.append(JobSide("torchft", options.peer))
     print(f"{options.what}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     WHAT[options.what](sides, options)
     return 0

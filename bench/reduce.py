@@ -1,4 +1,4 @@
-"""What keeping gradients costs: a whole step (gradients, reduction, division, SGD) by ft/gradients.py and by plain torch.distributed.
+"""The cost of keeping gradients: a whole step (gradients, reduction, division, SGD) by ft/gradients.py and by plain torch.distributed.
 
     python bench/reduce.py                        3 processes on loopback, 100 MB in 8 tensors, 7 rounds; 2 minutes
     python bench/reduce.py --megabytes 400 --rounds 11 --tensors 64
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 # ---------------------------------------------------------------------------------------------- one member
 
 
-class Member:
+class ReduceMember:
     def meet(self, store: str, rank: int, size: int, elements: int, tensors: int) -> dict[str, Any]:
         import torch
         import torch.distributed as dist
@@ -163,6 +163,6 @@ def cpu_s(group: Any) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        serve(Member())
+        serve(ReduceMember())
     else:
         sys.exit(main(sys.argv[1:]))

@@ -32,7 +32,7 @@ TIMEOUT = timedelta(seconds=30)  # torchft's; ours keeps its defaults
 
 
 def main(arguments: list[str]) -> None:
-    group, log, step_s = int(arguments[0]), Log(Path(arguments[1])), float(arguments[3]) / 1e3
+    group, log, step_s = int(arguments[0]), ReplicaLog(Path(arguments[1])), float(arguments[3]) / 1e3
     torch.set_num_threads(1)
     model = build(float(arguments[2]), float(group))
     train = {"ours": ours, "torchft": torchft, "restart": restart}[arguments[4]]
@@ -55,7 +55,7 @@ def compute(model: torch.nn.Module, step_s: float, slots: int = 1) -> None:
         parameter.grad = torch.full_like(parameter, slots)
 
 
-class Log:
+class ReplicaLog:
     """The lines, and when to end."""
 
     def __init__(self, path: Path) -> None:
@@ -91,8 +91,8 @@ class Log:
 # ------------------------------------------------------------------------------------------------ two managers
 
 
-def ours(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool) -> None:
-    from ft.manager import Manager, Options
+def ours(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, baby: bool) -> None:
+    from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups.baby import ProcessGroupBabyGloo
     from ft.process_groups.inline import ProcessGroupGloo
@@ -101,7 +101,7 @@ def ours(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool
 
     lighthouse = os.environ["TORCHFT_LIGHTHOUSE"]
     config = ReplicaGroupConfig(str(group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
-    manager = Manager((ProcessGroupBabyGloo if baby else ProcessGroupGloo)(), config, Options())
+    manager = Manager((ProcessGroupBabyGloo if baby else ProcessGroupGloo)(), config, ManagerOptions())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.register("optimizer", optimizer.state_dict, optimizer.load_state_dict)
@@ -126,7 +126,7 @@ def ours(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool
     manager.close()
 
 
-def torchft(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool) -> None:
+def torchft(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, baby: bool) -> None:
     """The same job on torchft, as its own examples use it."""
     socket.gethostname = lambda: "localhost"  # before torchft asks: the machine's own name need not resolve
     from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
@@ -176,7 +176,7 @@ class _Ones(torch.nn.Module):
         return torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum()
 
 
-def restart(group: int, model: torch.nn.Module, log: Log, step_s: float, baby: bool) -> None:
+def restart(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, baby: bool) -> None:
     """The same job without fault tolerance: DistributedDataParallel, and a checkpoint every CHECKPOINT_S seconds to go on from.
 
     env, too: RENDEZVOUS, a file that does not exist yet, the same for all ranks of a start; CHECKPOINT, a file."""

@@ -65,7 +65,7 @@ CARRY_ON = (("1 rank", "fsdp 2"), ("fsdp 2", "tp 2"), ("tp 2", "pp 2"))
 
 
 @dataclass(frozen=True)
-class Case:
+class ResumeCase:
     """A line of the table."""
 
     what: str
@@ -147,7 +147,7 @@ class Runs:
         return int(lines[-1]["step"]) if lines else None
 
     def logged(self, name: str) -> dict[int, tuple[float, ...]]:
-        """What must be equal of each step's line: not the times."""
+        """The part of each step's line that must be equal: all but the times."""
         keys = ("loss", "grad_norm", "lr", "tokens")
         return {line["step"]: tuple(line[key] for key in keys) for line in self.metrics(name) if "loss" in line}
 
@@ -170,7 +170,9 @@ def checkpoint_digests(folder: Path) -> dict[str, str]:
     return {name: _digest(value) for name, value in checkpoint_values(folder).items()}
 
 
-def kill_and_go_on(runs: Runs, precision: str, name: str, *, kills: int, seconds: float, dice: random.Random) -> Case:
+def kill_and_go_on(
+    runs: Runs, precision: str, name: str, *, kills: int, seconds: float, dice: random.Random
+) -> ResumeCase:
     """A run that is killed `kills` times, compared with the one that was not, which took `seconds` from step n to its end."""
     history: list[str] = []
     while len(history) < kills:
@@ -180,11 +182,11 @@ def kill_and_go_on(runs: Runs, precision: str, name: str, *, kills: int, seconds
             runs.forget(name)
             history.clear()
     runs.finish(name, precision)
-    return Case(precision, ", ".join(history), *compare(runs, precision, name))
+    return ResumeCase(precision, ", ".join(history), *compare(runs, precision, name))
 
 
 def compare(runs: Runs, precision: str, name: str) -> tuple[str, str]:
-    """What was compared with the undisturbed run, and the first differences."""
+    """The comparison with the undisturbed run, and the first differences."""
     expected, found = (checkpoint_digests(runs.checkpoint(n, 2 * runs.steps)) for n in (precision, name))
     expected_log, found_log = runs.logged(precision), runs.logged(name)
     differing = [key for key in sorted(expected.keys() | found.keys()) if expected.get(key) != found.get(key)]
@@ -195,7 +197,7 @@ def compare(runs: Runs, precision: str, name: str) -> tuple[str, str]:
     return compared, ", ".join(differing[:3]) + more
 
 
-def carry_on(runs: Runs, before: str, after: str) -> Case:
+def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
     """One layout to step n, another from there; compared with one process all the way, in float32."""
     name, what = f"{before} then {after}".replace(" ", "-"), f"float32, {before} then {after}"
     while not runs.kill_after_checkpoint(name, "float32", 0, before):
@@ -220,7 +222,7 @@ def carry_on(runs: Runs, before: str, after: str) -> Case:
     problems += [f"weights {apart:.1e} of their way apart, allowed {WEIGHT_BOUND:.0e}"] if apart > WEIGHT_BOUND else []
     problems += [f"losses {loss:.1e} apart, allowed {LOSS_BOUND:.0e}"] if loss > LOSS_BOUND else []
     compared = f"cursor {cursor}, weights {apart:.0e} and losses {loss:.0e} apart"
-    return Case(what, history, compared, ", ".join(problems), "within rounding")
+    return ResumeCase(what, history, compared, ", ".join(problems), "within rounding")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -248,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(case.problem for case in cases) else 0
 
 
-def prove(runs: Runs, dice: random.Random, *, quick: bool) -> list[Case]:
+def prove(runs: Runs, dice: random.Random, *, quick: bool) -> list[ResumeCase]:
     cases = []
     for precision in ("bfloat16",) if quick else ("bfloat16", "float32"):
         seconds = runs.finish(precision, precision)

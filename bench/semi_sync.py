@@ -1,4 +1,4 @@
-"""What a thin link between groups costs: the same training with gradients summed in every step, and with groups that step by themselves.
+"""The cost of a thin link between groups: the same training with gradients summed in every step, and with groups that step by themselves.
 
     python bench/semi_sync.py [--megabits 20] [--steps 128] [--sync-steps 16] [--groups 2] [--write docs/semi_sync.svg] [--out FOLDER]
 
@@ -24,9 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.drill_job import Failed, Job
+from bench.drill_job import DrillJob
 from bench.drill_net import Network
-from bench.pairs import table
+from bench.pairs import Failed, table
 from scripts.plot_loss import Points, read, smooth, thin, ticks
 
 MODEL = (
@@ -116,7 +116,7 @@ def run(way: str, extra: Sequence[str], folder: Path, arguments: argparse.Namesp
         f"--fault_tolerance.min_replica_size={arguments.groups}",
     ]
     print(f"semi_sync: {way}", file=sys.stderr)
-    with closing(Network()) as network, Job(argv, arguments.groups, network=network, drilled=False) as job:
+    with closing(Network()) as network, DrillJob(argv, arguments.groups, network=network, drilled=False) as job:
         for group in job.groups:
             network.narrow(group, arguments.megabits)
         job.gone |= set(job.groups)  # they end by themselves

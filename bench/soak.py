@@ -102,7 +102,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
 
     import torch
 
-    from ft.manager import Manager, Options
+    from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
     from ft.process_groups.inline import ProcessGroupGloo
@@ -175,7 +175,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                 )
                 with closing(relay):
                     config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
-                    options = Options(init_sync=False, dies_with_group=False)
+                    options = ManagerOptions(init_sync=False, dies_with_group=False)
                     group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
                     manager = Manager(group, config, options, restore=lambda: checkpointer.load())
                     states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
@@ -259,7 +259,7 @@ def _entries(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
-class Process:
+class WatchedProcess:
     """One of them, as whoever gives the orders knows it."""
 
     def __init__(self, context: Any, target: Callable[..., None], *arguments: Any) -> None:
@@ -319,21 +319,21 @@ class Done:
         path.with_suffix(".new").replace(path)
 
 
-class Job:
+class SoakJob:
     def __init__(self, folder: Path) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline", "training.checkpoint"])
         start_forkserver()  # its first user decides for a data loader of this process, too
         self.folder = folder
-        self.house = Process(self.context, house, folder)
+        self.house = WatchedProcess(self.context, house, folder)
         self.lighthouse = self.house.hear()
         self.homes = {name: self.start(name) for name in "abc"}
         self.writer = ""
         self.commits: dict[int, str] = {}
         self.problems: list[str] = []
 
-    def start(self, name: str) -> Process:
-        return Process(self.context, home, name, self.lighthouse, self.folder)
+    def start(self, name: str) -> WatchedProcess:
+        return WatchedProcess(self.context, home, name, self.lighthouse, self.folder)
 
     def where(self) -> dict[str, dict[str, Any]]:
         for one in self.homes.values():
@@ -406,7 +406,7 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
     done = Done.read(folder / "soak.json")
     done.lives += 1
     dice, began_s, before_s = random.Random(seed + done.lives), time.monotonic(), done.seconds
-    job = Job(folder)
+    job = SoakJob(folder)
     try:
         groups = job.together(0)
         quorum = first = next(iter(groups.values()))["quorum"]
@@ -455,7 +455,7 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
 
 
 @dataclass(frozen=True)
-class Line:
+class GrowthLine:
     """One resource: what was found, and what it may be."""
 
     what: str
@@ -464,7 +464,7 @@ class Line:
     holds: bool
 
 
-def judge(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+def judge(rows: Sequence[Mapping[str, Any]]) -> list[GrowthLine]:
     """Compares the looks of one life: the last third beside the first, after the first tenth."""
     settled = rows[len(rows) // 10 :]
     third = max(1, len(settled) // 3)
@@ -484,27 +484,29 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
         if what.endswith("KiB"):
             grown = (late - early) * 1.024 / between
             bound, holds = f"< {KB_PER_CHANGE:g} KB a change", grown < KB_PER_CHANGE
-            lines.append(Line(what, f"{early:.0f} to {late:.0f}: {grown:+.3f} KB a change", bound, holds))
+            lines.append(GrowthLine(what, f"{early:.0f} to {late:.0f}: {grown:+.3f} KB a change", bound, holds))
         else:
-            lines.append(Line(what, f"{early:g} to {late:g}", f"at most {FLAT} more", late - early <= FLAT))
+            lines.append(GrowthLine(what, f"{early:g} to {late:g}", f"at most {FLAT} more", late - early <= FLAT))
     return lines
 
 
-def judge_logs(folder: Path) -> list[Line]:
+def judge_logs(folder: Path) -> list[GrowthLine]:
     """Each step once, in order; rows no longer at the end than at the beginning, but for a longer number."""
     lines = []
     for name in LOGS[:2]:
         rows = (folder / name).read_bytes().splitlines(keepends=True)
         steps = [json.loads(row)["step"] for row in rows]
         once = steps == list(range(steps[0], steps[-1] + 1)) if steps else False
-        lines.append(Line(f"{name}: steps", f"{len(steps)} rows", "each step once, in order", once))
+        lines.append(GrowthLine(f"{name}: steps", f"{len(steps)} rows", "each step once, in order", once))
         tenth = max(1, len(rows) // 10)
         early, late = (sum(map(len, part)) / len(part) for part in (rows[:tenth], rows[-tenth:]))
-        lines.append(Line(f"{name}: bytes a row", f"{early:.0f} to {late:.0f}", "at most 20 more", late - early <= 20))
+        lines.append(
+            GrowthLine(f"{name}: bytes a row", f"{early:.0f} to {late:.0f}", "at most 20 more", late - early <= 20)
+        )
     return lines
 
 
-def verdict(folder: Path) -> list[Line]:
+def verdict(folder: Path) -> list[GrowthLine]:
     """Report on the life with the most changes."""
     path = folder / "soak.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -513,7 +515,7 @@ def verdict(folder: Path) -> list[Line]:
     return [*lines, *judge_logs(folder)]
 
 
-def report(done: Done, lines: Sequence[Line], problems: Sequence[str], target: int) -> str:
+def report(done: Done, lines: Sequence[GrowthLine], problems: Sequence[str], target: int) -> str:
     orders = ", ".join(f"{count} {kind}" for kind, count in sorted(done.orders.items()))
     rows = "\n".join(f"| {it.what} | {it.found} | {it.bound} | {'yes' if it.holds else 'NO'} |" for it in lines)
     return f"""# A soak: what thousands of membership changes leave behind

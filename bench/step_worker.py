@@ -104,7 +104,7 @@ def pharos(
 
 
 def _backend(setting: str) -> str:
-    """Of torch.compile, by the word compile or compile=BACKEND; "": none."""
+    """Settings of torch.compile, by the word compile or compile=BACKEND; "": none."""
     [word] = [word for word in setting.split() if word.startswith("compile")] or [""]
     return word.partition("=")[2] or ("inductor" if word else "")
 

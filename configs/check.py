@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a process or a device is started: sections against each other, and the files.
+"""Checks before a process or a device is started: sections against each other, and the files.
 
 scripts/launch.py (once, before any rank) and train.py (each rank) call `check` on what load.py gave. Each section
 checks itself in its own check(); what only shows at tokenising is told by `open_data`.
@@ -102,7 +102,7 @@ def _check_batch(config: Config, world_size: int) -> None:
 
 
 def _check_fault_tolerance(config: Config) -> None:
-    """Who trained on what can be said of positions only, and a stream has none."""
+    """Refuses streams with replica groups: the ledger names positions, and a stream has none."""
     if config.fault_tolerance.enable and config.training.dataset == "huggingface":
         raise ValueError(
             'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
@@ -230,7 +230,7 @@ def _check_float8(config: Config) -> None:
 
 
 def _check_device(config: Config) -> None:
-    """What is for CUDA alone."""
+    """Refuses settings that are for CUDA alone."""
     if has_cuda():
         return
     if config.parallelism.context_parallel_rotate_method == "ring":

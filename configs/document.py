@@ -23,7 +23,7 @@ _KEY_AHEAD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the settings of a Config were written: the file, the line of each key, and the keys set by overrides."""
+    """The origin of a Config's settings: the file, the line of each key, and the keys set by overrides."""
 
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ MOST_SHOWN = 10
 
 
 class ConfigError(ValueError):
-    """What the user gave cannot be used. str() is the whole message, one line per problem; the caller exits with 2."""
+    """The user's settings cannot be used. str() is the whole message, one line per problem; the caller exits with 2."""
 
 
 class Problems:

@@ -1,4 +1,4 @@
-"""What `train.py --help [section]` prints, and docs/config.md: every key, its default, meaning and legal values.
+"""The text of `train.py --help [section]` and of docs/config.md: every key, its default, meaning and legal values.
 
 `python -m configs.help` (make docs) writes docs/config.md; a test fails when the file is stale.
 """

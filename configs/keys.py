@@ -1,4 +1,4 @@
-"""What a dataclass says about its keys: `lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4` becomes a Key.
+"""The keys of a section, read from its dataclass: `lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4` becomes a Key.
 
 The sections are plain frozen dataclasses beside the code they belong to; everything generic (reading, checking, help,
 docs) goes through here. A field is Annotated[type, help with its unit, bounds ...]; the type is bool, int, float, str,
@@ -64,7 +64,7 @@ class Key:
         return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
     def legal(self) -> str:
-        """What the key takes, as a noun phrase: "an integer >= 1", '"fused", "foreach" or "for-loop"'."""
+        """The legal values as a noun phrase: "an integer >= 1", '"fused", "foreach" or "for-loop"'."""
         if self.choices:
             named = either([f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in self.choices])
             return f"a list of {named}" if self.element else named

@@ -1,4 +1,4 @@
-"""Where in a TOML file a key stands: tomllib gives values without positions, and a message without a line is a riddle.
+"""Line numbers of the keys of a TOML file: tomllib gives values without positions, and a message without a line is a riddle.
 
 Runs after tomllib has accepted the text, so it may assume valid TOML and only has to find the ends of keys and values.
 """

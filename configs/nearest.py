@@ -77,7 +77,7 @@ _SAME_SECTION = 0.15  # how much likeness a candidate of the same section has ah
 
 
 def unknown_key(wrong: str, legal: Sequence[str]) -> str:
-    """What is wrong with "section.key", and what may be meant: "no such key; did you mean optimizer.lr?"."""
+    """Explains an unknown "section.key" and names the key that may be meant: "no such key; did you mean optimizer.lr?"."""
     section, _, name = wrong.rpartition(".")
     if wrong in GONE:
         return f"no such key; {GONE[wrong]}"

@@ -80,7 +80,7 @@ _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
 def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
-    """What all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
+    """Settings that all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(to_text(value).encode()).hexdigest()[:16])
         for key, value in _flat(document.parse(to_toml(config), FILE_NAME).tables)

@@ -42,7 +42,7 @@ def convert(key: Key, value: Any) -> Any:
 
 
 def from_text(key: Key, text: str) -> Any:
-    """What an override's text means to this key, as tomllib would give it: strings need no quotes, all else is TOML."""
+    """Parses an override's text for this key, as tomllib would give it: strings need no quotes, all else is TOML."""
     is_string = key.type is str or (not key.element and any(isinstance(choice, str) for choice in key.choices))
     if is_string and text[:1] not in ("'", '"'):
         return text

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from ft.healing.capture import Snapshot, State
+from ft.healing.capture import State, StateSnapshot
 from ft.healing.format import FormatError
-from ft.healing.transport import HealFailed, Source, Transport
+from ft.healing.transport import HealFailed, StateSource, Transport
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
@@ -115,7 +115,7 @@ class Healer:
 
     # ---- the fetch's thread
 
-    def _fetch(self, part: m.Part, into: Snapshot, over: threading.Event) -> None:
+    def _fetch(self, part: m.Part, into: StateSnapshot, over: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
         while True:
             sources = self._sources(part)
@@ -139,12 +139,12 @@ class Healer:
         self._arrived = values
         self._hear(m.HealEnded(part.quorum_id, ok=True, state=values[MACHINE]))
 
-    def _sources(self, part: m.Part) -> list[Source]:
+    def _sources(self, part: m.Part) -> list[StateSource]:
         """The sources that say where their state is."""
         found = [self._ask(source.address) for source in part.sources]
-        return [Source(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
+        return [StateSource(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
 
-    def _try(self, part: m.Part, sources: list[Source], into: Snapshot) -> dict[str, Any]:
+    def _try(self, part: m.Part, sources: list[StateSource], into: StateSnapshot) -> dict[str, Any]:
         """Raises HealFailed, FormatError."""
         if not sources:
             raise HealFailed("no source says where its state is", touched=False)

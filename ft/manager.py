@@ -73,7 +73,7 @@ Turn = m.Compute | m.LaunchTail | m.CommitStep  # of the trainer: to compute, to
 
 
 @dataclass(frozen=True)
-class Options(StepConfig):
+class ManagerOptions(StepConfig):
     """Settings of a manager and of its machine, beside those that all ranks of its group share (membership.ReplicaGroupConfig). A manager
     sets group_rank, every_step, heal_grace_s and restores by itself."""
 
@@ -104,7 +104,7 @@ class Manager:
         self,
         group: ProcessGroup,
         config: ReplicaGroupConfig,
-        options: Options,
+        options: ManagerOptions,
         *,
         store: Store | None = None,
         agreement: Agreement | None = None,
@@ -665,7 +665,7 @@ class Manager:
 
     def _hear(self, event: m.Event) -> None:
         """Ends the offer of a generation that is over, lest a commit waits for readers that are dead. In the stream's thread."""
-        if isinstance(event, m.MemberLost | m.Abandoned):
+        if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._effects.hear(event)
 

@@ -44,7 +44,7 @@ def open_manager(
     # Not on the way of those who train alone: grpc, and threads.
     from ft.addresses import advertised
     from ft.fragment_gradients import FragmentGradients
-    from ft.manager import Manager, Options
+    from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
@@ -63,7 +63,7 @@ def open_manager(
         every_step=settings.quorum == "every_step",
         contact_s=float(environment.connect_timeout_s or ReplicaGroupConfig.contact_s),
     )
-    options = Options(
+    options = ManagerOptions(
         slot_size=slot_size * inner_steps,
         inner_steps=inner_steps,
         keep_gradients=settings.keep_gradients,

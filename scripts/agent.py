@@ -281,8 +281,8 @@ class Output(LogsSpecs):
 
 
 def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
-    """What the agent starts, and the rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One node takes a
-    port of its own."""
+    """The processes that the agent starts, and the rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One
+    node takes a port of its own."""
     settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
     endpoint, backend = plan.endpoint, "c10d"
     if plan.nnodes == 1:

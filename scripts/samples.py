@@ -71,7 +71,7 @@ class Era:
 
 @dataclass(frozen=True)
 class SampleProof:
-    """What can be told from all the rows. Exact: every position below the highest was trained once, but for `open`."""
+    """The conclusion from all the rows. Exact: every position below the highest was trained once, but for `open`."""
 
     steps: int
     sequences: int
@@ -172,7 +172,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Sequence[Range], taken: Sequence[Range]) -> Iterator[Range]:
-    """What is in `ranges` and not in `taken`; both as `join` gives them."""
+    """Positions in `ranges` and not in `taken`; both as `join` gives them."""
     for first, end in ranges:
         for other in taken:
             if first < other.end and other.first < end:

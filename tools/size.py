@@ -81,7 +81,7 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def _files(module: str) -> Iterator[str]:
-    """Of the module and of the packages that it lies in."""
+    """Files of the module and of the packages that it lies in."""
     parts = module.split(".")
     if parts[-1] == "*" and (ROOT / Path(*parts[:-1])).is_dir():
         yield from (path.relative_to(ROOT).as_posix() for path in (ROOT / Path(*parts[:-1])).glob("*.py"))

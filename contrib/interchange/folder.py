@@ -94,7 +94,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to the file, or the names in the folder, are on the disk. Raises OSError."""
+    """Flushes a file's contents, or a folder's names, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,7 +103,7 @@ def sync(path: Path) -> None:
 
 
 def carried(folder: Path) -> list[Path]:
-    """Those of a folder that go along."""
+    """Returns the files of a folder that go along."""
     return [folder / name for name in (TOKENIZER, *_BESIDE) if (folder / name).is_file()]
 
 

@@ -125,7 +125,7 @@ def look_through(folder: Path, *, dtype: str) -> PublishedWeights:
 
 
 def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:
-    """Those of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
+    """Settings of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
     base = load([str(config_file)])
     name = out.name
     if (Path(base.job.dump_folder) / name).absolute() == out.absolute():
@@ -154,7 +154,7 @@ def write_seed(folder: Path, tensors: dict[str, Tensor], streamed: Streamed) -> 
 
 
 def tell(source: PublishedWeights, out: Path, log: Log) -> None:
-    """What is read, and all of it that is not taken as it is."""
+    """Tensors that are read, and those that are changed on the way."""
     published = source.published
     count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
     log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))

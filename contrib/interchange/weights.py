@@ -105,7 +105,7 @@ class Weights:
 
 
 def _list(folder: Path) -> tuple[Path, dict[str, str]]:
-    """What lists the tensors, and of an index the file of each. Raises ValueError."""
+    """The file that lists the tensors, and of an index the file of each. Raises ValueError."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
         raise ValueError(f"{folder}: holds {SINGLE} and {INDEX}: two sets of weights; remove one")
@@ -152,7 +152,7 @@ def raise_all(problems: Sequence[str]) -> None:
 
 
 def _diagnosis(file: Path) -> str:
-    """What the package does not say of a file that it refuses: which tensor, and how many bytes there are and should be."""
+    """Details that the package leaves out for a file that it refuses: the tensor, and how many bytes there are and should be."""
     size_bytes = file.stat().st_size
     said = f"it has {size_bytes:,} bytes"
     try:

@@ -12,7 +12,7 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.driver import Seen
-from ft.rpc.lighthouse_flags import Options
+from ft.rpc.lighthouse_flags import LighthouseOptions
 from ft.rpc.lighthouse_main import serve, until_stopped
 
 
@@ -50,7 +50,7 @@ class LighthouseServer:
         self._error: BaseException | None = None
         self._port = 0
         self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
-        run = self._run(Options(config, at, access, state), seen)
+        run = self._run(LighthouseOptions(config, at, access, state), seen)
         self._thread = threading.Thread(target=asyncio.run, args=(run,), name="lighthouse", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -67,7 +67,7 @@ class LighthouseServer:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=10)
 
-    async def _run(self, options: Options, seen: Seen | None) -> None:
+    async def _run(self, options: LighthouseOptions, seen: Seen | None) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:
             async with serve(options, seen=seen) as (service, self._port):

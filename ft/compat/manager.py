@@ -144,7 +144,7 @@ class Manager:
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
-        options = core.Options(
+        options = core.ManagerOptions(
             keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step in all of them
             max_failures=max_retries,
             skip_unable=True,  # slots mean nothing here: the data is the user's

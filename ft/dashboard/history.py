@@ -115,7 +115,7 @@ class History:
                 self.add(
                     "commit", "bad", f"step {effect.settled} was settled, and nobody has it: {who} to load a checkpoint"
                 )
-            elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.Abandoned):
+            elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.GenerationAborted):
                 if self._ids.isdisjoint(effect.replica_ids):
                     continue  # somebody who is in it no more hears that it goes on
                 self.add("commit", "bad", f"quorum {effect.notice.quorum_id} is given up: {effect.notice.reason}")

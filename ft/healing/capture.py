@@ -20,19 +20,19 @@ from typing import Any
 import torch
 
 from ft.device import streams_of
-from ft.healing.format import CHUNK_BYTES, FormatError, Manifest, from_json, lay_out, to_json
+from ft.healing.format import CHUNK_BYTES, FormatError, StateManifest, from_json, lay_out, to_json
 
 # Any bits of that size may be moved as these
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """The state as it stands: tensors are not copied, so it holds until the next commit. `whole`: the tensors as they were registered, by
     name; a DTensor is itself there, and its local shard in `local`. `written`: of when it was taken; a body is made later, by a thread that
     may find the next forward queued by then."""
 
-    manifest: Manifest
+    manifest: StateManifest
     local: Mapping[str, torch.Tensor]
     whole: Mapping[str, torch.Tensor]
     written: Written
@@ -40,7 +40,7 @@ class Snapshot:
     def body(self) -> TensorPayload:
         return TensorPayload(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
 
-    def body_for(self, theirs: Manifest) -> TensorPayload:
+    def body_for(self, theirs: StateManifest) -> TensorPayload:
         """Our memory for the state that `theirs` announces. Raises FormatError, which names the tensor, where ours is another, before
         a byte has been written."""
         ours = {entry.name: entry for entry in self.manifest.entries}
@@ -55,7 +55,7 @@ class Snapshot:
             raise FormatError(f"not registered by both: {', '.join(differing)[:200]}")
         return TensorPayload(theirs, [self.local[entry.name] for entry in theirs.entries], self.written)
 
-    def values_of(self, theirs: Manifest) -> dict[str, Any]:
+    def values_of(self, theirs: StateManifest) -> dict[str, Any]:
         """Their state, with our own tensors in it, which hold their bytes by now."""
         tensors = [self.whole[entry.name] for entry in theirs.entries]
         return {name: from_json(tree, tensors) for name, tree in theirs.values.items()}
@@ -75,7 +75,7 @@ class State:
             raise ValueError(f"state {name!r}: a name has characters, none of them /")
         self._pairs[name] = (get, set)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StateSnapshot:
         """Raises FormatError, which names the place, where something is registered that cannot be sent."""
         whole: dict[str, torch.Tensor] = {}
         local: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ class State:
 
         values = {name: to_json(get(), name, note) for name, (get, _) in self._pairs.items()}
         entries = lay_out([(name, tensor.dtype, tensor.shape) for name, tensor in local.items()])
-        return Snapshot(Manifest(entries, values), local, whole, Written(local.values()))
+        return StateSnapshot(StateManifest(entries, values), local, whole, Written(local.values()))
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Sets all of it. The order is that of registration."""
@@ -136,7 +136,7 @@ class TensorPayload:
     """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on the device of `written`,
     or on the host; who copies waits for `written`, on the device, and for nothing that was queued after it."""
 
-    def __init__(self, manifest: Manifest, tensors: Sequence[torch.Tensor], written: Written) -> None:
+    def __init__(self, manifest: StateManifest, tensors: Sequence[torch.Tensor], written: Written) -> None:
         self.manifest = manifest
         # The same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
         self._tensors = [

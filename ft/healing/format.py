@@ -48,7 +48,7 @@ class FormatError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor: its local shard, where it is sharded."""
 
     name: str
@@ -65,10 +65,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StateManifest:
     """A whole state except for the tensors' bytes. `values`: per registered name, a tree as `to_json` makes it."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -119,7 +119,7 @@ class Manifest:
         return data
 
     @staticmethod
-    def parse(data: bytes | bytearray | memoryview) -> Manifest:
+    def parse(data: bytes | bytearray | memoryview) -> StateManifest:
         """Raises FormatError for anything that `encode` would not have written; every field is looked at before any is used."""
         if len(data) > MAX_HEADER_BYTES:
             raise FormatError(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}")
@@ -140,22 +140,22 @@ class Manifest:
             _check_tree(tree, name[:80], len(entries), used, MAX_DEPTH + 2)
         if len(used) != len(entries):
             raise FormatError("a tensor of the header belongs to no value")
-        manifest = Manifest(entries, values)
+        manifest = StateManifest(entries, values)
         if type(header["total_bytes"]) is not int or header["total_bytes"] != manifest.total_bytes:
             raise FormatError("the header's total_bytes is not what its tensors add up to")
         return manifest
 
 
-def lay_out(named: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[Entry, ...]:
+def lay_out(named: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[TensorEntry, ...]:
     """Entries one after another. Raises FormatError for a dtype that has no name here."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     offset = 0
     for name, dtype, shape in named:
         if dtype not in NAMES:
             raise FormatError(f"{name}: a tensor of {dtype} cannot be sent")
         if len(name) > MAX_NAME:
             raise FormatError(f"{name[:80]}...: a name of {len(name)} characters; at most {MAX_NAME}")
-        entries.append(Entry(name, NAMES[dtype], tuple(shape), offset))
+        entries.append(TensorEntry(name, NAMES[dtype], tuple(shape), offset))
         offset = _aligned(offset + entries[-1].nbytes)
     return tuple(entries)
 
@@ -237,7 +237,7 @@ def _part(key: str | int) -> str:
 # ------------------------------------------------------------------------------------------------ what is believed
 
 
-def _entries(listed: Any) -> tuple[Entry, ...]:
+def _entries(listed: Any) -> tuple[TensorEntry, ...]:
     if not isinstance(listed, list):
         raise FormatError("the header's tensors are no list")
     named, offsets = [], []

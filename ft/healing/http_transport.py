@@ -23,11 +23,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ft.healing.capture import Snapshot, StagingBuffer, TensorPayload
-from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, Manifest, digest
+from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
+from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.http_requests import MAX_HEAD_BYTES, bounded_ranges, parse_reply, ranges_of, request_head
 from ft.healing.http_server import HealServer
-from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Source, Transport
+from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, StateSource, Transport
 from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
@@ -56,12 +56,18 @@ class HttpTransport(Transport):
     def address(self) -> str:
         return self._server.address
 
-    def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
         super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         self._server.shown = self._offer  # which keeps it when it is withdrawn, to tell its readers why
 
     def fetch(
-        self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
+        self,
+        sources: Sequence[StateSource],
+        into: StateSnapshot,
+        *,
+        quorum_id: int,
+        step: int,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         with self._lock:
             if self._closed:
@@ -74,10 +80,10 @@ class HttpTransport(Transport):
             with self._lock:
                 self._fetch = None
 
-    def _from(self, sources: Sequence[Source], into: Snapshot | None, **more: Any) -> Fetch:
+    def _from(self, sources: Sequence[StateSource], into: StateSnapshot | None, **more: Any) -> Fetch:
         return Fetch(sources, into, reader=self._replica_id, access=self._access, config=self._config, **more)
 
-    def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
+    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
         if sources:
             self._from(sources, None, quorum_id=quorum_id, step=step).tell_done()
 
@@ -109,8 +115,8 @@ class Fetch:
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        into: Snapshot | None,
+        sources: Sequence[StateSource],
+        into: StateSnapshot | None,
         *,
         quorum_id: int,
         step: int,
@@ -128,14 +134,14 @@ class Fetch:
         self._progress = progress or (lambda done, total: None)
         self._lock = threading.Condition()
         self._header = b""
-        self._manifest: Manifest | None = None
+        self._manifest: StateManifest | None = None
         self._body: TensorPayload | None = None
         self._open: set[int] = set()  # chunks that nobody receives and nobody has
         self._flying: set[int] = set()
         self._touched = False
-        self._chosen: Source | None = None
+        self._chosen: StateSource | None = None
         self._equal = len(sources) == 1  # all sources are known to hold the same
-        self._digests: dict[Source, bytes] = {}
+        self._digests: dict[StateSource, bytes] = {}
         self._verified_bytes = 0
         self._ended = 0
         self.stopped = ""
@@ -189,7 +195,7 @@ class Fetch:
             if self._body is None:
                 assert self.into is not None
                 try:
-                    manifest = Manifest.parse(header)
+                    manifest = StateManifest.parse(header)
                     self._body = self.into.body_for(manifest)
                 except FormatError as error:
                     raise SourceUnlike(str(error)) from None
@@ -199,7 +205,7 @@ class Fetch:
                 raise SourceFailed("its state is another than the first source's")
             return self._body
 
-    def compare(self, source: Source, digests: bytes) -> None:
+    def compare(self, source: StateSource, digests: bytes) -> None:
         """The digests of all chunks of a source. The last source to send its own lets the others give chunks, if all are the same."""
         with self._lock:
             manifest = self._manifest
@@ -264,7 +270,7 @@ class Fetch:
             self._progress(self._verified_bytes, self._manifest.total_bytes)
             self._lock.notify_all()
 
-    def ended(self, source: Source) -> None:
+    def ended(self, source: StateSource) -> None:
         """A source's thread is at its end. Was it the chosen one, and may the other hold something else, then all comes from that one."""
         with self._lock:
             self._ended += 1
@@ -276,7 +282,7 @@ class Fetch:
 class _FromSource:
     """A thread and its connection to a source."""
 
-    def __init__(self, fetch: Fetch, source: Source, *, backwards: bool = False) -> None:
+    def __init__(self, fetch: Fetch, source: StateSource, *, backwards: bool = False) -> None:
         self.source, self.failure, self.unlike = source, "", False
         self._fetch, self._backwards = fetch, backwards
         self._damaged = 0

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ft.healing.capture import Snapshot, StagingBuffer, TensorPayload
-from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, Manifest, digest
+from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
+from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.transport import (
     SEAL_BYTES,
     CheckpointOffer,
@@ -33,7 +33,7 @@ from ft.healing.transport import (
     HealFailed,
     Progress,
     Reader,
-    Source,
+    StateSource,
     Transport,
 )
 
@@ -45,7 +45,7 @@ MAX_AGAIN = 64  # chunks in one round; more are no accident
 log = logging.getLogger("pharos.healing")
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """The calls that are needed of a process group (ft/process_groups/base.py has them)."""
 
     def configure(self, store: Any, rank: int, size: int) -> None: ...
@@ -58,12 +58,12 @@ class PgTransport(Transport):
     """`make`: a new process group, not configured yet. `address`: of a store that joiners reach, "host:port/prefix"."""
 
     def __init__(
-        self, make: Callable[[], Group], address: str, replica_id: str, config: HealConfig | None = None
+        self, make: Callable[[], TransferGroup], address: str, replica_id: str, config: HealConfig | None = None
     ) -> None:
         super().__init__(replica_id, config)
         self._make, self._address = make, address
         self._senders: list[_Sender] = []
-        self._receiving: Group | None = None
+        self._receiving: TransferGroup | None = None
         self._stopped = ""
         self._lock = threading.Lock()
 
@@ -71,7 +71,7 @@ class PgTransport(Transport):
     def address(self) -> str:
         return self._address
 
-    def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
         super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         assert self._offer is not None
         for reader in readers:
@@ -84,7 +84,13 @@ class PgTransport(Transport):
             self._senders.pop().group.abandon(reason)  # wakes its thread, whatever it waits for
 
     def fetch(
-        self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
+        self,
+        sources: Sequence[StateSource],
+        into: StateSnapshot,
+        *,
+        quorum_id: int,
+        step: int,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Asks one source after the other, until one gives all."""
         failed: dict[str, str] = {}
@@ -119,7 +125,7 @@ class PgTransport(Transport):
         blame = () if stopped else tuple(failed)
         raise HealFailed(reason, touched=touched, blame=blame, unlike=bool(blame) and unlike)
 
-    def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
+    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
         """Does nothing: a sender sees its group end, and serves no reader a second time."""
 
     def stop(self, reason: str) -> None:
@@ -139,7 +145,7 @@ def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) ->
     return f"{address}/heal/{quorum_id}/{step}/{source}/{joiner}"
 
 
-def _messages(manifest: Manifest) -> Iterator[tuple[int, int]]:
+def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
     """(first, last) chunk: both sides see the same. Chunks inside one tensor go together, one that holds several goes alone."""
     first = 0
     while first < manifest.chunks:
@@ -157,7 +163,7 @@ def _messages(manifest: Manifest) -> Iterator[tuple[int, int]]:
 class _Sender:
     """A joiner's thread in the source."""
 
-    def __init__(self, group: Group, store: str, offer: CheckpointOffer, name: str) -> None:
+    def __init__(self, group: TransferGroup, store: str, offer: CheckpointOffer, name: str) -> None:
         self.group, self._store, self._offer, self._name = group, store, offer, name
         self._tag = 0
         self._thread = threading.Thread(target=self._run, name="heal-sender", daemon=True)
@@ -243,7 +249,7 @@ class _Sender:
 class _Receiver:
     """The joiner's side. Raises RuntimeError and ValueError for whatever is wrong."""
 
-    def __init__(self, group: Group, into: Snapshot, progress: Progress) -> None:
+    def __init__(self, group: TransferGroup, into: StateSnapshot, progress: Progress) -> None:
         self._group, self._into, self._progress = group, into, progress
         self._tag = 0
         self.touched = False
@@ -253,7 +259,7 @@ class _Receiver:
         if not 0 < length <= MAX_HEADER_BYTES:
             raise FormatError(f"a header of {length} bytes")
         data = self._receive(length + SEAL_BYTES)
-        manifest, seal = Manifest.parse(data[:length]), data[length:]
+        manifest, seal = StateManifest.parse(data[:length]), data[length:]
         body = self._into.body_for(manifest)
         self.touched = True
         damaged = self._receive_messages(body, list(_messages(manifest)))

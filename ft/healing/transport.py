@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ft.healing.capture import Snapshot, StagingBuffer
+from ft.healing.capture import StagingBuffer, StateSnapshot
 from ft.healing.format import CHUNK_BYTES, digest
 
 SEAL_BYTES = 16
@@ -70,7 +70,7 @@ class HealConfig:
 
 
 @dataclass(frozen=True)
-class Source:
+class StateSource:
     """A rank that has the state. `address`: its transport's, from checkpoint_metadata."""
 
     replica_id: str
@@ -94,13 +94,19 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(
-        self, sources: Sequence[Source], into: Snapshot, *, quorum_id: int, step: int, progress: Progress | None = None
+        self,
+        sources: Sequence[StateSource],
+        into: StateSnapshot,
+        *,
+        quorum_id: int,
+        step: int,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
         same bits. Returns, after every byte has been verified, the argument of State.load. Raises HealFailed."""
 
     @abstractmethod
-    def tell_done(self, sources: Sequence[Source], *, quorum_id: int, step: int) -> None:
+    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
         """Tells the sources that nothing more of that offer will be read here, whether all has come or none: no fence then waits for this
         joiner. A source that is slow to hear it is not waited for. `fetch` calls it by itself where it has received everything."""
 
@@ -112,7 +118,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Ends all threads and connections. May be called twice."""
 
-    def offer(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
         self._offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
@@ -156,7 +162,7 @@ class Reader:
 class CheckpointOffer:
     """A state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
 
-    def __init__(self, snapshot: Snapshot, *, quorum_id: int, step: int, readers: int) -> None:
+    def __init__(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: int) -> None:
         self.quorum_id, self.step = quorum_id, step
         self.seal = secrets.token_bytes(SEAL_BYTES)
         self.manifest, self.body = snapshot.manifest, snapshot.body()

@@ -87,7 +87,7 @@ class QuorumRecord:
 
     def fail(self, why: str, *except_ids: str) -> None:
         self.failed = True
-        self._notify(self._alive(except_ids), m.Abandoned(self.quorum.quorum_id, why))
+        self._notify(self._alive(except_ids), m.GenerationAborted(self.quorum.quorum_id, why))
 
     def finish(self, replica_id: str) -> None:
         """A member has left: the run is over, and saved."""
@@ -108,19 +108,19 @@ class QuorumRecord:
         if old:
             out = tuple(i for i in old.ids if i not in self._roster.previous and i in self._roster.peers)
             why = f"quorum {self.quorum.quorum_id} was formed without this group"
-            self._notify(out, m.Abandoned(old.quorum_id, why))
+            self._notify(out, m.GenerationAborted(old.quorum_id, why))
 
     def bring_up_to_date(self, replica_id: str, known: int) -> None:
         """A stream starts with all that its group may have missed. `known`: the newest quorum that it knows of, 0: none."""
         quorum, me = self.quorum, (replica_id,)
         if replica_id not in self._roster.previous:
             if known:
-                self._notify(me, m.Abandoned(known, f"quorum {quorum.quorum_id} goes on without this group"))
+                self._notify(me, m.GenerationAborted(known, f"quorum {quorum.quorum_id} goes on without this group"))
             return
         if self.lost:
             self._notify(me, m.MemberLost(quorum.quorum_id, tuple(self.lost), self._lost_why))
         if self.failed:
-            self._notify(me, m.Abandoned(quorum.quorum_id, "the generation failed"))
+            self._notify(me, m.GenerationAborted(quorum.quorum_id, "the generation failed"))
         if self._finished:
             self._notify(me, m.Finished(quorum.quorum_id, self._finished))
         if self._change:

@@ -272,7 +272,7 @@ class Group:
         if self._held:
             self._decide(replace(self._held, verdict="failed", reason=f"lost before the commit: {why}"))
         elif self.quorum:
-            self._tell_ranks(m.Abandoned(self.quorum.quorum_id, self.reason))
+            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, self.reason))
         if self._calling:
             member = replace(self._calling.member, replica_id=self.replica_id)
             self._calling, self._called_s = replace(self._calling, member=member), now_s
@@ -367,7 +367,7 @@ class Group:
         for rank in sorted(asking):
             self._emit(m.AnswerVote(rank, outcome))
         if outcome.verdict == "failed" and outcome.kind != "healed":
-            self._tell_ranks(m.Abandoned(outcome.quorum_id, outcome.reason), asking)
+            self._tell_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
     def _cut_off(self, now_s: float) -> bool:
@@ -385,7 +385,7 @@ class Group:
                 self._early = [n for n in self._early if n.quorum_id == notice.quorum_id and n != notice] + [notice]
                 self._overtaken(notice.quorum_id)
             return
-        if self._held and isinstance(notice, m.Abandoned):
+        if self._held and isinstance(notice, m.GenerationAborted):
             self._decide(replace(self._held, verdict="failed", reason=f"cut off before the commit: {notice.reason}"))
         self._tell_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
@@ -394,7 +394,7 @@ class Group:
         """A newer quorum than this group's counts on it, so its own is over: its ranks must not wait on that one."""
         if self.quorum and quorum_id > self.quorum.quorum_id:
             why = f"quorum {quorum_id} was formed"
-            self._tell_ranks(m.Abandoned(self.quorum.quorum_id, why))
+            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
 
     def _tell_ranks(self, notice: Notice, except_ranks: set[int] | None = None) -> None:
         """Once each; a rank whose stream opens later gets it then."""
@@ -452,7 +452,7 @@ class Group:
         elif self._calling:
             self._let_go()
         elif self.quorum:
-            self._tell_ranks(m.Abandoned(self.quorum.quorum_id, why))
+            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
 
     def _let_go(self) -> None:
         self._answer_all(None)
@@ -510,7 +510,7 @@ _HANDLERS = cast(
         m.BeatAnswered: Group._on_beat,
         m.Tick: Group._on_tick,
         m.MemberLost: Group._on_notice,
-        m.Abandoned: Group._on_notice,
+        m.GenerationAborted: Group._on_notice,
         m.ChangeAnnounced: Group._on_notice,
         m.Finished: Group._on_notice,
     },

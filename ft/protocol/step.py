@@ -576,7 +576,7 @@ class Step:
 
     # ---- what may come at any time
 
-    def _on_broken(self, notice: m.MemberLost | m.Abandoned, now_s: float) -> None:
+    def _on_broken(self, notice: m.MemberLost | m.GenerationAborted, now_s: float) -> None:
         """Interrupts a generation that cannot complete. Sums that are complete all the same are voted on as usual."""
         if self._is_early(notice) or not self._is_of_this_quorum(notice) or self._failed or self._doomed:
             return
@@ -672,7 +672,7 @@ _ALWAYS: dict[type[Event], _Handler] = {
     Outcome: Step._on_outcome,  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
     m.HealEnded: Step._on_heal_ended,
     m.MemberLost: Step._on_broken,
-    m.Abandoned: Step._on_broken,
+    m.GenerationAborted: Step._on_broken,
     m.ChangeAnnounced: Step._on_change,
     m.Finished: Step._on_finished,
     m.Leaving: Step._on_leaving,

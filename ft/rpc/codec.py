@@ -39,7 +39,7 @@ _FIGURES = ("median_step_s", "phase_limit_s", "goodput_s", "wall_s")  # of a Rep
 _BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {
     "member_lost": m.MemberLost,
-    "abandoned": m.Abandoned,
+    "abandoned": m.GenerationAborted,
     "change_announced": m.ChangeAnnounced,
     "finished": m.Finished,
 }

@@ -48,7 +48,7 @@ Tells groups that train together which of them take part.
 
 
 @dataclass(frozen=True)
-class Options:
+class LighthouseOptions:
     """A lighthouse's rules, addresses, access, state file and page."""
 
     config: LighthouseConfig
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def read_options(argv: Sequence[str]) -> Options:
+def read_options(argv: Sequence[str]) -> LighthouseOptions:
     """Raises ValueError: one line that says what is legal."""
     given = parser().parse_args(argv)
     if given.min_replicas is None:
@@ -106,7 +106,7 @@ def read_options(argv: Sequence[str]) -> Options:
     )
     http = _http_at(given.http, at, access)
     state = _state_path(given.state_file, at[0].port, given.recover)  # last, for it may make the folder
-    return Options(config, at, access, state, given.lower_terms, given.recover, http, given.http is not None)
+    return LighthouseOptions(config, at, access, state, given.lower_terms, given.recover, http, given.http is not None)
 
 
 def parser() -> argparse.ArgumentParser:

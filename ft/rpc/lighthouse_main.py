@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint, try_to_listen
 from ft.rpc.driver import Driver, Seen
-from ft.rpc.lighthouse_flags import Options, complain, read_options
+from ft.rpc.lighthouse_flags import LighthouseOptions, complain, read_options
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import Server
 from ft.rpc.state_file import TakenOver
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _run(options: Options) -> None:
+async def _run(options: LighthouseOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -61,7 +61,7 @@ async def _run(options: Options) -> None:
         await until_stopped(service.driver, stop)
 
 
-def _say_where(options: Options, port: int) -> None:
+def _say_where(options: LighthouseOptions, port: int) -> None:
     if options.access.token:
         who = "whoever has the token"
     elif options.access.insecure:
@@ -81,7 +81,9 @@ def _address(at: Endpoint, access: Access) -> str:
 
 
 @asynccontextmanager
-async def serve(options: Options, *, seen: Seen | None = None) -> AsyncIterator[tuple[LighthouseService, int]]:
+async def serve(
+    options: LighthouseOptions, *, seen: Seen | None = None
+) -> AsyncIterator[tuple[LighthouseService, int]]:
     """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
     which raises state_file.TakenOver when another one goes on from the same file."""
     for at in options.at:

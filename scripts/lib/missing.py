@@ -31,7 +31,7 @@ def requirements(text: str, extra: str = "") -> list[tuple[str, str]]:
 
 
 def fits(installed: str, bounds: str) -> bool:
-    """Whether a version lies in ">=a,<b"; a local part ("+cpu") and pre-release letters do not count."""
+    """True when a version lies in ">=a,<b"; a local part ("+cpu") and pre-release letters do not count."""
     have = _numbers(installed)
     for bound in filter(None, bounds.split(",")):
         limit = _numbers(bound.lstrip("<>="))
@@ -45,7 +45,7 @@ def _numbers(version_text: str) -> tuple[int, ...]:
 
 
 def lacks(name: str, bounds: str) -> str | None:
-    """What to say of one requirement, or None where it is met."""
+    """The message about one requirement, or None where it is met."""
     try:
         installed = version(name)
     except PackageNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.lighthouse_flags import Options
+from ft.rpc.lighthouse_flags import LighthouseOptions
 from ft.rpc.lighthouse_http import serve_http
 from ft.rpc.lighthouse_main import serve, until_stopped
 from ft.rpc.lighthouse_service import LighthouseService
@@ -44,7 +44,7 @@ class House:
     async def _run(self, config: LighthouseConfig, port: int) -> None:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         access = Access(self.token)
-        async with serve(Options(config, [Endpoint("127.0.0.1", 0)], access)) as (self.service, grpc_port):
+        async with serve(LighthouseOptions(config, [Endpoint("127.0.0.1", 0)], access)) as (self.service, grpc_port):
             self.address = f"http://127.0.0.1:{grpc_port}"
             async with serve_http(self.service, access, [Endpoint("127.0.0.1", port)], must=True) as self.port:
                 self._started.set()

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ft.agreement import Agreement
 from ft.compat.lighthouse_server import LighthouseServer
-from ft.manager import Manager, Options
+from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.inline import ProcessGroupGloo
@@ -137,7 +137,7 @@ class Rank(Trained):
             times=self.times,
             every_step=self.every_step,
         )
-        options = Options(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
+        options = ManagerOptions(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
         self.manager = self.make(
             self.group(),
             config,

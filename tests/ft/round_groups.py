@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ft.compat.lighthouse_server import LighthouseServer
 from ft.fragment_gradients import FragmentGradients
-from ft.manager import Manager, Options
+from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
@@ -117,7 +117,7 @@ class Group(Trained):
         self.manager = Manager(
             ProcessGroupGloo(),
             config,
-            Options(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
+            ManagerOptions(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
             gradients=FragmentGradients(quantized=self.quantized, bucket_bytes=self.bucket_bytes),
             seen=lambda now_s, event, out: self.events.append(event),
         )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ft.healer import Healer
-from ft.manager import Manager, Options
+from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
@@ -367,7 +367,7 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
         manager = Manager(
             ProcessGroupGloo(),
             config,
-            Options(slot_size=SLOT, dies_with_group=False),
+            ManagerOptions(slot_size=SLOT, dies_with_group=False),
             restore=lambda: manager.load_state_dict(to_checkpoint(state)),
         )
         with closing(manager):

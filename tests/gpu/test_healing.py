@@ -93,6 +93,6 @@ def test_what_was_queued_before_the_offer_is_in_it_and_what_computes_after_it_ho
 
 
 def _named(transport: Any) -> Any:
-    from ft.healing.transport import Source
+    from ft.healing.transport import StateSource
 
-    return Source("a", transport.address)
+    return StateSource("a", transport.address)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ft.healing.capture import Snapshot, State
+from ft.healing.capture import State, StateSnapshot
 from ft.healing.format import CHUNK_BYTES
 
 WORDS = CHUNK_BYTES // 4  # fp32 numbers in a chunk
@@ -25,7 +25,7 @@ class Group:
         for name in self.values:
             self.state.register(name, lambda name=name: self.values[name], lambda it, name=name: self._load(name, it))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StateSnapshot:
         return self.state.snapshot()
 
     def _load(self, name: str, value: Any) -> None:

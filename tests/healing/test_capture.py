@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft.healing.capture import StagingBuffer, State, TensorPayload
-from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, Manifest
+from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, StateManifest
 from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
 
@@ -18,7 +18,7 @@ from tests.healing.states import WORDS, Group, equal, large
 def copy_over(source: Group, joiner: Group) -> dict[str, Any]:
     """A heal without a wire: what the source's chunks hold, where the joiner wants them."""
     offered, into = source.snapshot(), joiner.snapshot()
-    theirs = Manifest.parse(offered.manifest.encode())
+    theirs = StateManifest.parse(offered.manifest.encode())
     give, take = offered.body(), into.body_for(theirs)
     ours, other = StagingBuffer(give), StagingBuffer(take)
     for chunk in range(theirs.chunks):

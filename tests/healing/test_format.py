@@ -16,7 +16,7 @@ from ft.healing.format import (
     DTYPES,
     MAX_HEADER_BYTES,
     FormatError,
-    Manifest,
+    StateManifest,
     digest,
     from_json,
     lay_out,
@@ -27,7 +27,7 @@ from ft.healing.format import (
 def header(**changes: Any) -> dict[str, Any]:
     entries = lay_out([("m/a", torch.float32, (3, 4)), ("m/b", torch.bfloat16, ()), ("m/c", torch.int64, (0, 5))])
     values = {"m": {"dict": [["a", {"tensor": 0}], ["b", {"tensor": 1}], ["c", {"tensor": 2}], ["lr", 0.1]]}}
-    return json.loads(Manifest(entries, values).encode()) | changes
+    return json.loads(StateManifest(entries, values).encode()) | changes
 
 
 def tensors(*changes: tuple[int, int, Any]) -> dict[str, Any]:
@@ -39,14 +39,14 @@ def tensors(*changes: tuple[int, int, Any]) -> dict[str, Any]:
 
 
 def test_round_trip():
-    manifest = Manifest.parse(json.dumps(header()).encode())
+    manifest = StateManifest.parse(json.dumps(header()).encode())
     assert [(e.name, e.dtype, e.shape, e.offset) for e in manifest.entries] == [
         ("m/a", "float32", (3, 4), 0),
         ("m/b", "bfloat16", (), 64),
         ("m/c", "int64", (0, 5), 128),
     ]
     assert manifest.total_bytes == 128 and manifest.chunks == 1
-    assert Manifest.parse(manifest.encode()) == manifest
+    assert StateManifest.parse(manifest.encode()) == manifest
 
 
 HOSTILE = {
@@ -94,7 +94,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_header_is_refused(case: str):
     with pytest.raises(FormatError):
-        Manifest.parse(json.dumps(HOSTILE[case]).encode())
+        StateManifest.parse(json.dumps(HOSTILE[case]).encode())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_hostile_header_is_refused(case: str):
 )
 def test_what_is_no_json_of_ours_is_refused(data: bytes):
     with pytest.raises(FormatError):
-        Manifest.parse(data)
+        StateManifest.parse(data)
 
 
 JSON = st.recursive(
@@ -149,10 +149,10 @@ def test_any_bytes_may_be_changed(data: st.DataObject):
 def parse_or_refuse(data: bytes) -> None:
     """What is taken is as good as ours: it lies in order, it is written back, and its values can be made."""
     try:
-        manifest = Manifest.parse(data)
+        manifest = StateManifest.parse(data)
     except FormatError:
         return
-    assert Manifest.parse(manifest.encode()) == manifest
+    assert StateManifest.parse(manifest.encode()) == manifest
     end = 0
     for entry in manifest.entries:
         assert end <= entry.offset < end + 64 and entry.dtype in DTYPES
@@ -178,8 +178,8 @@ VALUES = st.recursive(
 def test_values_come_back_exactly(value: Any):
     """repr tells -0.0 from 0.0, 1 from 1.0 and True, a tuple from a list; and a float's is exact."""
     names: list[str] = []
-    manifest = Manifest((), {"x": to_json(value, "x", lambda name, _: names.append(name))})
-    back = from_json(Manifest.parse(manifest.encode()).values["x"], [])
+    manifest = StateManifest((), {"x": to_json(value, "x", lambda name, _: names.append(name))})
+    back = from_json(StateManifest.parse(manifest.encode()).values["x"], [])
     assert repr(back) == repr(value)
 
 
@@ -244,7 +244,7 @@ def test_digest_sees_every_flipped_bit_and_misplaced_chunk():
 
 def test_pieces_cover_the_body():
     shapes = [(300_000,), (), (0,), (700_001,), (3, 3), (1_000_000,)]
-    manifest = Manifest(lay_out([(str(i), torch.float32, shape) for i, shape in enumerate(shapes)]))
+    manifest = StateManifest(lay_out([(str(i), torch.float32, shape) for i, shape in enumerate(shapes)]))
     seen: dict[int, list[tuple[int, int]]] = {}
     for chunk in range(manifest.chunks):
         for index, low, high in manifest.pieces(*manifest.span(chunk)):

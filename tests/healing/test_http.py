@@ -23,7 +23,7 @@ from ft.healing.transport import (
     Fenced,
     HealConfig,
     HealFailed,
-    Source,
+    StateSource,
     Withdrawn,
 )
 from ft.rpc.access import Access
@@ -218,7 +218,7 @@ def test_who_will_never_read_keeps_no_commit_waiting(world: World, sources: int)
     config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
     offered = [world.source(large(1, chunks=4), name=f"s{i}", config=config) for i in range(sources)]
     transport, joiner = world.transport("j"), large(2, chunks=3)
-    named = [Source(f"s{i}", one.address) for i, one in enumerate(offered)]
+    named = [StateSource(f"s{i}", one.address) for i, one in enumerate(offered)]
     with pytest.raises(HealFailed) as failed:
         transport.fetch(named, joiner.snapshot(), quorum_id=3, step=7)
     assert failed.value.unlike

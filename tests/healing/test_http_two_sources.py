@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ft.healing import http_server, http_transport
-from ft.healing.transport import Fenced, HealConfig, Source
+from ft.healing.transport import Fenced, HealConfig, StateSource
 from tests.healing.http_world import MIB, World, commit, heal
 from tests.healing.proxy import Spoil, cut, hold
 from tests.healing.states import equal, large
@@ -73,7 +73,7 @@ def test_who_is_too_slow():
     """Against what the waiting one took for a chunk; where that one was not let yet, against silence."""
     config = HealConfig(heal_grace_s=30.0)
     fetch: Any = SimpleNamespace(config=config)
-    one, other = (http_transport._FromSource(fetch, Source(name, "")) for name in "ab")
+    one, other = (http_transport._FromSource(fetch, StateSource(name, "")) for name in "ab")
     now_s = time.monotonic()
     assert not other.is_too_slow_for(one, now_s - 100), "it receives nothing"
     other._stripe, other._moved_s = range(64), now_s
@@ -133,7 +133,7 @@ def gate(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert gate.wait(30)
         tell(self, *asked)
 
-    def compares(self: Any, source: Source, digests: bytes) -> None:
+    def compares(self: Any, source: StateSource, digests: bytes) -> None:
         compare(self, source, digests)
         if len(self._digests) == 2:
             compared.set()

@@ -13,7 +13,7 @@ import torch
 
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.pg_transport import PgTransport
-from ft.healing.transport import Fenced, HealConfig, HealFailed, Source
+from ft.healing.transport import Fenced, HealConfig, HealFailed, StateSource
 from tests.healing.states import Group, equal, large
 from tests.multiproc.pool import Pool
 
@@ -107,7 +107,7 @@ def pair(group: Group, config: HealConfig | None = None, spoil: Any = None) -> t
 
 def heal(source: PgTransport, transport: PgTransport, joiner: Group, **asked: int) -> None:
     given = {"quorum_id": 3, "step": 7} | asked
-    joiner.state.load(transport.fetch([Source("a", source.address)], joiner.snapshot(), **given))
+    joiner.state.load(transport.fetch([StateSource("a", source.address)], joiner.snapshot(), **given))
 
 
 def test_a_whole_state():
@@ -247,7 +247,7 @@ def over_gloo(address: str, leaves: bool) -> Any:
             dist.barrier()
             return transport.fence().name
         try:
-            values = transport.fetch([Source("a", address)], joiner.snapshot(), quorum_id=3, step=7, progress=meet)
+            values = transport.fetch([StateSource("a", address)], joiner.snapshot(), quorum_id=3, step=7, progress=meet)
             return equal(values, source.values)
         except HealFailed as failed:
             return failed.touched, failed.blame

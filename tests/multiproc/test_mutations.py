@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Partial
 
 from bench import parity, parity_worker
-from bench.parity_worker import Case, Seen, Task, beside, local
+from bench.parity_worker import ParityCase, Seen, Task, beside, local
 from models import llama, ops
 from parallelisms import context, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
@@ -213,7 +213,7 @@ def found(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer:
     return parity.judge(chosen, truth, seen).problems
 
 
-def broken(wrong: str, task: Task, chosen: Case) -> Seen:
+def broken(wrong: str, task: Task, chosen: ParityCase) -> Seen:
     """On a rank."""
     with pytest.MonkeyPatch.context() as patch:
         globals()[wrong](patch)

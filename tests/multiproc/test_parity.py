@@ -13,7 +13,7 @@ import pytest
 
 from bench import parity
 from bench.parity_layouts import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
-from bench.parity_worker import Case, Task
+from bench.parity_worker import ParityCase, Task
 from models import llama
 from tests.multiproc.pool import Pool
 from training.optimizer import OptimizerConfig
@@ -55,7 +55,7 @@ def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout
     assert 0 < verdict.worst.share < 1  # something was compared, and another order of sums leaves a trace
 
 
-def case(task: Task, layout: str, optimizer: str) -> Case:
+def case(task: Task, layout: str, optimizer: str) -> ParityCase:
     [found] = [
         case
         for ranks in (1, 2, 4)

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ft import LighthouseServer
 from ft.grad_buffers import local_of
 from ft.gradients import Gradients
-from ft.manager import Manager, Options
+from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
@@ -68,7 +68,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
             seen.given_up.append(manager.step)
 
     config = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
-    options = Options(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
+    options = ManagerOptions(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
     manager = Manager(between, config, options, store=store, gradients=Gradients(bucket_bytes=2000), seen=notes)
     parallel = pipeline(schedule)
     parameters = [parameter for part in parallel.parts for parameter in part.parameters()]

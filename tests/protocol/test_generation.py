@@ -90,7 +90,9 @@ def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_ov
     assert notices(again.say(m.StreamOpened("c:1", older))) == []
     said = again.say(m.StreamOpened("a:1", newer))
     [told] = [effect for effect in said if isinstance(effect, m.Notify) and "c:1" in effect.replica_ids]
-    assert told.notice == m.Abandoned(older.quorum_id, f"quorum {newer.quorum_id} was formed without this group")
+    assert told.notice == m.GenerationAborted(
+        older.quorum_id, f"quorum {newer.quorum_id} was formed without this group"
+    )
 
 
 OURS, OTHER = (("layout", "1"), ("lr", "1")), (("layout", "2"), ("lr", "1"))
@@ -364,7 +366,7 @@ def test_who_was_left_out_before_a_restart_gives_its_name_back_too():
     before.calls("ab", 1, known=1, failed=True)
     before.beats("abc", 4)
     again = Talk(saved=before.machine.saved)
-    assert notices(again.say(m.StreamOpened("c:1", first))) == [("Abandoned", ("c:1",))]
+    assert notices(again.say(m.StreamOpened("c:1", first))) == [("GenerationAborted", ("c:1",))]
     again.beats("abc", 59)
     assert [code for code, _ in refusals(again.call("c", id_=2))] == ["ALREADY_EXISTS"]
     again.beats("abc", 61)
@@ -453,7 +455,7 @@ def test_members_that_ask_and_members_that_wait_for_them_are_freed():
     talk.call("a", step=1, known=1)
     talk.say(m.Report("b:1", 1, 1, waiting=True))
     said = talk.beats("ab", 5)
-    assert ("Abandoned", ("b:1",)) in notices(said)
+    assert ("GenerationAborted", ("b:1",)) in notices(said)
     talk.call("b", step=1, known=1, failed=True)
     assert talk.quorum == (2, "ab")
 
@@ -475,14 +477,14 @@ def test_members_that_wait_for_one_that_has_left_are_freed():
         talk.say(m.Report(f"{name}:1", 1, 1, waiting=True))
     said = talk.beats("ab", 1.9)
     assert notices(said) == []
-    assert ("Abandoned", ("a:1", "b:1")) in notices(talk.beats("ab", 2.3))
+    assert ("GenerationAborted", ("a:1", "b:1")) in notices(talk.beats("ab", 2.3))
 
 
 def test_a_member_that_has_gone_on_since_it_was_put_in_is_put_in_anew():
     """Found by simulation: it got the answer again, which said to go on from a state that was no longer its own, without healing."""
     talk = formed("ab")
     said = talk.call("a", step=1)
-    assert notices(said) == [("Abandoned", ("b:1",))]
+    assert notices(said) == [("GenerationAborted", ("b:1",))]
     talk.call("b", known=1, failed=True)
     assert talk.quorum == (2, "ab") and talk.machine.quorum is not None
     assert talk.machine.quorum.reference == (1, 1, "c1")

@@ -279,7 +279,7 @@ def test_a_lost_group_returns_under_another_id():
     machine = joined()
     effects = said(machine, m.LighthouseRefused("a:1", "LOST", "silent for 5 s"))
     assert effects[0] == m.CloseStream()  # the name is free, until all ranks ask
-    assert {type(e.notice) for e in effects[1:] if isinstance(e, m.NotifyRank)} == {m.Abandoned}
+    assert {type(e.notice) for e in effects[1:] if isinstance(e, m.NotifyRank)} == {m.GenerationAborted}
     ask(machine, 0, known=1, failed=True)
     [opened, call] = ask(machine, 1, known=1, failed=True)
     assert opened == m.OpenStream("a:1.1") and isinstance(call, m.CallLighthouse)
@@ -425,15 +425,15 @@ def test_notices_reach_each_rank_once_and_only_in_their_generation():
     lost = m.MemberLost(1, ("b:1",))
     assert said(machine, lost) == [m.NotifyRank(0, lost), m.NotifyRank(1, lost)]
     assert said(machine, lost) == []
-    assert said(machine, m.Abandoned(0)) == []
+    assert said(machine, m.GenerationAborted(0)) == []
     assert said(machine, m.RankStream(0, True)) == [m.NotifyRank(0, lost)]  # a new stream starts with what holds
 
 
-@pytest.mark.parametrize("sign", [m.Abandoned(2), m.ChangeAnnounced(2), m.LighthouseAnswered(quorum(2))])
+@pytest.mark.parametrize("sign", [m.GenerationAborted(2), m.ChangeAnnounced(2), m.LighthouseAnswered(quorum(2))])
 def test_a_newer_quorum_that_counts_on_this_group_ends_its_generation(sign: m.Event):
     """Found by simulation: the group was put in by a late copy of its call. It waited in the old collective, the others in the new."""
     machine = joined()
-    over = m.Abandoned(1, "quorum 2 was formed")
+    over = m.GenerationAborted(1, "quorum 2 was formed")
     assert said(machine, sign) == [m.NotifyRank(0, over), m.NotifyRank(1, over)]
     assert said(machine, sign) == []
 

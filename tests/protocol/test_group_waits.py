@@ -98,7 +98,7 @@ def test_sigterm_while_sums_are_waited_for_ends_the_generation_and_lets_the_rank
     said(machine, m.SumsAwaited(True), 10)
     said(machine, m.WantsToLeave(), 11)
     told = [e for e in said(machine, m.Tick(), 13) if isinstance(e, m.NotifyRank)]
-    assert [(e.group_rank, type(e.notice)) for e in told] == [(0, m.Abandoned), (1, m.Abandoned)]
+    assert [(e.group_rank, type(e.notice)) for e in told] == [(0, m.GenerationAborted), (1, m.GenerationAborted)]
     assert [e for e in said(machine, m.Tick(), 14) if isinstance(e, m.NotifyRank)] == [], "once"
     said(machine, vote(0, "failed"), 14)
     ask(machine, 0, known=1, failed=True)

@@ -251,7 +251,7 @@ def test_silence_is_a_loss_after_the_heartbeat_timeout():
 
 def test_a_failed_generation_is_told_once_and_gets_a_new_id():
     talk = formed("abc")
-    assert notices(talk.call("a", known=1, failed=True)) == [("Abandoned", ("b:1", "c:1"))]
+    assert notices(talk.call("a", known=1, failed=True)) == [("GenerationAborted", ("b:1", "c:1"))]
     assert talk.call("b", known=1, failed=True) == []
     talk.call("c", known=1)
     assert talk.quorum == (2, "abc")
@@ -333,7 +333,7 @@ def test_who_was_left_out_is_told():
     talk.calls("ab", known=1)
     said = talk.beats("abc", 10.2)
     assert talk.quorum == (2, "ab")
-    assert ("Abandoned", ("c:1",)) in notices(said)
+    assert ("GenerationAborted", ("c:1",)) in notices(said)
 
 
 # ------------------------------------------------------------------------------------------------ refusals

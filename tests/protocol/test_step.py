@@ -218,7 +218,7 @@ def test_completion_beats_notices():
     rank.see(Computed((10.0,), 25.0))
     rank.see(m.MemberLost(1, ("b:1",)))
     assert only(m.CastVote, rank.reduced(10, 10, 50, 2, 0)).vote.verdict == "yes"
-    assert rank.see(m.Abandoned(1)) == []
+    assert rank.see(m.GenerationAborted(1)) == []
     assert names(rank.outcome("commit")) == ["CommitStep"]
 
 
@@ -227,7 +227,7 @@ def test_a_notice_between_two_steps_does_not_part_the_ranks_of_a_group():
     rank = Rank()
     rank.enter()
     rank.finish()
-    assert rank.see(m.Abandoned(1, "b asked")) == []
+    assert rank.see(m.GenerationAborted(1, "b asked")) == []
     assert names(rank.see(m.Begin())) == ["Compute"]
     assert only(m.CastVote, rank.see(Computed((10.0,), 25.0))).vote.verdict == "failed"
 

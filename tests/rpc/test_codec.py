@@ -26,7 +26,7 @@ WORDS = (
     m.Times,
     m.Call,
     m.MemberLost,
-    m.Abandoned,
+    m.GenerationAborted,
     m.ChangeAnnounced,
     m.RankCall,
     m.Part,
@@ -41,7 +41,7 @@ BYTES = {
     "Times": "ee5249978524f789",
     "Call": "48f6804e29edd3bd",
     "MemberLost": "2e3f5fa673e82332",
-    "Abandoned": "c15fbe5922143237",
+    "GenerationAborted": "c15fbe5922143237",
     "ChangeAnnounced": "c15fbe5922143237",
     "RankCall": "5dc68fc558d43f56",
     "Part": "b72bb1720c3a635a",
@@ -104,7 +104,7 @@ def test_the_wire_has_every_field_of_every_word():
     assert missing == {("Call", "kind")}
 
 
-@given(st.sampled_from([m.MemberLost, m.Abandoned, m.ChangeAnnounced]).flatmap(st.from_type))
+@given(st.sampled_from([m.MemberLost, m.GenerationAborted, m.ChangeAnnounced]).flatmap(st.from_type))
 def test_notices(notice: m.Notice):
     data = codec.notice_message(notice).SerializeToString()
     assert codec.notice_from(codec.parse(pharos_pb2.Notice, data)) == notice
@@ -150,7 +150,7 @@ def test_a_reason_is_sent_as_it_can_be_read(reason: str):
     machine.handle(m.LighthouseAnswered(m.Quorum(1, (m.Member("a:1"),))), 0.0)
     [outcome] = [x.outcome for x in machine.handle(read, 0.0).effects if isinstance(x, m.AnswerVote)]
     assert codec.from_bytes(m.Outcome, codec.to_message(outcome).SerializeToString()).verdict == "failed"
-    notice = codec.notice_message(m.Abandoned(1, f"lost ({reason}): returning"))
+    notice = codec.notice_message(m.GenerationAborted(1, f"lost ({reason}): returning"))
     assert codec.notice_from(notice).reason.startswith("lost (")
     assert codec.happened_message("commit", 1, reason).text == read.reason[: codec.MAX_WORDS]
 

@@ -21,7 +21,7 @@ from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import state_file
 from ft.rpc.access import Endpoint
 from ft.rpc.driver import Driver, PeriodicTimer
-from ft.rpc.lighthouse_flags import Options, read_options
+from ft.rpc.lighthouse_flags import LighthouseOptions, read_options
 from ft.rpc.lighthouse_main import serve
 from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Calls, Outbox, Pending
 
@@ -311,7 +311,7 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
     assert read_options(flags).state == Path("state.json")
 
     async def starts() -> None:
-        options = Options(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
+        options = LighthouseOptions(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
         async with serve(options) as (service, _):
             assert service.keeper is not None and "Read-only" in service.keeper.trouble
             waits = service.keeper.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
@@ -495,7 +495,7 @@ def test_who_was_replaced_ends_though_it_has_nothing_to_write(tmp_path: Path, mo
     path = tmp_path / "state.json"
 
     async def story() -> None:
-        options = Options(LighthouseConfig(tick_s=0.01), [Endpoint("127.0.0.1", 0)], state=path)
+        options = LighthouseOptions(LighthouseConfig(tick_s=0.01), [Endpoint("127.0.0.1", 0)], state=path)
         async with serve(options) as (service, _):
             state_file.take_over(path)
             with pytest.raises(state_file.TakenOver, match="started after this one"):

@@ -112,7 +112,7 @@ def test_two_groups_from_first_quorum_to_death(team: Callable[..., Team]):
     with pytest.raises(Stale, match="a vote for quorum 9"):
         a.ranks[0].vote(m.Vote(0, "commit", 9, 0, 0, "yes"), WAIT_S)
     assert vote(0, "failed", attempt=1).verdict == "failed", "the first no decides at once"
-    assert isinstance(a.heard.get(timeout=WAIT_S), m.Abandoned), "and is told to the other rank"
+    assert isinstance(a.heard.get(timeout=WAIT_S), m.GenerationAborted), "and is told to the other rank"
 
     os.kill(b.server.pid, signal.SIGKILL)
     lost = m.MemberLost(first, ("b:1",), "its connection broke")
@@ -164,7 +164,7 @@ def test_kill_needs_no_more_than_a_call(team: Callable[..., Team]):
     a = team("a")
     a.ranks[0].watch(a.heard.put, a.heard.put, pid=0)
     a.ranks[1].vote(m.Vote(1, "commit", 0, 0, 0, "failed"), WAIT_S)
-    assert isinstance(a.heard.get(timeout=WAIT_S), m.Abandoned), "so the stream is open"
+    assert isinstance(a.heard.get(timeout=WAIT_S), m.GenerationAborted), "so the stream is open"
     kill = torchft_pb2.KillRequest(msg="drill").SerializeToString()
     Wire(a.server.address).send("/torchft.ManagerService/Kill", kill)
     assert a.heard.get(timeout=WAIT_S) == "killed by request: drill"
@@ -333,7 +333,7 @@ def test_a_stream_that_breaks_before_its_hello_is_opened_again():
 
 def test_a_word_that_cannot_be_read_is_passed_over():
     """Of another version, by both ends: what comes after it is heard, and the stream stays open."""
-    known, strange = m.Abandoned(3, "over"), pharos_pb2.Notice()
+    known, strange = m.GenerationAborted(3, "over"), pharos_pb2.Notice()
     down = [pharos_pb2.Down(notice=strange), pharos_pb2.Down(notice=codec.notice_message(known))]
     rank_down = [pharos_pb2.RankDown(notice=strange), pharos_pb2.RankDown(notice=codec.notice_message(known))]
 

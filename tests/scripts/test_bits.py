@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.bits import QUICK, Job, apart, compare
+from bench.bits import QUICK, BitsJob, apart, compare
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
     assert found, done.stdout
 
     last = int(found[1])
-    killed, calm = (Job(tmp_path, "", f"both-{history}", QUICK[0], ()) for history in ("killed", "calm"))
+    killed, calm = (BitsJob(tmp_path, "", f"both-{history}", QUICK[0], ()) for history in ("killed", "calm"))
     assert compare(killed, calm, last)[1] == [] and apart(killed, calm, last) == 0
     shutil.rmtree(calm.checkpoint(last))
     shutil.copytree(calm.checkpoint(last - 20), calm.checkpoint(last))  # as if one step had trained on something else

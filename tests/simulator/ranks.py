@@ -151,7 +151,7 @@ class RankNode:
             self.word_s = self.world.now_s
             self.world.seen["event: Waits"] += 1  # no machine's, as Go
         else:
-            if isinstance(message, m.MemberLost | m.Abandoned):
+            if isinstance(message, m.MemberLost | m.GenerationAborted):
                 self._ended_quorum = max(self._ended_quorum, message.quorum_id)
             self.feed(message)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.drill_bounds import BOUNDS, in_time
-from bench.drill_diary import Diary, Line
+from bench.drill_diary import Diary, DiaryLine
 from bench.drill_faults import HARMS, Incident
 from ft.config import FaultTolerance
 from tests.unit.test_drill_rules import FAULT, commit, diaries
@@ -22,7 +22,7 @@ def made(gap_s: float, *, others: str = "01", until: int = 60) -> dict[str, Diar
     for name in others:
         steps = [commit(n, at_s=n * STEADY_S + (gap_s if n > 20 else 0.0)) for n in range(1, 2 * until)]
         found[name].ranks[0] = [line for line in steps if line.at_s <= until + gap_s]
-    found["2"].ranks[0] = [*(commit(n, at_s=n * STEADY_S) for n in range(1, 21)), Line("start", 50.0, 2, 0)]
+    found["2"].ranks[0] = [*(commit(n, at_s=n * STEADY_S) for n in range(1, 21)), DiaryLine("start", 50.0, 2, 0)]
     found["2"].ranks[0] += [commit(n, at_s=n * STEADY_S, pid=2) for n in range(104, 120)]
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.drill import read_arguments
-from bench.drill_diary import Diary, Line
+from bench.drill_diary import Diary, DiaryLine
 from bench.drill_faults import KINDS, Incident, plan
 from bench.drill_rules import (
     bitwise_equal,
@@ -36,15 +36,17 @@ FAULT = Incident(
 )
 
 
-def commit(step: int, *, digest: str = "", commit_id: str = "", at_s: float = 0.0, pid: int = 1) -> Line:
+def commit(step: int, *, digest: str = "", commit_id: str = "", at_s: float = 0.0, pid: int = 1) -> DiaryLine:
     """Step n comes at second n."""
-    return Line("commit", at_s or float(step), pid, step, commit_id or f"c{step}", digest or f"w{step}", contributors=3)
+    return DiaryLine(
+        "commit", at_s or float(step), pid, step, commit_id or f"c{step}", digest or f"w{step}", contributors=3
+    )
 
 
-def diaries(**changed: Sequence[Line]) -> dict[str, Diary]:
+def diaries(**changed: Sequence[DiaryLine]) -> dict[str, Diary]:
     """Three groups that commit steps 1 to 20; group 2 is dead from 10 to 15. g0=..., g1=..., g2=...: lines instead."""
     lines = {name: [commit(step) for step in range(1, 21)] for name in "01"}
-    again = [Line("start", 12.0, 2, 0), Line("healed", 14.5, 2, 14)]
+    again = [DiaryLine("start", 12.0, 2, 0), DiaryLine("healed", 14.5, 2, 14)]
     lines["2"] = [*lines["0"][:9], *again, *(commit(step, pid=2) for step in range(15, 21))]
     made = {name: Diary(name, Path(name), 1) for name in lines}
     for name, diary in made.items():
@@ -65,24 +67,24 @@ def test_a_job_that_did_well():
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([*STEADY[:11], Line("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11, after 11"),
-        ([*STEADY[:11], Line("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 start at step 0, after 11"),
-        ([*STEADY[:11], Line("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12, after 11"),
+        ([*STEADY[:11], DiaryLine("refused", 11.5, 1, 11), *STEADY[11:]], "kill: group 1 refused at step 11, after 11"),
+        ([*STEADY[:11], DiaryLine("start", 11.5, 2, 0), *STEADY[11:]], "kill: group 1 start at step 0, after 11"),
+        ([*STEADY[:11], DiaryLine("healed", 11.5, 1, 12), *STEADY[12:]], "kill: group 1 healed at step 12, after 11"),
         ([*STEADY[:11], *STEADY[12:]], "kill: group 1 has no step between 11 and 13"),
         (STEADY[:9], "kill: group 1 has committed nothing since"),
     ],
 )
-def test_what_a_survivor_may_not(lines: list[Line], words: str):
+def test_what_a_survivor_may_not(lines: list[DiaryLine], words: str):
     verdict = survivors_went_on(diaries(g1=lines), [FAULT], {12: set("02")})
     assert not verdict.holds and words in verdict.words
     assert str(verdict).startswith("NO ")
 
 
 def test_a_step_that_a_survivor_has_from_another_is_not_lost_if_its_own_gradients_are_in_it():
-    healed = diaries(g1=[*STEADY[:11], Line("healed", 11.5, 1, 12), *STEADY[12:]])
+    healed = diaries(g1=[*STEADY[:11], DiaryLine("healed", 11.5, 1, 12), *STEADY[12:]])
     verdict = survivors_went_on(healed, [FAULT], {12: set("01")})
     assert verdict.holds and "1 steps from a survivor that had all sums" in verdict.words
-    far = diaries(g1=[*STEADY[:11], Line("healed", 12.5, 1, 13), *STEADY[13:]])
+    far = diaries(g1=[*STEADY[:11], DiaryLine("healed", 12.5, 1, 13), *STEADY[13:]])
     assert not survivors_went_on(far, [FAULT], {12: set("01"), 13: set("01")}).holds
 
 
@@ -102,7 +104,7 @@ def test_two_histories_are_none_but_a_commit_that_nobody_went_on_from_is_no_hist
 
 def test_steps_that_a_checkpoint_did_not_have_are_another_history():
     again = [
-        Line("start", 21.0, 2, 0),
+        DiaryLine("start", 21.0, 2, 0),
         *(commit(step, commit_id=f"d{step}", at_s=step + 15.0, pid=2) for step in range(8, 30)),
     ]
     all_dead = replace(FAULT, kind="all", at_s=20.5, survivors=frozenset(), hit=frozenset("012"), back_s=45.0)
@@ -119,7 +121,7 @@ def test_steps_between_the_order_to_kill_all_and_their_death_are_of_the_old_hist
     ordered = replace(FAULT, kind="all", at_s=18.5, survivors=frozenset(), hit=frozenset("012"), back_s=45.0)
     late = [*STEADY, commit(21, at_s=21.0)]  # steps 19 to 21, before it dies
     again = [
-        Line("start", 22.0, 2, 0),
+        DiaryLine("start", 22.0, 2, 0),
         *(commit(step, commit_id=f"d{step}", at_s=step + 15.0, pid=2) for step in range(18, 30)),
     ]
     restarted = diaries(g0=[*late, *again], g1=[*late, *again], g2=[*late, *again])
@@ -129,11 +131,11 @@ def test_steps_between_the_order_to_kill_all_and_their_death_are_of_the_old_hist
 def test_a_flipped_bit_counts_until_it_is_mended():
     flipped = replace(FAULT, kind="corrupt")
     harmed = [replace(line, digest="x") if 9 <= line.step < 14 else line for line in STEADY]
-    mended = [*harmed[:13], Line("healed", 13.5, 1, 13), *harmed[13:]]
+    mended = [*harmed[:13], DiaryLine("healed", 13.5, 1, 13), *harmed[13:]]
     assert bitwise_equal(diaries(g2=mended), [flipped]).holds
     assert not bitwise_equal(diaries(g2=mended), [FAULT]).holds
     late = [replace(line, digest="x") if line.step == 15 else line for line in mended if line.event == "commit"]
-    assert not bitwise_equal(diaries(g2=[*late[:13], Line("healed", 13.5, 1, 13), *late[13:]]), [flipped]).holds
+    assert not bitwise_equal(diaries(g2=[*late[:13], DiaryLine("healed", 13.5, 1, 13), *late[13:]]), [flipped]).holds
 
 
 def test_a_fault_after_which_the_groups_never_were_together():

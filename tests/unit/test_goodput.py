@@ -9,23 +9,24 @@ from typing import cast
 
 import pytest
 
-from bench.goodput import TOKENS, Restarts, Run, Storm, _figures, _write, reached, verdicts
-from bench.job import Group, Job
+from bench.goodput import TOKENS, GoodputRun, Restarts, Storm, _figures, _write, reached, verdicts
+from bench.job import RecoveryJob, ReplicaGroup
 
 
 class FakeJob:
-    def __init__(self, groups: list[Group], folder: Path) -> None:
+    def __init__(self, groups: list[ReplicaGroup], folder: Path) -> None:
         self.groups, self.folder = groups, folder
 
 
-def job(tmp_path: Path, *texts: str, command: str = "") -> Job:
+def job(tmp_path: Path, *texts: str, command: str = "") -> RecoveryJob:
     groups = [
-        Group(number, tmp_path, lambda number, log: [sys.executable, "-c", command], {}) for number in range(len(texts))
+        ReplicaGroup(number, tmp_path, lambda number, log: [sys.executable, "-c", command], {})
+        for number in range(len(texts))
     ]
     for group, text in zip(groups, texts, strict=True):
         (tmp_path / f"{group.number}.log").write_text(text)
         group.read()
-    return cast(Job, FakeJob(groups, tmp_path))
+    return cast(RecoveryJob, FakeJob(groups, tmp_path))
 
 
 def commits(*steps: tuple[int, int], at_s: float = 0.0) -> str:
@@ -81,8 +82,8 @@ def test_who_has_committed_in_this_life_runs(tmp_path: Path):
     assert not group.runs
 
 
-def runs(*rates: float) -> list[Run]:
-    return [Run(10.0, 10 * rate, kills=1) for rate in rates]
+def runs(*rates: float) -> list[GoodputRun]:
+    return [GoodputRun(10.0, 10 * rate, kills=1) for rate in rates]
 
 
 def test_goals_are_told_of_the_best_restart():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import SIZES, Turn, main, part_1, part_2, part_3, run
+from bench.gpu import SIZES, GpuTurn, main, part_1, part_2, part_3, run
 from bench.gpu_page import BEST, page
 from bench.pairs import Failed
 
@@ -21,15 +21,15 @@ def options(tmp_path: Path) -> argparse.Namespace:
     )  # fmt: skip
 
 
-def taking(keys: list[str], taken: list[str], *, fails: str = "") -> list[Turn]:
-    def turn(key: str) -> Turn:
+def taking(keys: list[str], taken: list[str], *, fails: str = "") -> list[GpuTurn]:
+    def turn(key: str) -> GpuTurn:
         def do(limit_s: float) -> dict[str, Any]:
             taken.append(key)
             if key == fails:
                 raise Failed("the reason")
             return {"passed": 1, "skipped": 0, "bad": []}
 
-        return Turn(key, 60, do)
+        return GpuTurn(key, 60, do)
 
     return [turn(key) for key in keys]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.job import Group, Line, Side, descendants
+from bench.job import JobSide, LogLine, ReplicaGroup, descendants
 from bench.recovery import expendable, gaps, longest_gap, refused, unaccounted, verdict
 
 
-def group(tmp_path: Path, number: int, text: str) -> Group:
-    made = Group(number, tmp_path, lambda number, log: [], {})
+def group(tmp_path: Path, number: int, text: str) -> ReplicaGroup:
+    made = ReplicaGroup(number, tmp_path, lambda number, log: [], {})
     (tmp_path / f"{number}.log").write_text(text)
     made.read()
     return made
@@ -23,8 +23,8 @@ def commits(steps: range, participants: int = 2, at_s: float = 0.0) -> str:
     return "".join(f"{at_s + step:.1f} commit {step} {participants}\n" for step in steps)
 
 
-def end(step: int, weight: float) -> Line:
-    return Line(99.0, "end", (str(step), str(weight), "digest"))
+def end(step: int, weight: float) -> LogLine:
+    return LogLine(99.0, "end", (str(step), str(weight), "digest"))
 
 
 def story(tmp_path: Path, first: str, second: str) -> list[str]:
@@ -90,7 +90,7 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path):
     with (tmp_path / "0.log").open("a") as log:
         log.write("it 7 2\n")
     made.read()
-    assert made.lines[-1] == Line(2.0, "commit", ("7", "2")) and made.step == 7
+    assert made.lines[-1] == LogLine(2.0, "commit", ("7", "2")) and made.step == 7
 
 
 def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):
@@ -101,10 +101,10 @@ def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):
 
 
 def test_a_figure_that_is_no_number_misses_its_bound():
-    ours = Side("ours", sys.executable)
+    ours = JobSide("ours", sys.executable)
     assert verdict(ours, {"gap": (0.9, 1.0), "lost": (0, 0)}) == "reached"
     assert verdict(ours, {"gap": (float("nan"), 1.0), "lost": (1, 0)}) == "missed: gap 1, lost 0"
-    assert verdict(Side("torchft", "python"), {"gap": (9.0, 1.0)}) == ""
+    assert verdict(JobSide("torchft", "python"), {"gap": (9.0, 1.0)}) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -253,7 +253,7 @@ def test_a_drills_groups_have_devices_of_their_own(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(drill_job, "prepare", lambda argv, groups, *, ranks: (config, 0, float(ranks)))
     monkeypatch.setattr(drill_job, "start_lighthouse", lambda *_, **__: (None, "http://127.0.0.1:1"))
     monkeypatch.setattr(ReplicaSupervisor, "start", lambda self: 7)
-    job = drill_job.Job(["a.toml"], 2)
+    job = drill_job.DrillJob(["a.toml"], 2)
     assert job.ranks == job.grace_s == 2
     job.gone.add("1")
     job.add()

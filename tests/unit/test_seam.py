@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ft import LighthouseServer, Seam, SoloManager
-from ft.manager import Manager, Options
+from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol.messages import Times
@@ -18,7 +18,7 @@ from ft.seam import Stopped
 def group_of_one(lighthouse: str, slot_size: int) -> Seam:
     """A replica group that is alone in its job."""
     config = ReplicaGroupConfig("only", 0, 1, lighthouse, "127.0.0.1", Access(), Times())
-    return Manager(ProcessGroupGloo(), config, Options(slot_size=slot_size, dies_with_group=False))
+    return Manager(ProcessGroupGloo(), config, ManagerOptions(slot_size=slot_size, dies_with_group=False))
 
 
 MANAGERS: dict[str, Callable[[str, int], Seam]] = {

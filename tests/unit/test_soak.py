@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.soak import SAMPLE, Line, judge, judge_logs, verdict
+from bench.soak import SAMPLE, GrowthLine, judge, judge_logs, verdict
 
 
 def looks(**what: Any) -> list[dict[str, Any]]:
@@ -20,7 +20,7 @@ def looks(**what: Any) -> list[dict[str, Any]]:
     ]
 
 
-def failed(lines: list[Line]) -> list[str]:
+def failed(lines: list[GrowthLine]) -> list[str]:
     return [line.what for line in lines if not line.holds]
 
 

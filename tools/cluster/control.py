@@ -53,7 +53,7 @@ class Control:
         self.deadline = time.monotonic() + self._timeout_s
 
     def agree(self, step: str, mine: Any, decide: Callable[[list[Any]], T]) -> T:
-        """What rank 0 decides on what each rank says (JSON both). Raises Silent, GivenUp."""
+        """Returns rank 0's decision on what each rank says (JSON both). Raises Silent, GivenUp."""
         self._store.set(f"say/{self._count + 1}/{self._rank}", json.dumps(mine))
         self.meet(step)
         key = f"decision/{self._count}"
@@ -66,7 +66,7 @@ class Control:
         return decision
 
     def _wait(self, key: str, timeout_s: float) -> bool:
-        """Whether `key` is set in time. Raises GivenUp."""
+        """Waits for `key`; False: it was not set in time. Raises GivenUp."""
         end = time.monotonic() + timeout_s
         while (left := end - time.monotonic()) > 0:
             # of a wait that ended, or a store that went: the deadline tells

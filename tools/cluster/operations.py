@@ -53,7 +53,7 @@ Check = Callable[[Team], Results]
 
 
 def wrong(check: Check, team: Team) -> list[tuple[int, str]]:
-    """Whose blocks are wrong at this rank, and how. All ranks of the team call it, and go on to its end."""
+    """Finds the ranks whose blocks are wrong at this rank, and how. All ranks of the team call it, and go on to its end."""
     found = []
     for source, got, expected in check(team):
         if not torch.equal(got, expected):
@@ -65,12 +65,12 @@ def wrong(check: Check, team: Team) -> list[tuple[int, str]]:
 
 
 def block(team: Team, source: int, destination: int = 0) -> Tensor:
-    """What `source` has for `destination`: (COUNT,) whole numbers below 1009."""
+    """The block of `source` for `destination`: (COUNT,) whole numbers below 1009."""
     return ((torch.arange(COUNT) * 31 + source * 101 + destination * 7) % 1009).float().to(team.device)
 
 
 def term(team: Team, op: str, rank: int, count: int = COUNT) -> Tensor:
-    """What `rank` puts into a reduction: (count,). Products stay powers of two near 1, whatever the number of ranks."""
+    """The values of `rank` in a reduction: (count,). Products stay powers of two near 1, whatever the number of ranks."""
     elements = torch.arange(count)
     if op == "PRODUCT":
         return (2.0 ** ((elements + rank) % 3 - 1)).to(team.device)
@@ -78,7 +78,7 @@ def term(team: Team, op: str, rank: int, count: int = COUNT) -> Tensor:
 
 
 def reduced(team: Team, op: str, count: int = COUNT) -> Tensor:
-    """What the reduction over the team must give."""
+    """The expected result of the reduction over the team."""
     return functools.reduce(COMBINE[op], [term(team, op, rank, count) for rank in team.ranks])
 
 

@@ -1,4 +1,4 @@
-"""What a rank and a link are by themselves: a link's latency and rate, a rank's products, its clock, and its folder's checkpoint.
+"""Measurements of a rank and of a link by themselves: a link's latency and rate, a rank's products, its clock, and its folder's checkpoint.
 
 `rounds` says which pairs are measured when (pure); `measure` is one rank's side of one pair.
 """

@@ -1,4 +1,4 @@
-"""What was found, told: on the console, as JSON, as a picture. The lowest rank that spoke calls `tell`."""
+"""The report of what was found: on the console, as JSON, as a picture. The lowest rank that spoke calls `tell`."""
 
 from __future__ import annotations
 

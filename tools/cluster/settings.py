@@ -1,4 +1,4 @@
-"""What the user gave: flags, and the environment that says which rank this process is. Standard library only."""
+"""The user's settings: flags, and the environment that says which rank this process is. Standard library only."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CheckSettings:
 
 
 def usual_share(*, crowded: bool) -> float:
-    """Of the usual figure, below which a rank is slow. Ranks that share cores are held up by each other, some more, some less."""
+    """The share of the usual figure below which a rank is slow. Ranks that share cores are held up by each other, some more, some less."""
     return 0.1 if crowded else 0.5
 
 

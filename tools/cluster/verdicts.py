@@ -62,7 +62,7 @@ def failed(names: Names, troubles: Mapping[int, str], silent_ranks: Collection[i
 def wrong(
     names: Names, op: str, seen: Sequence[tuple[int, int, str]], pairs: Mapping[tuple[int, int], bool] | None = None
 ) -> Finding:
-    """Whose results of `op` are wrong. `seen`: (whose block, at which rank, how); whose is -1 where all are in it.
+    """Finds the ranks whose results of `op` are wrong. `seen`: (whose block, at which rank, how); whose is -1 where all are in it.
 
     `pairs`: the same operation between two ranks alone, and whether it was right; asked for where all saw it wrong.
     """
@@ -88,7 +88,7 @@ def wrong(
 
 
 def needs_pairs(seen: Sequence[tuple[int, int, str]]) -> bool:
-    """Whether only a second look, two ranks at a time, can tell whose it is."""
+    """True when only a second look, two ranks at a time, can tell whose it is."""
     return len({at for _, at, _ in seen}) > 1 and -1 in {source for source, _, _ in seen}
 
 

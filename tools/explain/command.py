@@ -1,4 +1,4 @@
-"""What a run would take and do, told before anything is started: train.py CONFIG --explain -> here -> tools/explain/report.py.
+"""The prediction of what a run takes and does, before anything is started: train.py CONFIG --explain -> here -> tools/explain/report.py.
 
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
-    """What is not ours, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
+    """Splits the arguments into those that are not ours, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--explain", action="store_true")
     for flag in ("--ranks", "--device"):

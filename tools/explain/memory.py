@@ -1,4 +1,4 @@
-"""What a step of one rank takes and sends, counted operation by operation.
+"""Memory and messages of one rank's step, counted operation by operation.
 
 explain.py -> `stand_in`, which makes the rank without memory, devices or other ranks -> `measure`, which lets it step.
 The same `measure` counts a real rank: it is the ruler, and says nothing about which tensors have memory.
@@ -60,7 +60,7 @@ class Held:
 
 @dataclass
 class Stretch:
-    """What happens from one mark to the next. Pairs of bytes: what is neither gradient nor held; the same with gradients."""
+    """Changes from one mark to the next. Pairs of bytes: what is neither gradient nor held; the same with gradients."""
 
     label: str = ""
     change: tuple[int, int] = (0, 0)  # from its beginning to its end
@@ -144,8 +144,8 @@ def without_memory(model: Model) -> FakeTensorMode:
 
 
 class Others(TorchDispatchMode):
-    """What the world would do. A value that nobody computed is one, as the gradient of the loss is; what is sent is kept, as a
-    pipeline keeps it until the end of the step."""
+    """Stands in for the collectives of the other ranks. A value that nobody computed is one, as the gradient of the loss is; what is sent
+    is kept, as a pipeline keeps it until the end of the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Ruler(TorchDispatchMode):
         self._pause = _Pause()
 
     def serials(self, tensors: Iterable[Any]) -> set[int]:
-        """Of the storages behind the tensors' local parts."""
+        """Serial numbers of the storages behind the tensors' local parts."""
         return {self._see(local(t).untyped_storage()) for t in tensors if isinstance(t, Tensor)}
 
     def total(self, serials: Iterable[int]) -> int:

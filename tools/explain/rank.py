@@ -1,4 +1,4 @@
-"""What each rank of a job holds, takes and sends, without the job: some of its ranks are acted out, the rest follows.
+"""Memory and messages of each rank of a job, without the job: some of its ranks are acted out, the rest follows.
 
 train.py CONFIG --explain -> report.py, which writes it down -> here -> memory.py, where a rank is acted out.
 
@@ -46,7 +46,7 @@ from tools.explain.memory import (
 
 @dataclass(frozen=True)
 class ExplainedJob:
-    """What is explained."""
+    """The job that is explained."""
 
     title: str
     build: Callable[[], Model]  # the whole model, for the meta device
@@ -65,7 +65,7 @@ class ExplainedJob:
 
     @property
     def microbatches(self) -> int:
-        """Of one pass through a pipeline."""
+        """Figures of one pass through a pipeline."""
         return self.local_batch_size // self.layout.parallelism.pipeline_parallel_microbatch_size
 
 
@@ -189,7 +189,7 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def plain(axis: str, *, dp_shard: int, cp: int) -> str:
-    """Of dp_shard and cp as one axis, the one that has several ranks, if the other has one."""
+    """The axis of dp_shard and cp that has several ranks, if the other has one."""
     if axis != SHARDS or (dp_shard > 1 and cp > 1):
         return axis
     return DP_SHARD if cp == 1 else CP
@@ -293,7 +293,7 @@ def _pipeline_rank(
 
 
 class _Scene:
-    """What was seen of a stage with two microbatches, played again with more. The first forward gathers the weights and the first
+    """Replays the record of a stage with two microbatches for more of them. The first forward gathers the weights and the first
     backward takes the memory of gradients; after the last one they are reduced."""
 
     def __init__(self, step: MeasuredStep, microbatches: int, unsent: set[str]) -> None:

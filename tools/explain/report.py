@@ -178,7 +178,7 @@ def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
 
 
 def _beside(acted: Sequence[RankProfile], beside: Callable[[RankProfile], Mapping[str, int]] | None) -> Iterator[str]:
-    """Of the rank that has most."""
+    """The figure of the rank that has most."""
     if beside is not None:
         most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
         yield from _table([(what, _size(size)) for what, size in most.items() if size], right=[1])
@@ -242,7 +242,7 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
 
 
 def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What FSDP issued in the first forward and backward, from what it told the profiler."""
+    """Collectives that FSDP issued in the first forward and backward, by the profiler's record."""
     letters = {"all_gather": "G", "post_forward": "F", "post_backward_accumulate": "B", "post_backward_reduce": "R"}
     forward: list[str] = []
     backward: list[str] = []

@@ -184,7 +184,7 @@ class MemberLost(Notice):
 
 
 @dataclass(frozen=True)
-class Abandoned(Notice):
+class GenerationAborted(Notice):
     """A member asks for a quorum because this generation failed, or it has been replaced: stop waiting on it now."""
 
     reason: str = ""

@@ -112,7 +112,7 @@ class MemberLost(_message.Message):
     reason: str
     def __init__(self, quorum_id: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class Abandoned(_message.Message):
+class GenerationAborted(_message.Message):
     __slots__ = ("quorum_id", "reason")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -143,10 +143,10 @@ class Notice(_message.Message):
     CHANGE_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     member_lost: MemberLost
-    abandoned: Abandoned
+    abandoned: GenerationAborted
     change_announced: ChangeAnnounced
     finished: Finished
-    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[Abandoned, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[GenerationAborted, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("member", "known", "failed", "blame", "shape", "number")
