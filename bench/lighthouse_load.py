@@ -208,7 +208,7 @@ async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
     side = LoadSide(server, QUORUM, requests)
     await side.round()
     quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(side.answer).quorum)
-    roster, quorum_id = codec.Roster.of(quorum).id, quorum.quorum_id
+    roster, quorum_id = codec.StaticQuorum.of(quorum).id, quorum.quorum_id
     await side.round()
     assert pharos_pb2.QuorumReply.FromString(side.answer).HasField("same"), "not the short answer"
     return side

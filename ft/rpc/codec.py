@@ -250,7 +250,7 @@ _lasting = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _PASSI
 
 
 @dataclass(frozen=True)
-class Roster:
+class StaticQuorum:
     """A quorum without its members' states and deals: the part that stays the same while nobody comes or goes."""
 
     members: tuple[m.Member, ...] = ()  # with states and deals of some quorum, which mean nothing here
@@ -259,13 +259,13 @@ class Roster:
     lasting: tuple[tuple[Any, ...], ...] = ()  # what `id` names, of each member
 
     @staticmethod
-    def of(quorum: m.Quorum, before: Roster | None = None) -> Roster:
+    def of(quorum: m.Quorum, before: StaticQuorum | None = None) -> StaticQuorum:
         """before: returned if it is the same."""
         lasting = tuple(map(_lasting, quorum.members))
         if before and before.lasting == lasting and before.shape == quorum.shape:
             return before
         named = repr((lasting, quorum.shape)).encode()
-        return Roster(quorum.members, quorum.shape, hashlib.sha256(named).hexdigest()[:32], lasting)
+        return StaticQuorum(quorum.members, quorum.shape, hashlib.sha256(named).hexdigest()[:32], lasting)
 
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
         """The quorum that `same` stands for, to the holder of this roster."""

@@ -124,7 +124,7 @@ class Link(Wire):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._roster = codec.Roster()
+        self._roster = codec.StaticQuorum()
         self._quorum: m.Quorum | None = None
         self._stream: Any = None  # open, and its hello is sent
         self._writing = asyncio.Lock()
@@ -147,7 +147,7 @@ class Link(Wire):
             event = m.LighthouseFailed(str(error))
         self._hear(event)
 
-    def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.Roster) -> m.Event:
+    def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.StaticQuorum) -> m.Event:
         which = reply.WhichOneof("answer")
         times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
         terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
@@ -157,7 +157,7 @@ class Link(Wire):
             quorum = roster.complete(reply.same)
         else:
             quorum = codec.quorum_from(reply.quorum)
-            roster = codec.Roster.of(quorum)
+            roster = codec.StaticQuorum.of(quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
             self._quorum, self._roster = quorum, roster
         return m.LighthouseAnswered(quorum, times, terms)

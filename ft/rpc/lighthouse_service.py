@@ -371,8 +371,8 @@ class _Forms:
         return bytes(torchft_pb2.LighthouseQuorumResponse(quorum=quorum).SerializeToString())
 
     @cached_property
-    def roster(self) -> codec.Roster:
-        return codec.Roster.of(self.quorum, self._before)
+    def roster(self) -> codec.StaticQuorum:
+        return codec.StaticQuorum.of(self.quorum, self._before)
 
     @cached_property
     def short(self) -> bytes:

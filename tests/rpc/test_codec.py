@@ -181,21 +181,21 @@ def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
     old, new = _quorum(7), replace(_quorum(9), quorum_id=5)
     short = codec.same_roster(new)
     assert short is not None and len(short.SerializeToString()) < 40
-    assert codec.Roster.of(old).complete(short) == new
-    assert codec.Roster.of(old).id == codec.Roster.of(new).id
+    assert codec.StaticQuorum.of(old).complete(short) == new
+    assert codec.StaticQuorum.of(old).id == codec.StaticQuorum.of(new).id
 
 
 @pytest.mark.parametrize("change", [{"names": "abc"}, {"names": "ac"}, {"writes_checkpoint": True}, {"restored": 0}])
 def test_another_roster_has_another_id(change: dict[str, object]):
-    assert codec.Roster.of(_quorum(7)).id != codec.Roster.of(_quorum(7, **change)).id  # type: ignore[arg-type]
+    assert codec.StaticQuorum.of(_quorum(7)).id != codec.StaticQuorum.of(_quorum(7, **change)).id  # type: ignore[arg-type]
 
 
 def test_another_layout_has_another_roster():
     """Whoever holds the short answer's roster must report the job's own layout to the next lighthouse."""
     quorum = _quorum(7)
-    roster = codec.Roster.of(quorum)
+    roster = codec.StaticQuorum.of(quorum)
     other = replace(quorum, shape=(("layout", "2"),))
-    assert codec.Roster.of(other).id != roster.id and codec.Roster.of(other, roster).shape == other.shape
+    assert codec.StaticQuorum.of(other).id != roster.id and codec.StaticQuorum.of(other, roster).shape == other.shape
 
 
 @pytest.mark.parametrize("change", [{"step": 8}, {"commit_id": "x"}, {"dealt": 1}, {"deal_id": "x"}])

@@ -70,9 +70,9 @@ def test_our_callers_get_one_answer_made_once_long_and_short():
         answer = the_one(await ask(one, [m.Call(member) for member in members(20)]))
         quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(answer).quorum)
         again = [m.Call(member, known=quorum.quorum_id, number=1) for member in members(20)]
-        short = the_one(await ask(one, again, codec.Roster.of(quorum).id))
+        short = the_one(await ask(one, again, codec.StaticQuorum.of(quorum).id))
         assert len(short) < 150 < len(answer)
-        lost = the_one(await ask(one, again[:5], codec.Roster.of(quorum).id))
+        lost = the_one(await ask(one, again[:5], codec.StaticQuorum.of(quorum).id))
         assert lost is short, "an answer that got lost is given again, not made again"
 
     in_a_loop(test)
@@ -80,11 +80,11 @@ def test_our_callers_get_one_answer_made_once_long_and_short():
 
 def test_the_roster_of_the_same_members_is_kept():
     first = m.Quorum(1, tuple(members(3)))
-    roster = codec.Roster.of(first)
+    roster = codec.StaticQuorum.of(first)
     moved = m.Quorum(2, tuple(m.Member(x.replica_id, x.address, x.store_address, step=7) for x in members(3)))
-    assert codec.Roster.of(moved, roster) is roster and codec.Roster.of(moved).id == roster.id
+    assert codec.StaticQuorum.of(moved, roster) is roster and codec.StaticQuorum.of(moved).id == roster.id
     elsewhere = m.Quorum(2, tuple(m.Member(x.replica_id, "http://elsewhere:1") for x in members(3)))
-    assert codec.Roster.of(elsewhere, roster).id != roster.id
+    assert codec.StaticQuorum.of(elsewhere, roster).id != roster.id
 
 
 # ------------------------------------------------------------------------------------------------ work

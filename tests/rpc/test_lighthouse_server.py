@@ -142,7 +142,7 @@ def test_who_holds_the_roster_gets_a_short_answer(house: Any):
     first = [wire.pharos(m.Call(_member(i))) for wire, i in zip(wires, ids, strict=True)]
     assert first[0].result(WAIT_S) == first[1].result(WAIT_S), "one answer for all"
     quorum = quorum_of(first[0])
-    roster = codec.Roster.of(quorum)
+    roster = codec.StaticQuorum.of(quorum)
     state = {"step": 5, "commit_quorum_id": quorum.quorum_id, "commit_id": "c5", "dealt": 2, "deal_id": "d"}
     again = [
         wire.pharos(m.Call(_member(i, **state), known=quorum.quorum_id), roster.id)

@@ -81,7 +81,7 @@ class ParameterKind:
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
+class FsdpUnit:
     """Parameters that FSDP gathers, and whose gradients it reduces, together."""
 
     name: str
@@ -94,7 +94,7 @@ class Stage:
 
     modules: tuple[str, ...]
     kinds: tuple[ParameterKind, ...]
-    groups: tuple[ParameterGroup, ...]
+    groups: tuple[FsdpUnit, ...]
     held: Held
 
 
@@ -223,13 +223,13 @@ def _kinds(part: Model) -> Iterable[ParameterKind]:
             yield ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), layers)
 
 
-def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[ParameterGroup]:
+def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[FsdpUnit]:
     shards = mesh[DP_SHARD].size() * mesh[CP].size()
     names = {module: name for name, module in part.named_modules()}
     for modules in communication_groups(part, job.layout.parallelism.fsdp_blocks_per_group):
         parameters = [p for module in modules for p in module.parameters()]
         elements = sum(local(p).untyped_storage().nbytes() // p.itemsize for p in parameters)
-        yield ParameterGroup(", ".join(names[module] for module in modules), elements * shards)
+        yield FsdpUnit(", ".join(names[module] for module in modules), elements * shards)
 
 
 # Pipelines
