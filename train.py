@@ -125,19 +125,19 @@ class Run(Components):
         if (reached := max(self.manager.step, self.exported)) >= steps:
             return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
         self.watchdog, profiler, garbage, drill = self.start_monitoring()
-        wishes = 0
+        pending_signals = 0
         while self.manager.step < steps and not self.manager.left:
             try:
                 if not self.train_step():
                     continue  # it did not hold: begin again
             except Going as going:
                 return self.leave(going)
-            step, wishes, self.wishes = self.manager.step, self.wishes, 0
+            step, pending_signals, self.pending_signals = self.manager.step, self.pending_signals, 0
             if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
                 self.validate()
-            if wishes & STOP:
+            if pending_signals & STOP:
                 self.manager.leave()
-            if step < steps and (self.checkpointer.due(step) or wishes & SAVE or self.manager.left):
+            if step < steps and (self.checkpointer.due(step) or pending_signals & SAVE or self.manager.left):
                 self.saver.save()
             self.meter.print_estimate(step)
             self.watchdog.step_done()
@@ -147,7 +147,7 @@ class Run(Components):
             drill.step(step)
         if self.manager.step < steps:
             return self.print_summary("stopped at", "the same command goes on")
-        self.saver.save_last(lambda: wishes & STOP > 0 or self.signals.take() & STOP > 0)
+        self.saver.save_last(lambda: pending_signals & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
         next_command = f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
@@ -189,7 +189,7 @@ class Run(Components):
         """A batch of the optimizer step that follows `step` others; its loss goes to those of the batches before it."""
         with self.progress.phase("compute"):
             if not losses or losses[-1][0].slot != batch.slot:
-                seed_slot(self.config.training.seed, step, batch.slot, self.seat)
+                seed_slot(self.config.training.seed, step, batch.slot, self.coordinate)
             inputs = batch.inputs.to(self.device, non_blocking=True)
             labels = batch.labels.to(self.device, non_blocking=True)
             losses.append((batch, self.model.forward_backward(inputs, labels)))
@@ -224,16 +224,16 @@ class Run(Components):
         self, slots: Sequence[int], losses: Sequence[tuple[Batch, Tensor]]
     ) -> tuple[list[float], float, bool]:
         """Valid tokens per slot, loss sum, and whether every loss is finite. One small all-reduce, one sync, for all that the ranks
-        must agree on; any rank's wishes ride along."""
-        wishes = self.signals.take() | SAVE * self.checkpointer.overdue(self.manager.step)
+        must agree on; any rank's pending signals ride along."""
+        pending_signals = self.signals.take() | SAVE * self.checkpointer.overdue(self.manager.step)
         loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-        counted = losses if self.seat.counts else ()  # of the ranks that see the same sequences one counts them
+        counted = losses if self.coordinate.counts else ()  # of the ranks that see the same sequences one counts them
         tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
-        known = torch.tensor([bool(wishes & STOP), bool(wishes & SAVE), *tokens], dtype=torch.float64)
+        known = torch.tensor([bool(pending_signals & STOP), bool(pending_signals & SAVE), *tokens], dtype=torch.float64)
         broken = (~loss_sum.isfinite()).double()
         tail = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
         total, bad, stop, save_now, *tokens_per_slot = on_host(sum_over_ranks(tail)).tolist()
-        self.wishes |= STOP * (stop > 0) | SAVE * (save_now > 0)
+        self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
         return tokens_per_slot, total, bad == 0
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
@@ -271,7 +271,7 @@ class Run(Components):
                 self.tokenizer,
                 self.device,
                 slots=range(0, self.config.validation.steps * self.slot_size, self.slot_size),
-                counts=self.seat.counts,
+                counts=self.coordinate.counts,
             )
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began

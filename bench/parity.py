@@ -109,7 +109,7 @@ class Look:
 def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> ParityVerdict:
     """`truth` by step, `seen` by rank."""
     assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
-    adamw, stages = case.optimizer == "AdamW", [rank.seat.pp_rank for rank in seen]
+    adamw, stages = case.optimizer == "AdamW", [rank.coordinate.pp_rank for rank in seen]
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
     gradients, others = list[Deviation](), list[Deviation]()

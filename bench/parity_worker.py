@@ -100,7 +100,7 @@ class StepSeen:
 class Seen:
     """One rank's record of a case."""
 
-    seat: MeshCoordinate
+    coordinate: MeshCoordinate
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
     steps: tuple[StepSeen, ...]
     moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
@@ -166,8 +166,8 @@ def beside(task: Task, case: ParityCase) -> Seen:
     drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local(value), drawn[name]))
     steps = tuple(rank.train())
     if case.optimizer == "SGD":
-        return Seen(rank.seat, drawn_differently, steps)
-    return Seen(rank.seat, drawn_differently, steps, tuple(rank.moves()), rank.last_step_again())
+        return Seen(rank.coordinate, drawn_differently, steps)
+    return Seen(rank.coordinate, drawn_differently, steps, tuple(rank.moves()), rank.last_step_again())
 
 
 class Rank:
@@ -176,7 +176,7 @@ class Rank:
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
         self.group = dist.group.WORLD if case.world_size > 1 else None
-        self.seat = case.degrees.seat(dist.get_rank())
+        self.coordinate = case.degrees.coordinate(dist.get_rank())
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         self.parallel = self._build(build_mesh(case.degrees, "cpu"))
         self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
@@ -237,12 +237,12 @@ class Rank:
         task, case = self.task, self.case
         inputs, labels = batch(task, case.vocab_size, step)
         rows = task.global_batch_size // case.degrees.data_parallel
-        mine = slice(self.seat.dp_rank * rows, (self.seat.dp_rank + 1) * rows)
+        mine = slice(self.coordinate.dp_rank * rows, (self.coordinate.dp_rank + 1) * rows)
         size = case.local_batch_size(task.global_batch_size)
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
-            tokens += int((y != IGNORED).sum()) if self.seat.counts else 0
+            tokens += int((y != IGNORED).sum()) if self.coordinate.counts else 0
         loss, divisor = sum_over_ranks(torch.stack((loss_sum, torch.tensor(tokens).double()))).tolist()
         parameters = [parameter for _, parameter in self._parameters()]
         norm = gradient_norm(parameters).item() / divisor

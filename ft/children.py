@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 
-WISHES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def unsignalled() -> Iterator[None]:
     blocked signal stays blocked across fork and exec, so there is no moment at which the child is not safe. Such a child is ended by
     whatever it waits at (a pipe, a socket), by the death of its parent, or by SIGKILL.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WISHES)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     try:
         yield
     finally:

@@ -109,7 +109,7 @@ class Degrees:
         """How many ranks see different sequences."""
         return self.dp_replicate * self.dp_shard
 
-    def seat(self, global_rank: int) -> MeshCoordinate:
+    def coordinate(self, global_rank: int) -> MeshCoordinate:
         place = []
         for size in reversed(self.sizes):
             global_rank, here = divmod(global_rank, size)

@@ -10,13 +10,15 @@ import torch
 from parallelisms.mesh import MeshCoordinate
 
 
-def seed_slot(seed: int, step: int, slot: int, seat: MeshCoordinate) -> None:
+def seed_slot(seed: int, step: int, slot: int, coordinate: MeshCoordinate) -> None:
     """Seeds torch's generators (CPU and CUDA) for one slot of one step, so that a resumed or repeated step draws the same numbers.
 
     Ranks that compute different things draw different numbers; tensor-parallel ranks draw the same, since what they hold in common
     must stay equal (DTensor's own generator gives each its part of what they share).
     """
-    digest = hashlib.sha256(f"{seed}/{step}/{slot}/{seat.dp_rank}/{seat.pp_rank}/{seat.cp_rank}".encode()).digest()
+    digest = hashlib.sha256(
+        f"{seed}/{step}/{slot}/{coordinate.dp_rank}/{coordinate.pp_rank}/{coordinate.cp_rank}".encode()
+    ).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 

@@ -141,7 +141,7 @@ class LocalRanks(Signals):
     passed on. A thread does it (see Signals), so it works while the agent waits in C code.
     """
 
-    same_wish_s = 2.0  # a terminal and a scheduler may each deliver the same wish
+    same_signal_s = 2.0  # a terminal and a scheduler may each deliver the same signal
 
     def __init__(self, grace_s: float) -> None:
         self.asked_to_stop = False
@@ -164,7 +164,7 @@ class LocalRanks(Signals):
                 self.asked_to_stop, self._asked = True, time.monotonic()
                 self._send(signal.SIGTERM)
                 self._later(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
-            elif time.monotonic() - self._asked > self.same_wish_s:
+            elif time.monotonic() - self._asked > self.same_signal_s:
                 self._kill(f"{signal.Signals(number).name} again")
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class Components:
         """`cleanup` closes what is opened here, last first."""
         self.config, self.environment, self.world = config, environment, world
         self.signals, self.log, self.cleanup = signals, log, cleanup
-        self.device, self.progress, self.wishes = world.device.torch_device, Progress(), 0
+        self.device, self.progress, self.pending_signals = world.device.torch_device, Progress(), 0
         self.inner_steps = config.fault_tolerance.inner_steps  # of the optimizer, from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.scribe = cleanup.enter_context(closing(Scribe(self.report_storage)))
@@ -87,7 +87,7 @@ class Components:
         self.tokenizer = build_tokenizer(config.model.tokenizer_path)
         self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size
         self.degrees = degrees(config.parallelism, world.world_size)
-        self.seat, dp_size = self.degrees.seat(world.global_rank), self.degrees.data_parallel
+        self.coordinate, dp_size = self.degrees.coordinate(world.global_rank), self.degrees.data_parallel
         self.slot_size = max(0, training.global_batch_size) or training.local_batch_size * dp_size
         cache = config.run_folder.parent / "data_cache"
         self.data = open_data(training, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size)
@@ -95,7 +95,7 @@ class Components:
         open_loader = partial(
             self.data.loader,
             slot_size=self.slot_size,
-            dp_rank=self.seat.dp_rank,
+            dp_rank=self.coordinate.dp_rank,
             dp_size=dp_size,
             pin_memory=world.device.differences.pins_batches,
         )

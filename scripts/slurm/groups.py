@@ -157,7 +157,7 @@ class SlurmStep(ReplicaSupervisor):
 def main(argv: list[str]) -> int:
     from training.runlock import RunLock
 
-    wishes = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    pending_signals = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:
         nodes = Nodes.read(os.environ)
         port = whole(os.environ, "LIGHTHOUSE_PORT", least=0)
@@ -176,8 +176,8 @@ def main(argv: list[str]) -> int:
     steps = [SlurmStep(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with closing(lock):
-        code = run(steps, lighthouse, wishes, grace_s, lambda groups: tell_all(groups, nodes.job))
-    asked = {number for number, _ in wishes.came}
+        code = run(steps, lighthouse, pending_signals, grace_s, lambda groups: tell_all(groups, nodes.job))
+    asked = {number for number, _ in pending_signals.came}
     if asked - {signal.SIGUSR1} or code == 2 or (code and not asked) or finished(config):
         return code
     return again(nodes.job, before, saved(config))

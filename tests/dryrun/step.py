@@ -87,7 +87,7 @@ class Run(train.Run):
             seed=0,
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
-        self.seat, self.progress, self.wishes = case.sizes.seat(case.rank), Progress(), 0
+        self.coordinate, self.progress, self.pending_signals = case.sizes.coordinate(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
         self.signals, self.checkpointer = fakes(take=lambda: 0), fakes(overdue=lambda step: False)
         tokens = torch.zeros(batch, length, dtype=torch.int64)

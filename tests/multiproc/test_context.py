@@ -46,7 +46,9 @@ def step(layout: Layout) -> dict[str, Any]:
     inputs = torch.randint(0, V, (BATCH, T), generator=draws)
     labels = torch.randint(0, V, (BATCH, T), generator=draws)
     labels[0, :11] = IGNORED
-    rows = slice(dp_rank := chosen.seat(dist.get_rank()).dp_rank, BATCH if chosen.data_parallel == 1 else dp_rank + 1)
+    rows = slice(
+        dp_rank := chosen.coordinate(dist.get_rank()).dp_rank, BATCH if chosen.data_parallel == 1 else dp_rank + 1
+    )
     unseen = parallel.evaluate(inputs[rows], labels[rows]).clone()
     loss = parallel.forward_backward(inputs[rows], labels[rows]).clone()
     dist.all_reduce(loss)

@@ -88,8 +88,8 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
         device=torch.device("cpu"),
         seed=0,
     )
-    seat, n_sequences = where.seat(dist.get_rank()), BATCH * where.data_parallel
-    rows = slice(seat.dp_rank * BATCH, (seat.dp_rank + 1) * BATCH)
+    coordinate, n_sequences = where.coordinate(dist.get_rank()), BATCH * where.data_parallel
+    rows = slice(coordinate.dp_rank * BATCH, (coordinate.dp_rank + 1) * BATCH)
     loss, looks = torch.zeros(()), []
     for call in range(CALLS):
         look = torch.zeros(())
@@ -107,7 +107,7 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     here = {name: p.grad.full_tensor().float() for part in parallel.parts for name, p in part.named_parameters()}
     whole = torch.stack([g.norm() for g in gradients.values()]).norm()
     return {
-        "pipeline": (seat.dp_rank, seat.cp_rank, seat.tp_rank),
+        "pipeline": (coordinate.dp_rank, coordinate.cp_rank, coordinate.tp_rank),
         "parts": [[name for name, _ in part.named_parameters()] for part in parallel.parts],
         "gradients": {name: float((g - gradients[name]).norm() / gradients[name].norm()) for name, g in here.items()},
         "loss": float((loss - loss_alone).abs() / loss_alone),

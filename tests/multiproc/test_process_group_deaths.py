@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ft.children import WISHES
+from ft.children import LAUNCHER_SIGNALS
 from ft.process_groups.fork_server import ForkServer
 from ft.process_groups.store import serve
 
@@ -196,10 +196,10 @@ def test_what_a_scheduler_sends_to_every_process_ends_no_child():
     fork_server = ForkServer()
     try:
         fork_server.warm()
-        for number in WISHES:
+        for number in LAUNCHER_SIGNALS:
             os.kill(fork_server.pid, number)
         child, at = fork_server.child(), fork_server.pid
-        for number in WISHES:
+        for number in LAUNCHER_SIGNALS:
             for pid in (at, child.pid):
                 os.kill(pid, number)
         other = fork_server.child()

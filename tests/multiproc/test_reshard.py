@@ -73,8 +73,8 @@ def meta_model(vocab_size: int, n_layers: int = 2) -> llama.Llama:
 class Place:
     """What a loader of a stream keeps: the place of this rank's share, which all ranks that see the same sequences know."""
 
-    def __init__(self, seat: MeshCoordinate, of: int) -> None:
-        self.key, self.place = f"rank {seat.dp_rank} of {of}", ""
+    def __init__(self, coordinate: MeshCoordinate, of: int) -> None:
+        self.key, self.place = f"rank {coordinate.dp_rank} of {of}", ""
 
     def state_dict(self) -> dict[str, Any]:
         return {self.key: self.place}
@@ -97,7 +97,7 @@ class Run:
     ) -> None:
         self.vocab_size = vocab_size
         self.degrees = degrees(parallelism, dist.get_world_size())
-        self.seat = self.degrees.seat(dist.get_rank())
+        self.coordinate = self.degrees.coordinate(dist.get_rank())
         self.rows = BATCH // self.degrees.data_parallel
         self.model = parallelize(
             meta_model(vocab_size, n_layers),
@@ -116,7 +116,7 @@ class Run:
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,
         }
-        self.place = Place(self.seat, self.degrees.data_parallel)
+        self.place = Place(self.coordinate, self.degrees.data_parallel)
         if streamed:
             self.states["loader"] = self.place
         self.checkpointer = Checkpointer(CheckpointConfig(**settings), folder, self.states, log=self.log)
@@ -128,7 +128,7 @@ class Run:
             [position] = self.manager.begin_step().slots
             draws = torch.Generator().manual_seed(position)
             tokens = torch.randint(0, self.vocab_size, (BATCH, T + 1), generator=draws)
-            tokens = tokens[self.seat.dp_rank * self.rows :][: self.rows]
+            tokens = tokens[self.coordinate.dp_rank * self.rows :][: self.rows]
             loss = self.model.forward_backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             dist.all_reduce(loss)
             scale_gradients([p for part in self.model.parts for p in part.parameters()], 1 / (BATCH * T))
@@ -264,7 +264,7 @@ def test_a_name_that_no_rank_holds_or_that_is_missing_is_told_once(
 
 def save_places(folder: Path, parallelism: ParallelismConfig) -> None:
     run = Run(folder, parallelism, 61, streamed=True)
-    run.place.place = f"record {run.seat.dp_rank}"
+    run.place.place = f"record {run.coordinate.dp_rank}"
     run.checkpointer.save(1)
 
 
@@ -274,8 +274,8 @@ def load_place(folder: Path, parallelism: ParallelismConfig) -> tuple[int, str]:
     try:
         run.checkpointer.load()
     except ValueError as error:
-        return run.seat.dp_rank, str(error).partition("does not fit this run: ")[2]
-    return run.seat.dp_rank, run.place.place
+        return run.coordinate.dp_rank, str(error).partition("does not fit this run: ")[2]
+    return run.coordinate.dp_rank, run.place.place
 
 
 def test_a_stream_is_taken_up_by_as_many_data_parallel_ranks_in_any_layout(pool: Pool, tmp_path: Path):

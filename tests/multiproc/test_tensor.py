@@ -70,7 +70,7 @@ def step(case: Case) -> dict[str, Any]:
     here = (
         slice(None, None)
         if shape.data_parallel == 1
-        else rows(shape.seat(dist.get_rank()).dp_rank, shape.data_parallel)
+        else rows(shape.coordinate(dist.get_rank()).dp_rank, shape.data_parallel)
     )
     seen = parallel.evaluate(inputs[here], labels[here])
     assert all(p.grad is None for p in model.parameters())

@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from ft import LighthouseServer
-from ft.children import WISHES
+from ft.children import LAUNCHER_SIGNALS
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.rpc import codec
@@ -431,7 +431,7 @@ time.sleep(60)
 def test_what_a_scheduler_sends_to_every_process_is_not_for_the_server(team: Callable[..., Team]):
     """The ranks answer it, with a Leave, which this server has to carry."""
     one = team("a")
-    for number in WISHES:
+    for number in LAUNCHER_SIGNALS:
         os.kill(one.server.pid, number)
     wire = Wire(one.server.address)
     call = wire.begin("/pharos.Group/Quorum", b"no message")

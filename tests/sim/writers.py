@@ -332,18 +332,18 @@ class Group(Process):
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(name)
         self.dies_at_manifest = ""
-        self.job, self.wishes, self.was_asked, self.said = job, 0, False, list[str]()
+        self.job, self.pending_signals, self.was_asked, self.said = job, 0, False, list[str]()
         self.folder = job.folder if job.plan.shared else job.folder / name
         self.manager = Manager(job, self)
         self.main = job.baton.spawn(name, self._live, self)
 
     def take(self) -> int:
-        wishes, self.wishes = self.wishes, 0
-        return wishes
+        pending_signals, self.pending_signals = self.pending_signals, 0
+        return pending_signals
 
     def ask(self) -> None:
         """SIGTERM."""
-        self.was_asked, self.wishes = True, STOP
+        self.was_asked, self.pending_signals = True, STOP
         self.manager.want_to_leave()
 
     def _live(self) -> None:
@@ -380,10 +380,10 @@ class Trainer(train.Run):
                 last_save_model_only=plan.weights_alone,
             ),
         )
-        self.world, self.seat = SimpleNamespace(global_rank=0), SimpleNamespace(counts=True)  # type: ignore[assignment]
+        self.world, self.coordinate = SimpleNamespace(global_rank=0), SimpleNamespace(counts=True)  # type: ignore[assignment]
         self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
-        self.wishes = 0
+        self.pending_signals = 0
         self.scribe = Scribe(self.report_storage, clock=clock)
         writes = lambda: group.manager.writes  # noqa: E731
         self.relay = LeaderMetricsWriter(

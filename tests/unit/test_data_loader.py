@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft.children import WISHES
+from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.data.loader import THREAD_NAME, Batch, Loader
 from training.data.order import Order
@@ -189,7 +189,7 @@ def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
         assert workers() == 2
         for worker in set(multiprocessing.active_children()) - others:
             for pid in (worker.pid, multiprocessing.forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
-                for number in WISHES:  # a scheduler's, for the rank
+                for number in LAUNCHER_SIGNALS:  # a scheduler's, for the rank
                     os.kill(pid, number)
         assert flat(working.load([8, 12])) == flat(loader.load([8, 12]))
         with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):

@@ -26,19 +26,19 @@ def test_shards_take_what_the_others_leave():
 def test_seats_are_the_coordinates_of_a_mesh_in_the_order_of_the_axes():
     axes = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
     assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert axes.seat(0) == MeshCoordinate(pp_rank=0, dp_rank=0, cp_rank=0, tp_rank=0)
-    assert axes.seat(1) == MeshCoordinate(0, 0, 0, 1)
-    assert axes.seat(2) == MeshCoordinate(0, 0, 1, 0)
-    assert axes.seat(4) == MeshCoordinate(0, 1, 0, 0)
-    assert axes.seat(12) == MeshCoordinate(0, 3, 0, 0)  # the second copy's first shard sees other sequences too
-    assert axes.seat(24) == MeshCoordinate(1, 0, 0, 0)
-    assert axes.seat(axes.world_size - 1) == MeshCoordinate(1, 5, 1, 1)
-    assert len({axes.seat(rank) for rank in range(axes.world_size)}) == axes.world_size
+    assert axes.coordinate(0) == MeshCoordinate(pp_rank=0, dp_rank=0, cp_rank=0, tp_rank=0)
+    assert axes.coordinate(1) == MeshCoordinate(0, 0, 0, 1)
+    assert axes.coordinate(2) == MeshCoordinate(0, 0, 1, 0)
+    assert axes.coordinate(4) == MeshCoordinate(0, 1, 0, 0)
+    assert axes.coordinate(12) == MeshCoordinate(0, 3, 0, 0)  # the second copy's first shard sees other sequences too
+    assert axes.coordinate(24) == MeshCoordinate(1, 0, 0, 0)
+    assert axes.coordinate(axes.world_size - 1) == MeshCoordinate(1, 5, 1, 1)
+    assert len({axes.coordinate(rank) for rank in range(axes.world_size)}) == axes.world_size
 
 
 def test_the_sequences_of_a_data_parallel_rank_are_counted_once():
     axes = Degrees(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
-    counting = [axes.seat(rank).dp_rank for rank in range(axes.world_size) if axes.seat(rank).counts]
+    counting = [axes.coordinate(rank).dp_rank for rank in range(axes.world_size) if axes.coordinate(rank).counts]
     assert sorted(counting) == [0, 1, 2]
 
 

@@ -116,7 +116,7 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
         left, place = rank, {}
         for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
             left, place[axis] = divmod(left, size)
-        dp_rank, n = degrees.seat(rank).dp_rank, job.local_batch_size * job.passes
+        dp_rank, n = degrees.coordinate(rank).dp_rank, job.local_batch_size * job.passes
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
         rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
     yield from _table([("rank", *shown, "which of the step's sequences, if dealt in order"), *_ends_of_rows(rows)])
