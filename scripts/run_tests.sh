@@ -11,6 +11,6 @@ use_python requirements.lock requirements-dev.lock
 # The machine's cores are shared by the ranks that tests start, so no process takes them all.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$root"
-# A tier runs two tests at a time, but for those that run alone (tests/conftest.py); what is named runs one after the other.
-case "$*" in "" | --all) set -- -n 2 --dist loadfile "$@" ;; esac
+# The first tier runs two tests at a time; everything, and what is named, one after the other.
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile
 exec "$python" -m pytest "$@"

@@ -139,6 +139,7 @@ def test_what_is_refused_changes_nothing(
     job = herd(one)
     job.open(["0:a"])
     job.form()
+    assert in_time(lambda: "0:a" in one.service.streams)  # its stream and its call are read in any order
     found, text = one.order(order, replica_id, **(headers or {}))
     assert found == status and said in text
     job.beat()
