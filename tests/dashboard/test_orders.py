@@ -165,7 +165,7 @@ def test_a_job_without_a_token_takes_no_orders(house: Houses, herd: Herds):
     job.form()
     status, text = one.order("kill", "0:a")
     assert status == 403 and "start the lighthouse with --token_file" in text
-    assert "0:a" in one.service.streams
+    assert in_time(lambda: "0:a" in one.service.streams)
 
 
 def test_orders_are_limited(house: Houses, monkeypatch: pytest.MonkeyPatch):
