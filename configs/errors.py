@@ -1,8 +1,10 @@
-"""ConfigError, and the list that gathers every problem of a config before it is raised."""
+"""ConfigError, the list that gathers every problem of a config before it is raised, and the key that an unknown name may have meant."""
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable, Sequence
 
 MOST_SHOWN = 10
 
@@ -31,3 +33,121 @@ class Problems:
         if len(texts) > MOST_SHOWN:
             texts[MOST_SHOWN:] = [f"... and {len(texts) - MOST_SHOWN} more"]
         raise ConfigError("\n".join(texts))
+
+
+# ---- the nearest key: typos, the wrong section, names of other trainers
+
+
+# What torchtitan's versions and other trainers call our keys. With a section: that key exactly; without: in any.
+OTHER_NAMES = {
+    "activation_checkpoint.type": "activation_checkpoint.mode",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "debug.seed": "training.seed",
+    "experimental.enable_loss_parallel": "parallelism.disable_loss_parallel",
+    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
+    "experimental.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "float8.enable_float8_linear": "float8.enable",
+    "ft.enable": "fault_tolerance.enable",
+    "ft.min_replica_size": "fault_tolerance.min_replica_size",
+    "ft.process_group": "fault_tolerance.process_group",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "metrics.enable_color_printing": "metrics.disable_color_printing",
+    "model.converters": "float8.enable",
+    "model.hf_assets_path": "model.tokenizer_path",
+    "optimizer.betas": "optimizer.beta1",
+    "optimizer.fused": "optimizer.implementation",
+    "parallelism.enable_loss_parallel": "parallelism.disable_loss_parallel",
+    "parallelism.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "training.compile": "compile.enable",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.enable_float8_linear": "float8.enable",
+    "training.enable_loss_parallel": "parallelism.disable_loss_parallel",
+    "batch_size": "training.local_batch_size",
+    "clip_grad": "training.max_norm",
+    "compile": "compile.enable",
+    "context_length": "training.seq_len",
+    "data_path": "training.dataset_path",
+    "grad_clip": "training.max_norm",
+    "gradient_accumulation_steps": "training.global_batch_size",
+    "hidden_size": "model.dim",
+    "intermediate_size": "model.hidden_dim",
+    "learning_rate": "optimizer.lr",
+    "log_interval": "metrics.log_freq",
+    "max_grad_norm": "training.max_norm",
+    "max_iters": "training.steps",
+    "max_seq_len": "training.seq_len",
+    "max_steps": "training.steps",
+    "num_heads": "model.n_heads",
+    "num_kv_heads": "model.n_kv_heads",
+    "num_layers": "model.n_layers",
+    "output_dir": "job.dump_folder",
+    "random_seed": "training.seed",
+    "save_interval": "checkpoint.interval",
+    "sequence_length": "training.seq_len",
+    "tokenizer": "model.tokenizer_path",
+    "warmup": "lr_scheduler.warmup_steps",
+}
+# Keys of torchtitan that have no counterpart by design.
+GONE = {
+    "model.flavor": "sizes are spelled out: model.dim, model.n_layers, ...",
+    "job.config_file": "the config file is the first argument",
+    "job.custom_config_module": "a model's keys are the Config of models/<model.name>.py",
+    "checkpoint.interval_type": "checkpoint.interval counts steps",
+    "activation_checkpoint.early_stop": "what nobody needs is never computed again",
+    "activation_checkpoint.preserve_rng_state": "what is computed again draws the same random numbers",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": 'selective_ac_option = "op" keeps every other product',
+    "fault_tolerance.group_size": "NUM_REPLICA_GROUPS says it, in the environment",
+    "fault_tolerance.replica_id": "REPLICA_GROUP_ID says it, in the environment",
+    "ft.group_size": "NUM_REPLICA_GROUPS says it, in the environment",
+    "ft.replica_id": "REPLICA_GROUP_ID says it, in the environment",
+    "experimental.enable_compiled_autograd": "backwards are compiled with their forwards",
+    "parallelism.enable_compiled_autograd": "backwards are compiled with their forwards",
+    "quantize.linear": "float8 is a section of its own: [float8]",
+}
+_SAME_SECTION = 0.15  # how much likeness a candidate of the same section has ahead of others
+
+
+def unknown_key(wrong: str, legal: Sequence[str]) -> str:
+    """Explains an unknown "section.key" and names the key that may be meant: "no such key; did you mean optimizer.lr?"."""
+    section, _, name = wrong.rpartition(".")
+    if wrong in GONE:
+        return f"no such key; {GONE[wrong]}"
+    if section in legal:
+        return f"no such key; {section} is a value, not a table"
+    elsewhere = [key for key in legal if key.rpartition(".")[2] == name]
+    if elsewhere and wrong not in OTHER_NAMES:
+        elsewhere.sort(key=lambda key: -_likeness(section, key.rpartition(".")[0]))
+        return f"no such key here; it is {' or '.join(elsewhere[:3])}"
+    found = nearest_key(wrong, legal)
+    if found:
+        return f"no such key; did you mean {found}?"
+    own = [key[len(section) + 1 :] for key in legal if key.startswith(f"{section}.") and "[]" not in key]
+    return f"no such key; [{section}] has {', '.join(own)}" if own else "no such key"
+
+
+def nearest_key(wrong: str, legal: Sequence[str]) -> str | None:
+    """The legal key that looks most like "section.key", by its own name or one it has elsewhere; None if none does."""
+    section, _, name = wrong.rpartition(".")
+    best, best_score = None, 0.75
+    aliases = [(alias, key) for alias, key in OTHER_NAMES.items() if key in legal]
+    for alias, key in [*((key, key) for key in legal), *aliases]:
+        score = _likeness(name, alias.rpartition(".")[2])
+        if section in (alias.rpartition(".")[0], key.rpartition(".")[0]):
+            score += _SAME_SECTION
+        if alias == wrong:
+            return key
+        if score > best_score:
+            best, best_score = key, score
+    return best
+
+
+def nearest_section(wrong: str, sections: Iterable[str]) -> str | None:
+    """The section that looks most like this name; None if none does."""
+    close = difflib.get_close_matches(wrong.lower(), sections, n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a.lower().replace("-", "_"), b.lower()).ratio()

@@ -10,10 +10,8 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.errors import ConfigError
-from configs.keys import Key, walk
-from configs.nearest import nearest_key, nearest_section
-from configs.values import to_text
+from configs.errors import ConfigError, nearest_key, nearest_section
+from configs.keys import Key, to_text, walk
 
 COLUMNS = 100
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"

@@ -1,6 +1,6 @@
 """From the command line to a Config: TOML, overrides on top, every value checked, every problem told at once.
 
-train.py -> load -> (overrides, document) -> here -> check.py. What spans sections or touches files is check.py's.
+train.py -> load -> (document) -> here -> check.py. What spans sections or touches files is check.py's.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import document, overrides
+from configs import document
 from configs.document import Document, Origin
-from configs.errors import ConfigError, Problems
-from configs.keys import Key, keys_of, walk
-from configs.nearest import nearest_key, nearest_section, unknown_key
-from configs.overrides import Override
-from configs.values import convert, from_text, to_text
+from configs.errors import ConfigError, Problems, nearest_key, nearest_section, unknown_key
+from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 
 if TYPE_CHECKING:
     from configs.schema import Config
 
 
+import re
+from dataclasses import dataclass
+
+
 def load(argv: Sequence[str]) -> Config:
     """The Config of `CONFIG.toml --section.key value ...`. Raises ConfigError with all that is wrong."""
-    file, given = overrides.parse(argv)
+    file, given = parse_argv(argv)
     written = document.read(file)
     from configs import schema  # brings torch with it, two seconds: not before the file has been read
 
@@ -168,3 +169,47 @@ class _Reader:
 def _short(value: Any) -> str:
     text = to_text(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag alone for true
+
+
+_OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
+USAGE = "CONFIG.toml, then overrides: --section.key value"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override as typed. `text` None: no value was given, which means true to a flag."""
+
+    key: str
+    text: str | None
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[str, list[Override]]:
+    """The config file and its overrides. Raises ConfigError for what is neither, and for a key given twice."""
+    if not argv:
+        raise ConfigError(f"no config file; wanted {USAGE}")
+    path, *rest = argv
+    if path.startswith("-"):
+        raise ConfigError(f"{path}: the config file comes first; wanted {USAGE}")
+    problems = Problems()
+    found: dict[str, Override] = {}
+    while rest:
+        word = rest.pop(0)
+        option = _OPTION.fullmatch(word)
+        if not option:
+            problems.add(f"{word}: not an override; wanted {USAGE}")
+            continue
+        key, text = option.groups()
+        if text is None and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        if key in found:
+            problems.add(f"--{key}: given twice, {_said(found[key].text)} and {_said(text)}; keep one")
+        found[key] = Override(key, text)
+    problems.raise_any()
+    return path, list(found.values())
+
+
+def _said(text: str | None) -> str:
+    return "without a value" if text is None else text

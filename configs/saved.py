@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from configs import document
 from configs.document import Document
 from configs.errors import ConfigError, Problems
-from configs.keys import keys_of
+from configs.keys import keys_of, to_text
 from configs.load import section_types
-from configs.values import to_text
 from parallelisms.mesh import degrees
 from training.appended import replace_file
 

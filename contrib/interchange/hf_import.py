@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from configs.check import check_settings
+from configs.keys import to_text
 from configs.load import load
 from configs.saved import to_toml
 from configs.schema import Config
-from configs.values import to_text
 from contrib.interchange.folder import TOKENIZER, carried, copy, landing, put, refuse
 from contrib.interchange.weights import CODES, Weights, read_json
 from models import llama, llama_hf

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.document import parse
-from configs.lines import key_lines
-from configs.values import to_text
+from configs.document import key_lines, parse
+from configs.keys import to_text
 
 EVERYTHING = '''\
 # a comment with = and [brackets]

@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from configs import overrides
 from configs.document import Origin, read
 from configs.errors import MOST_SHOWN, ConfigError, Problems
 from configs.keys import keys_of
-from configs.load import build
+from configs.load import build, parse_argv
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
     def load(toml: str | bytes, *argv: str) -> dict[str, Any]:
         Path("t.toml").write_bytes(toml.encode() if isinstance(toml, str) else toml)
-        file, given = overrides.parse(["t.toml", *argv])
+        file, given = parse_argv(["t.toml", *argv])
         return build(SECTIONS, read(file), given)[0]
 
     return load
@@ -270,7 +269,7 @@ def test_an_override_into_what_is_no_table(load: Load) -> None:
 def test_overrides_leave_the_document_as_it_was_read(load: Load) -> None:
     load("[training]\nsteps = 5\n")
     written = read("t.toml")
-    build(SECTIONS, written, overrides.parse(["t.toml", "--training.steps=6"])[1])
+    build(SECTIONS, written, parse_argv(["t.toml", "--training.steps=6"])[1])
     assert written == read("t.toml")
 
 
@@ -303,7 +302,7 @@ def test_windows_files_and_byte_order_marks(load: Load) -> None:
 )  # fmt: skip
 def test_command_lines_without_a_file(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        overrides.parse(argv)
+        parse_argv(argv)
     assert str(error.value) == message
 
 

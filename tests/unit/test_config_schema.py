@@ -13,12 +13,10 @@ import pytest
 import models.llama
 from configs import load as loading
 from configs.check import check
-from configs.errors import ConfigError
-from configs.keys import walk
+from configs.errors import GONE, OTHER_NAMES, ConfigError, unknown_key
+from configs.keys import convert, walk
 from configs.load import load, section_types
-from configs.nearest import GONE, OTHER_NAMES, unknown_key
 from configs.schema import Config, JobConfig
-from configs.values import convert
 
 SECTIONS = {**section_types(Config), "model": models.llama.Config}
 KEYS = {path: key for name, section in SECTIONS.items() for path, key in walk(section, name)}

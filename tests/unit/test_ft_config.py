@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from configs.keys import walk
-from configs.values import convert
+from configs.keys import convert, walk
 from ft.config import Environment, FaultTolerance
 from ft.protocol.messages import Times
 
