@@ -38,6 +38,7 @@ def main() -> None:
     print("longest: " + ", ".join(f"{name} {count}" for count, name in sorted(longest, reverse=True)[:5]))
     core = sorted(modules(ROOTS))
     print(f"{sum(map(length, core)):6d}  {len(core):3d} files  core; {functions(core)}")
+    print(coupling([name for _, name in longest if name.endswith(".py")]))
 
 
 def length(name: str) -> int:
@@ -112,6 +113,29 @@ def functions(core: list[str]) -> str:
         f"{len(lengths)} functions, {mean:.1f} lines in the mean; {once} of {sum(private.values())} private ones used once; "
         f"{short} files under 60 lines"
     )
+
+
+def coupling(files: list[str]) -> str:
+    """Uses of the code's private names in tests, and attributes that tests replace (environment and working directory are no code)."""
+    private, uses, patches = set[str](), Counter[str](), Counter[str]()
+    trees = {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in files}
+    for name, tree in trees.items():
+        for node in ast.walk(tree if not name.startswith("tests/") else ast.Module([], [])):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                private.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                private.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    private = {name for name in private if name.startswith("_") and not name.startswith("__")}
+    for name, tree in trees.items():
+        for node in ast.walk(tree if name.startswith("tests/") else ast.Module([], [])):
+            if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                uses[name] += node.attr in private
+                patches[name] += node.attr in ("setattr", "setitem", "delattr") and "monkeypatch" in ast.unparse(node)
+                patches[name] += ast.unparse(node).endswith(("mock.patch", "patch.object"))
+            elif isinstance(node, ast.ImportFrom):
+                uses[name] += sum(alias.name in private for alias in node.names)
+    most = ", ".join(f"{name} {count}" for name, count in (uses + patches).most_common(5))
+    return f"{sum(uses.values())} private names and {sum(patches.values())} replaced attributes in tests; most: {most}"
 
 
 if __name__ == "__main__":
