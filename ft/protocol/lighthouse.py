@@ -20,7 +20,18 @@ from ft.protocol import messages as m
 from ft.protocol.generation import QuorumRecord
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
 from ft.protocol.roster import Roster, word_s
-from ft.protocol.rules import Decision, Pairs, Problem, QuorumView, decide, in_words, parts, unlike, validate_request
+from ft.protocol.rules import (
+    Decision,
+    Pairs,
+    Problem,
+    QuorumView,
+    decide,
+    in_words,
+    pairs_with,
+    parts,
+    unlike,
+    validate_request,
+)
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 LEAP = (
@@ -414,7 +425,7 @@ class Lighthouse:
         alone = view.healthy < least and view.waited_s >= view.join_timeout_s
         if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
             self._evaluate(now_s)
-        elif cut := roster.pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting]):
+        elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
             self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     # ---- what to refuse
