@@ -12,9 +12,7 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.generation import QuorumRecord
@@ -62,9 +60,8 @@ class LighthouseConfig:
 
 
 class Lighthouse:
-    """In: Call CallCancelled Beat StreamOpened StreamClosed Report Leave TakeOver Evict Tick.
-    Out: Persist Answer Refuse MustRestore Notify. The reason is why there is no quorum yet, or why the last one was issued.
-    """
+    """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason is why there is no quorum yet, or why the last
+    one was issued."""
 
     def __init__(
         self,
@@ -123,7 +120,31 @@ class Lighthouse:
 
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
-        _HANDLERS[type(event)](self, event, now_s)
+        match event:
+            case m.Report():
+                self._on_report(event, now_s)
+            case m.Beat(replica_id, kind):
+                if not self._turned_away(replica_id, kind, now_s):
+                    self.roster.see(replica_id, kind, now_s)
+            case Call():
+                self._on_call(event, now_s)
+            case m.Tick():
+                self._on_tick(now_s)
+            case m.CallCancelled(replica_id) if replica_id in self.roster:
+                self.roster.peers[replica_id].cancelled = True
+                if not self.roster.peers[replica_id].stream:
+                    self.roster.drop_call(replica_id)
+            case m.StreamOpened():
+                self._on_stream_opened(event, now_s)
+            case m.StreamClosed(replica_id):
+                self._on_stream_closed(replica_id, now_s)
+            case m.Leave():
+                self._on_leave(event, now_s)
+            case m.TakeOver():
+                self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
+            case m.Evict(replica_id):
+                self.roster.end_claim(replica_id, -math.inf)
+                self._lose([replica_id], "an operator evicted it")
         self._evaluate(now_s)
         return Out(tuple(self._out), self.reason)
 
@@ -168,17 +189,6 @@ class Lighthouse:
         if generation and newcomer and replica_id in roster.candidates:
             generation.announce(f"{replica_id} waits to come in", now_s)
 
-    def _on_cancelled(self, event: m.CallCancelled, now_s: float) -> None:
-        peer = self.roster.peers.get(event.replica_id)
-        if peer:
-            peer.cancelled = True
-            if not peer.stream:
-                self.roster.drop_call(event.replica_id)
-
-    def _on_beat(self, event: m.Beat, now_s: float) -> None:
-        if not self._turned_away(event.replica_id, event.kind, now_s):
-            self.roster.see(event.replica_id, event.kind, now_s)
-
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
         if self._turned_away(replica_id, "pharos", now_s):
@@ -205,10 +215,10 @@ class Lighthouse:
                 roster.left_out.setdefault(replica_id, now_s)
             self._generation.bring_up_to_date(replica_id, known_id)
 
-    def _on_stream_closed(self, event: m.StreamClosed, now_s: float) -> None:
+    def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
         """Closed by the kernel of a process that ended, as a rule. But one that was not heard of for long may have been given up by a
         timeout of the transport; and where this lighthouse was itself stopped, the group may have given it up: then silence tells."""
-        replica_id, timeout_s = event.replica_id, self.config.times.heartbeat_timeout_s
+        timeout_s = self.config.times.heartbeat_timeout_s
         peer = self.roster.peers.get(replica_id)
         if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
             peer.stream = False
@@ -249,14 +259,7 @@ class Lighthouse:
                 self._generation.finish(replica_id)
             self._generation.announce(f"{replica_id} {event.reason}", now_s)
 
-    def _on_take_over(self, event: m.TakeOver, now_s: float) -> None:
-        self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
-
-    def _on_evict(self, event: m.Evict, now_s: float) -> None:
-        self.roster.end_claim(event.replica_id, -math.inf)
-        self._lose([event.replica_id], "an operator evicted it")
-
-    def _on_tick(self, event: m.Tick, now_s: float) -> None:
+    def _on_tick(self, now_s: float) -> None:
         roster, generation, times = self.roster, self._generation, self.config.times
         gap_s = now_s - self._last_tick_s - self.config.tick_s
         self._last_tick_s = now_s
@@ -499,17 +502,3 @@ class Lighthouse:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
-
-
-_HANDLERS: dict[type[Event], Callable[[Lighthouse, Any, float], None]] = {
-    Call: Lighthouse._on_call,
-    m.CallCancelled: Lighthouse._on_cancelled,
-    m.Beat: Lighthouse._on_beat,
-    m.StreamOpened: Lighthouse._on_stream_opened,
-    m.StreamClosed: Lighthouse._on_stream_closed,
-    m.Report: Lighthouse._on_report,
-    m.Leave: Lighthouse._on_leave,
-    m.TakeOver: Lighthouse._on_take_over,
-    m.Evict: Lighthouse._on_evict,
-    m.Tick: Lighthouse._on_tick,
-}

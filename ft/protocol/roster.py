@@ -172,7 +172,7 @@ class Roster:
         if peer and claim and claim.replica_id == replica_id:
             claim.seen_s = peer.seen_s
         for kept in (self._order, self.sitting, self.odd):
-            kept.pop(replica_id, None)  # type: ignore[attr-defined]
+            kept.pop(replica_id, None)
         self._pardon(replica_id)
         if self.live.get(name) == replica_id:
             del self.live[name]
