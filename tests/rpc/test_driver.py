@@ -20,7 +20,7 @@ from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import state_file
 from ft.rpc.access import Endpoint
-from ft.rpc.driver import Driver, PeriodicTimer
+from ft.rpc.driver import Driver
 from ft.rpc.lighthouse_flags import LighthouseOptions, read_options
 from ft.rpc.lighthouse_main import serve
 from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Calls, Outbox, Pending
