@@ -38,9 +38,7 @@ class QuorumRecord:
         self._finished = ""  # who has left because the run is over and saved
         self._change_s = self._announced_s = 0.0  # the first time, and the last
         self._heard: dict[str, m.Report] = {}  # the newest of each member
-        self._waiting: dict[
-            str, float
-        ] = {}  # members whose ranks are all in a reduction -> since when; the longest first
+        self._waiting: dict[str, float] = {}  # members whose ranks are all in a reduction -> since when; longest first
         self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
         self._crossed_since_s: float | None = None  # some ask for a quorum, and all others wait in the collective
@@ -160,16 +158,18 @@ class QuorumRecord:
         waits |= {i: peers[i].called_s for i in present} | back
         there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
         waits_too = waits.keys() | self._roster.sitting.keys()  # who sits out has called
-        late = [i for i in there if i not in waits_too and not self._may_take_long(i, now_s)]
+        # By its own word, which its server repeats if the trainer's reports stop: so it holds for no longer than it said at first.
+        takes_long = {i for i, x in self._heard.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
+        late = [i for i in there if i not in waits_too and i not in takes_long]
         begins_s = sorted(waits.values()) or [math.inf]
         most_s = begins_s[len(there) // 2] if 2 * len(waits) > len(there) else math.inf
-        any_s = min([*callers_s, begins_s[0]])
-        limits_s = dict[str, float | None]()
+        any_s, found = min([*callers_s, begins_s[0]]), dict[str, float]()
         for i in late:
             went_on_s = self._phase_since_s.get(i, -math.inf) if back else -math.inf  # while they were on their way
-            limits_s[i] = self._limit_s(i, *(now_s - max(at_s, went_on_s) for at_s in (any_s, begins_s[0], most_s)))
-        found = [i for i in late if limits_s[i] is not None]
-        return found, f"others waited {limits_s[found[0]]:g} s for it" if found else ""
+            waited_s = [now_s - max(at_s, went_on_s) for at_s in (any_s, begins_s[0], most_s)]
+            if limit_s := self._limit_s(i, *waited_s):
+                found.setdefault(i, limit_s)
+        return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
 
     def _limit_s(self, replica_id: str, any_s: float, member_s: float, most_s: float) -> float | None:
         """That has passed. any_s, member_s, most_s: how long anybody, any member, and most of the members have waited."""
@@ -182,20 +182,12 @@ class QuorumRecord:
             return floor_s
         return stall_s if any_s >= stall_s else None
 
-    def _may_take_long(self, replica_id: str, now_s: float) -> bool:
-        """By its own word, which its server repeats if the trainer's reports stop: so it holds for no longer than it said at first."""
-        report = self._heard.get(replica_id)
-        return report is not None and now_s - self._phase_since_s[replica_id] < report.phase_limit_s
-
     def end_crossed_waits(self, now_s: float) -> None:
         """Members that ask for a quorum, or have left, and members that wait for them in the collective: no wait would end by itself."""
         previous = self._roster.previous
         asking = self._roster.present.keys() | (previous & self._roster.sitting.keys())
         away = asking | self._roster.gone
-        crossed = (
-            bool(away) and not self.failed and len(away) != len(previous) and previous - away <= self._waiting.keys()
-        )
-        if not crossed:
+        if self.failed or len(away) in (0, len(previous)) or not previous - away <= self._waiting.keys():
             self._crossed_since_s = None
             return
         self._crossed_since_s = self._crossed_since_s or now_s
@@ -206,6 +198,5 @@ class QuorumRecord:
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Waits are counted without the gap."""
         self._change_s = min(self._change_s + gap_s, now_s)
-        self._waiting = {i: min(since_s + gap_s, now_s) for i, since_s in self._waiting.items()}
-        self._waited = {i: min(since_s + gap_s, now_s) for i, since_s in self._waited.items()}
-        self._phase_since_s = {i: min(since_s + gap_s, now_s) for i, since_s in self._phase_since_s.items()}
+        for since in (self._waiting, self._waited, self._phase_since_s):
+            since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

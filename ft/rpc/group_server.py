@@ -28,7 +28,7 @@ from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
 from ft.rpc import codec
 from ft.rpc.access import Access, Endpoint, Tls, this_host
-from ft.rpc.driver import Driver, Seen, now_s
+from ft.rpc.driver import Driver, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
 from ft.rpc.serving import Outbox, Pending, Server, refused, stream, unary
@@ -86,10 +86,8 @@ class RankReports:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._of: dict[int, Any] = {}  # pharos_pb2.Report
-        self._waiting, self._summed = (
-            set[int](),
-            set[int](),
-        )  # ranks in the sums of a step, or past them; those past them
+        self._waiting: set[int] = set()  # ranks in the sums of a step, or past them
+        self._summed: set[int] = set()  # ranks past them
         self._blames: dict[int, tuple[str, ...]] = {}  # by ranks that cannot work with somebody
 
     def hear(self, rank: int, report: Any) -> None:
@@ -183,7 +181,6 @@ class GroupService:
         end: Callable[[str], None],
         *,
         wire: type[Wire] = Link,
-        seen: Seen | None = None,
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
@@ -212,7 +209,7 @@ class GroupService:
             m.NotifyRank: self._notify_rank,
             m.EndGroup: lambda e: self.end(e.reason),
         }
-        self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
+        self.driver = Driver(self.machine, carry, tick_s=TICK_S)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.link = wire(lighthouse, access, self.hear, self.spawn, self.obey)
         self.routes = {

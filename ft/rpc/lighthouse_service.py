@@ -45,14 +45,6 @@ class DashboardListener(Protocol):
     def end(self) -> None: ...  # nothing more is told
 
 
-class _Waiting(Pending):
-    """A Quorum RPC that is not answered yet. roster: that the caller holds; None: it is torchft's."""
-
-    def __init__(self, roster: str | None) -> None:
-        super().__init__()
-        self.roster = roster
-
-
 class LighthouseService:
     """Drives one machine. To be made, fed and asked on one loop."""
 
@@ -78,7 +70,7 @@ class LighthouseService:
         self.issued_at = 0.0  # seconds since 1970
         self.onlooker: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
-        self._waiting: dict[str, list[_Waiting]] = {}
+        self._waiting: dict[str, list[Pending]] = {}
         self._waiting_bytes = 0
         self._refusals: dict[str, str] = {}  # what each was told last
         self._answered: m.Quorum | None = None  # the newest that was
@@ -133,7 +125,7 @@ class LighthouseService:
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
-        replica_id, waiting = call.member.replica_id, _Waiting(roster)
+        replica_id, waiting = call.member.replica_id, Pending(roster)
         if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
             raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
         if self._waiting_bytes + size > self._max_waiting:

@@ -195,9 +195,10 @@ def room_for_connections(
 
 
 class Pending:
-    """A call whose answer comes later, from an effect."""
+    """A call whose answer comes later, from an effect. roster: the quorum's that the caller holds; None: the caller is torchft's."""
 
-    def __init__(self) -> None:
+    def __init__(self, roster: str | None = None) -> None:
+        self.roster = roster
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def give(self, answer: bytes) -> None:

@@ -46,16 +46,17 @@ FLAGS = ("--min_replicas", "1", "--bind", "127.0.0.1:0", "--http", "127.0.0.1:0"
 class Running:
     """A lighthouse in a process of its own, with its page."""
 
-    def __init__(self, folder: Path, *flags: str, files: int = 0) -> None:
-        program = "import resource, sys; from ft.rpc.lighthouse_main import main\n"
+    def __init__(self, folder: Path, *flags: str, files: int = 0, errors: str = "errors") -> None:
+        program = "import atexit, resource, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+        program += "from ft.rpc.lighthouse_main import main\n"
         if files:
             program += f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))\n"
-        self.errors = folder / "errors"
-        with self.errors.open("wb") as errors:
+        self.errors = folder / errors
+        with self.errors.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"{program}sys.exit(main(sys.argv[1:]))", *FLAGS, *flags],
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=stderr,
                 text=True,
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -93,6 +94,10 @@ class Running:
             with contextlib.suppress(ConnectionResetError):
                 return connection.recv(4096)
         return b""
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def close(self) -> None:
         self.process.terminate()

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +15,7 @@ import pytest
 
 from ft.protocol import messages as m
 from ft.rpc import lighthouse_flags, lighthouse_main, state_file
+from tests.rpc.test_abuse import Running
 from tests.rpc.wire import Stream, Wire, quorum_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,61 +98,26 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Times())
 
 
-@contextmanager
-def _started(*flags: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    # -X importtime would tell what was loaded, too, but in 2,000 lines
-    program = (
-        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
-        "from ft.rpc.lighthouse_main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "--min_replicas", "1", "--bind", "127.0.0.1:0", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout
-    try:
-        yield process.stdout.readline().strip(), process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
     (tmp_path / "token").write_text(TOKEN)
     flags = ["--token_file", "token", "--state_file", "state.json", "--http", "127.0.0.1:0"]
-    with _started(*flags, folder=tmp_path) as (address, process):
-        wire = Wire(address, TOKEN)
+    with closing(Running(tmp_path, *flags)) as one:
+        wire = Wire(one.address, TOKEN)
         stream = Stream(wire, "a:1")
         stream.beat()
         quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
         stream.beat(step=3, phase="training", mean_loss=1.25)
         assert state_file.read(tmp_path / "state.json") == m.Saved(quorum.epoch, 1, 0, "pharos", quorum, m.Terms())
-        assert process.stderr
-        page = next(found[1] for line in process.stderr if (found := re.search(r"(http://\S+)/status\.json", line)))
-        for path in ("/status.json", "/metrics"):
-            with pytest.raises(urllib.error.HTTPError) as caught:
-                urllib.request.urlopen(page + path)
-            assert caught.value.code == 401
-        status = json.loads(_get(page + "/status.json"))
+        token = {"Authorization": f"Bearer {TOKEN}"}
+        assert [one.get(path)[0] for path in ("/status.json", "/metrics")] == [401, 401]
+        status = json.loads(one.get("/status.json", **token)[1])
         assert [member["replica_id"] for member in status["quorum"]["members"]] == ["a:1"]
         assert status["reports"]["a:1"]["phase"] == "training" and status["streams"] == 1
-        metrics = _get(page + "/metrics")
+        metrics = one.get("/metrics", **token)[1]
         assert "pharos_quorum_members 1.0" in metrics and 'pharos_loss{replica="a:1"} 1.25' in metrics
         stream.close()
         wire.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout and process.stdout.read() == f"{page}\nFalse\n", "its page; no torch"
-        assert process.wait() == 0
-
-
-def _get(url: str) -> str:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return str(answer.read().decode())
+    assert one.process.stdout and one.process.stdout.read() == f"http://{one.page}\nFalse\n", "its page; no torch"
 
 
 def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -171,43 +131,31 @@ def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read().state == of_before, "what it says is not forgotten"
 
 
-def test_killed_and_started_again_ids_go_on(tmp_path: Path):
-    ids = []
-    for failed in (False, True):
-        with _started("--state_file", "state.json", "--http", "none", folder=tmp_path) as (address, _):
-            wire = Wire(address)
-            quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"), known=ids[-1] if ids else 0, failed=failed)))
-            ids.append(quorum.quorum_id)
-            wire.close()  # the block ends with SIGKILL
-    assert ids == [1, 2 + state_file.RESERVED], "beyond all ids that may have been given out without a disk"
-
-
 def test_one_that_was_stopped_wakes_and_ends(tmp_path: Path):
     """Another one has taken over its state file, at another port: of what it writes and answers nothing counts any more."""
-    flags = ("--state_file", "state.json", "--http", "none")
-    with _started(*flags, folder=tmp_path) as (address, stopped):
-        wires = [Wire(address)]
-        ids = [quorum_of(wires[0].pharos(m.Call(m.Member("a:1")))).quorum_id]
-        stopped.send_signal(signal.SIGSTOP)
-        with _started(*flags, folder=tmp_path) as (other, _):
-            wires.append(Wire(other))
-            for number in (1, 2):
-                call = m.Call(m.Member("a:1"), known=ids[-1], failed=True, number=number)
-                ids.append(quorum_of(wires[1].pharos(call)).quorum_id)
-        stopped.send_signal(signal.SIGCONT)
-        with pytest.raises(grpc.RpcError):
-            wires[0].pharos(m.Call(m.Member("a:1"), known=1, failed=True, number=1)).result()
-        assert stopped.wait(60) == 1 and stopped.stderr
-        assert (
-            "state.json belongs to a lighthouse that was started after this one: this one ends" in stopped.stderr.read()
-        )
-    with _started(*flags, folder=tmp_path) as (address, _):
-        wires.append(Wire(address))
+    flags = ("--state_file", "state.json")
+    first = Running(tmp_path, *flags)
+    wires = [Wire(first.address)]
+    ids = [quorum_of(wires[0].pharos(m.Call(m.Member("a:1")))).quorum_id]
+    first.process.send_signal(signal.SIGSTOP)
+    second = Running(tmp_path, *flags, errors="other errors")
+    wires.append(Wire(second.address))
+    for number in (1, 2):
+        call = m.Call(m.Member("a:1"), known=ids[-1], failed=True, number=number)
+        ids.append(quorum_of(wires[1].pharos(call)).quorum_id)
+    second.kill()
+    first.process.send_signal(signal.SIGCONT)
+    with pytest.raises(grpc.RpcError):
+        wires[0].pharos(m.Call(m.Member("a:1"), known=1, failed=True, number=1)).result()
+    said = "state.json belongs to a lighthouse that was started after this one: this one ends"
+    assert first.process.wait(60) == 1 and said in first.errors.read_text()
+    with closing(Running(tmp_path, *flags)) as third:
+        wires.append(Wire(third.address))
         ids.append(quorum_of(wires[2].pharos(m.Call(m.Member("a:1"), known=ids[-1], failed=True, number=3))).quorum_id)
-    for wire in wires:
-        wire.close()
+        for wire in wires:
+            wire.close()
     leap = state_file.RESERVED
-    assert ids == [1, 2 + leap, 3 + leap, 4 + 2 * leap]
+    assert ids == [1, 2 + leap, 3 + leap, 4 + 2 * leap], "beyond all ids that may have been given out without a disk"
 
 
 def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -221,14 +169,15 @@ def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: p
     state_file.write(state, m.Saved("epoch"), owner)
 
 
-def test_a_damaged_state_file_stops_the_start_unless_the_groups_are_to_be_asked(tmp_path: Path):
+def test_a_damaged_state_file_stops_the_start_unless_the_groups_are_to_be_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "state.json").write_text("{")
-    with _started("--state_file", "state.json", "--http", "none", folder=tmp_path) as (address, process):
-        assert address in ("", "False") and process.wait() == 2
-        assert process.stderr and "--recover learns from the groups" in process.stderr.read()
-    flags = ["--state_file", "state.json", "--recover", "--http", "none", "--heartbeat_timeout_ms", "200"]
-    with _started(*flags, folder=tmp_path) as (address, _):
-        wire = Wire(address)
+    assert lighthouse_main.main([*N, "--bind", "127.0.0.1:0", "--state_file", str(tmp_path / "state.json")]) == 2
+    assert "--recover learns from the groups" in capsys.readouterr().err
+    flags = ["--state_file", "state.json", "--recover", "--heartbeat_timeout_ms", "200"]
+    with closing(Running(tmp_path, *flags)) as one:
+        wire = Wire(one.address)
         stream = Stream(wire, "a:1", m.Quorum(9, (m.Member("a:1"),), (0, 0, ""), "e"))
         assert stream.next("send_quorum")
         wire.close()
