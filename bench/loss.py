@@ -40,7 +40,7 @@ VARIANTS = (
 )
 # Large tensors come from the kernel and go back to it at once, so the resident size is what is held
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/allocator.py sets it for a run
+REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ weights (faster, but small updates are lost); ours always has fp32 master weight
 through all rounds, on the same CPUs and number of threads; the sides take turns. The last lines compare our settings with
 the fastest peer at its best setting, round by round.
 
-A CPU rank of ours has the C library keep freed memory (parallelisms/allocator.py). To give the peers the same:
+A CPU rank of ours has the C library keep freed memory (parallelisms/device.py). To give the peers the same:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
 On a machine that others use too, wall-clock figures with several threads say little, since threads wait for each other:

@@ -55,10 +55,9 @@ def pharos(
     from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
-    from parallelisms.layout import CompileConfig, Layout
+    from parallelisms.layout import CompileConfig, Layout, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
-    from parallelisms.precision import Precision
     from training.loss import cross_entropy_sum
     from training.optimizer import OptimizerConfig, build_optimizer
 
