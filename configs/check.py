@@ -26,7 +26,6 @@ from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
-from training.schedule import decay_length
 from training.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -272,7 +271,7 @@ def _check_schedule(config: Config) -> None:
         raise ValueError(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: must not exceed {length}; nearest: {total}"
         )
-    decay = decay_length(schedule, steps)
+    decay = schedule.decay_length(steps)
     if schedule.warmup_steps + decay > total:
         nearest = math.floor(10_000 * (total - schedule.warmup_steps) / total) / 10_000
         raise ValueError(
