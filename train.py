@@ -194,8 +194,8 @@ class Run(Components):
         losses, at = list[tuple[Batch, Tensor]](), self.coordinate
         for batch in batches or self.batches(deal):
             if not losses or losses[-1][0].slot != batch.slot:
-                # A resumed or repeated step draws the same numbers; ranks that compute different things draw different ones. Tensor-parallel
-                # ranks draw the same: what they hold in common must stay equal, and of what they share DTensor's generator gives each its part.
+                # A resumed or repeated step draws the same numbers; ranks that compute different things draw different ones.
+                # Tensor-parallel ranks draw the same: what they hold in common must stay equal (DTensor has its own generator for parts).
                 place = f"{self.config.training.seed}/{deal.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
