@@ -22,15 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
 from models.contract import ModelConfig
-from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.layout import Layout
-from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
 from training import checkpoint_dcp
 from training.checkpoint_states import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
-from training.optimizer import OptimizerConfig, build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
 
 OptimizerName = Literal["SGD", "AdamW"]
 STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5}
@@ -243,7 +241,9 @@ class Rank:
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
             tokens += int((y != IGNORED).sum()) if self.coordinate.counts else 0
-        loss, divisor = sum_over_ranks(torch.stack((loss_sum, torch.tensor(tokens).double()))).tolist()
+        sums = torch.stack((loss_sum, torch.tensor(tokens).double()))
+        dist.all_reduce(sums)
+        loss, divisor = sums.tolist()
         parameters = [parameter for _, parameter in self._parameters()]
         norm = gradient_norm(parameters).item() / divisor
         scale_gradients(parameters, 1 / divisor)
@@ -254,6 +254,10 @@ class Rank:
         """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
         parts = self.parallel.parts
         return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
+
+
+def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def local(value: Tensor) -> Tensor:

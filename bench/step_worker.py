@@ -52,14 +52,15 @@ def pharos(
 ) -> Step:
     """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-    from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
     from parallelisms.layout import CompileConfig, Layout, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
+    from training.config import TrainingConfig
     from training.loss import cross_entropy_sum
-    from training.optimizer import OptimizerConfig, build_optimizer
+    from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, build_optimizer
+    from training.progress import Progress
 
     cleanup.enter_context(process_group(CommConfig()))
     words = setting.split()
@@ -87,17 +88,16 @@ def pharos(
             device=device,
             seed=0,
         )
-    optimizer = build_optimizer(OptimizerConfig(lr=3e-4), parallel.parts)
+    settings = OptimizerConfig(lr=3e-4)
+    optimizer = build_optimizer(settings, parallel.parts)
     parameters = list(parallel.parts[0].parameters())
     show(parameters)
+    schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
+    optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         parallel.forward_backward(inputs, labels)
-        tokens = labels.numel()
-        norm = gradient_norm(parameters).item() / tokens
-        scale_gradients(parameters, min(1.0, 1.0 / (norm + 1e-6)) / tokens)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer_step.take(0, labels.numel())
 
     return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -21,9 +22,9 @@ from parallelisms.distributed import BACKSTOP_S, World, host_group
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from parallelisms.seeds import make_deterministic
 from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data
+from training.data.loader import Cut
 from training.drill import Corruption
 from training.events import Events
 from training.garbage import GarbageCollection
@@ -31,7 +32,7 @@ from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import Meter
 from training.metrics_writer import LeaderMetricsWriter
-from training.optimizer import build_optimizer
+from training.optimizer import OptimizerStep, build_optimizer
 from training.profiling import Profiler
 from training.progress import Progress
 from training.runlock import RunLock
@@ -62,7 +63,8 @@ class Components:
         """`cleanup` closes what is opened here, last first."""
         self.config, self.environment, self.world = config, environment, world
         self.signals, self.log, self.cleanup = signals, log, cleanup
-        self.device, self.progress, self.pending_signals = world.device.torch_device, Progress(), 0
+        self.device, self.progress = world.device.torch_device, Progress()
+        self.pending_signals, self.save_overdue = 0, False
         self.inner_steps = config.fault_tolerance.inner_steps  # of the optimizer, from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.scribe = cleanup.enter_context(closing(Scribe(self.report_storage)))
@@ -72,8 +74,10 @@ class Components:
                 log.info("about     %s", config.job.description)
             if config.job.print_config:
                 log.info("%s", to_toml(config))
-            if config.training.deterministic:
-                make_deterministic()
+            if config.training.deterministic:  # an operation that has only other kernels raises
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be fixed before CUDA starts
+                torch.use_deterministic_algorithms(True)
+                torch.backends.cudnn.benchmark = False
             self.build_data()
             lines = self.build_model()
             self.build_manager()
@@ -94,9 +98,7 @@ class Components:
         self.log.info("data      %s", self.data.summary())
         open_loader = partial(
             self.data.loader,
-            slot_size=self.slot_size,
-            dp_rank=self.coordinate.dp_rank,
-            dp_size=dp_size,
+            cut=Cut(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
             pin_memory=world.device.differences.pins_batches,
         )
         self.loader = self.cleanup.enter_context(closing(open_loader("train")))
@@ -126,6 +128,9 @@ class Components:
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+        self.optimizer_step = OptimizerStep(
+            self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, training, self.progress
+        )
         return [
             f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
             f"devices   {world.world_size} rank{'s' * (world.world_size > 1)}, {world.device.name}",

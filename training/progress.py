@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 # The phases of a run and how a reader is told that a rank is in one. Other names may be used and stand for themselves.
 PHASES = {
@@ -78,6 +79,16 @@ class Progress:
         finally:
             self._account()
             self._stack = outer
+
+    def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
+        """The items; the time for which each is waited for counts for `name`."""
+        end = object()
+        while True:
+            with self.phase(name):
+                item = next(items, end)
+            if item is end:
+                return
+            yield cast(T, item)
 
     def open_phases(self) -> tuple[tuple[str, float], ...]:
         """Name and seconds since entry of each open phase, outermost first."""

@@ -40,7 +40,7 @@ class Signals:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
         self._log, self._clock, self._exit_now = log, clock, exit_now
         self._lock = threading.Lock()
-        self._wishes = 0
+        self.pending = 0  # what `take` would return
         self._stop_asked: float | None = None
         self._at_stop: Callable[[], object] = int
         self._reader, self._writer = socket.socketpair()
@@ -55,7 +55,7 @@ class Signals:
     def take(self) -> int:
         """STOP | SAVE as far as asked for since the last call on this rank; 0: nothing."""
         with self._lock:
-            wishes, self._wishes = self._wishes, 0
+            wishes, self.pending = self.pending, 0
         return wishes
 
     def when_asked_to_stop(self, do: Callable[[], object]) -> None:
@@ -97,7 +97,7 @@ class Signals:
 
     def _wish(self, wish: int) -> None:
         with self._lock:
-            self._wishes |= wish
+            self.pending |= wish
 
     def _say(self, words: str) -> None:
         """Logs in a thread of its own: where nobody reads the output any more a line may block, and the next signal must be heard."""

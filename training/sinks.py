@@ -11,25 +11,21 @@ import json
 import math
 import os
 import socket
-import struct
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
-from training.appended import BLOCK_BYTES, AppendedFile, lines_from_end, replace_by_copy
+from training.appended import AppendedFile, lines_from_end, replace_by_copy
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
 EVENTS = "events.out.tfevents."  # how TensorBoard knows its files
 BEHIND = 32  # lines before one that are looked at
-_EVENT_FILES = 16  # in a row, with nothing to drop: the older ones have nothing either, whatever clock named them
-
-_HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4  # around the data of an event file's record
-
 
 Kind = Literal["journals", "charts", "records"]
 ResumedStep = Callable[[], int | None]
@@ -145,9 +141,8 @@ def open_sinks(
         for file in files:
             file.cut_after(keep_until, is_locked=file in locked)
         if tensorboard_folder:
-            folder = run_folder / tensorboard_folder
-            cut_events(folder, keep_until)
-            charts.append(opened.enter_context(closing(TensorBoardSink(folder, resumed_step=resumed))))
+            tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
+            charts.append(opened.enter_context(closing(tensorboard)))
         if wandb:
             charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
         opened.pop_all()
@@ -157,23 +152,29 @@ def open_sinks(
 
 
 class TensorBoardSink:
-    """Scalars in an event file of its own per start, all in one folder."""
+    """Scalars in an event file of its own per start, all in one folder. Readers of TensorBoard's drop from earlier files what lies past
+    `resumed_step` (tensorboard/backend/event_processing/event_accumulator.py, _Purge); None: a fresh start, which removes those files."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
         # Here, not at the head: 0.2 s that ranks other than 0 need not spend.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"{EVENTS}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        numbers = (folder / f"{name}.{number}" for number in count())
-        self._file = AppendedFile(next(path for path in numbers if not path.exists()))
+        earlier = sorted(folder.glob(f"{EVENTS}*"))
+        for path in earlier if resumed_step is None else ():
+            path.unlink()
+        # Files are read in the order of their names: another host's clock, or this second's earlier start, may be ahead.
+        at_s = max(
+            [int(time.time()), *(1 + int(path.name.removeprefix(EVENTS).split(".")[0]) for path in earlier[-1:])]
+        )
+        self._file = AppendedFile(folder / f"{EVENTS}{at_s:010d}.{socket.gethostname()}.{os.getpid()}.0")
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # in TensorFlow's framing
         try:
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
             if resumed_step is not None:
-                # For a TensorBoard that is open while we resume: it has read the steps that cut_events took out, and drops
-                # them on this event (tensorboard/backend/event_processing/event_accumulator.py, _Purge).
                 restart = SessionLog(status=SessionLog.START)
                 self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
         except OSError:
@@ -190,10 +191,7 @@ class TensorBoardSink:
         self._file.close()
 
     def _add(self, event: Any) -> None:
-        """Appends a record in TensorFlow's framing, see `_records`."""
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._file.append(length + _checksum(length) + data + _checksum(data))
+        self._records.write(event.SerializeToString())
 
 
 class WandbSink:
@@ -240,28 +238,6 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_events(folder: Path, keep_until: int) -> None:
-    """Drops from the event files in `folder` what lies past `keep_until`, and records that a kill or a full disk cut short.
-
-    Steps grow within a file, and from file to file. One is removed where no figures are left, and left alone where there is nothing to
-    drop.
-    """
-    whole = 0
-    for path in sorted(folder.glob(f"{EVENTS}*"), reverse=True):
-        size_bytes = path.stat().st_size
-        first, end = _kept_events(path, keep_until)
-        if end <= first:  # the first record of a file is its version
-            path.unlink()
-        elif end < size_bytes:
-            os.truncate(path, end)
-        else:
-            whole += 1
-            if whole == _EVENT_FILES:
-                return
-            continue
-        whole = 0
-
-
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
     """Start, text and step of each line that is one, the last first. Not those that lie behind a later step: somebody wrote them whose the
     file was no more, on a file system whose locks are each machine's own."""
@@ -281,60 +257,3 @@ def _journal_step(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
-
-
-def _kept_events(path: Path, keep_until: int) -> tuple[int, int]:
-    """Returns the offsets at which an event file's figures begin, and at which those up to `keep_until` end."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD.size)
-        first = _HEAD.size + _HEAD.unpack(head)[0] + _FOOT_BYTES if len(head) == _HEAD.size else _HEAD.size
-        size_bytes, block = file.seek(0, os.SEEK_END), BLOCK_BYTES
-        while True:
-            start = max(0, size_bytes - block)
-            file.seek(start)
-            records = _records(file.read(size_bytes - start), exact=start == 0)
-            kept = [
-                start + at + _HEAD.size + len(data) + _FOOT_BYTES
-                for at, data in records
-                if start + at >= first and _event_step(data) <= keep_until
-            ]
-            if kept or start == 0:
-                return first, max([first, *kept])
-            block *= 2
-
-
-def _event_step(data: bytes) -> float:
-    """The step of an event file's record; infinity for a damaged one."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    try:
-        return float(Event.FromString(data).step)
-    except DecodeError:
-        return math.inf
-
-
-def _records(content: bytes, *, exact: bool) -> Iterator[tuple[int, bytes]]:
-    """Place and data of each whole record of an event file, or of the end of one: then the first that can be told is sought.
-
-    Framing (TensorFlow's tensorflow/core/lib/io/record_writer.h): length as u64, its checksum as u32, the data, the
-    data's checksum as u32, little-endian. The data's is left to readers, who skip what does not match.
-    """
-    at = 0 if exact else next((at for at in range(len(content) - _HEAD.size) if _is_head(content, at)), len(content))
-    while at + _HEAD.size <= len(content) and _is_head(content, at):
-        (length, _) = _HEAD.unpack_from(content, at)
-        end = at + _HEAD.size + length + _FOOT_BYTES
-        if end > len(content):
-            return
-        yield at, content[at + _HEAD.size : end - _FOOT_BYTES]
-        at = end
-
-
-def _is_head(content: bytes, at: int) -> bool:
-    return content[at + 4 : at + 8] == b"\0\0\0\0" and content[at + 8 : at + 12] == _checksum(content[at : at + 8])
-
-
-def _checksum(data: bytes) -> bytes:
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
-
-    return struct.pack("<I", masked_crc32c(data))

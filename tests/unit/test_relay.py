@@ -306,7 +306,7 @@ def charted(folder: Path) -> list[int]:
     """The steps of all event files, as TensorBoard's own reader finds them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    reader = EventAccumulator(str(folder / "tb"), purge_orphaned_data=False)
+    reader = EventAccumulator(str(folder / "tb"))
     reader.Reload()
     return [event.step for event in reader.Scalars("loss_metrics/global_avg_loss")]
 

@@ -7,7 +7,7 @@ import sys
 from configs.schema import Config
 from tools import size
 from tools.one_step import TracedCall, Tracer, digest_of, functions_of, tree
-from training.schedule import decay_length, learning_rate_factor
+from training.optimizer import LRSchedulerConfig, learning_rate_factor
 
 
 def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
@@ -15,14 +15,14 @@ def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
     sys.setprofile(tracer)
     try:
         sorted([2, 1], key=lambda value: value)  # of this file
-        learning_rate_factor(schedule, step=1, training_steps=100)
+        learning_rate_factor(schedule, step=250, training_steps=300)
     finally:
         sys.setprofile(None)
     calls = [(call.depth, call.file, call.function.rpartition(".")[2]) for call in tracer.calls]
     assert calls[:2] == [(0, "tests/unit/test_rulers.py", "<lambda>")] * 2
     assert calls[2:] == [
-        (0, "training/schedule.py", learning_rate_factor.__name__),
-        (1, "training/schedule.py", decay_length.__name__),
+        (0, "training/optimizer.py", learning_rate_factor.__name__),
+        (1, "training/optimizer.py", LRSchedulerConfig.decay_length.__name__),
     ]
 
 

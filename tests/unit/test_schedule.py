@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.schedule import LRSchedulerConfig, learning_rate_factor
+from training.optimizer import LRSchedulerConfig, learning_rate_factor
 
 
 def curve(steps: int, **keys) -> list[float]:
