@@ -221,8 +221,8 @@ def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limi
     worker = Worker(side, command, _paths(), limit_s=limit_s)
     try:
         worker.answer()
-        worker.ask({"steps": 1})
-        answer = worker.ask({"steps": options.steps})
+        worker.ask({"do": "run", "steps": 1})
+        answer = worker.ask({"do": "run", "steps": options.steps})
     finally:
         worker.close()
     tokens = options.steps * sizes["batch"] * sizes["seq"]
