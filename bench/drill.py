@@ -157,9 +157,6 @@ def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, 
     return network, disk, out
 
 
-# ------------------------------------------------------------------------------------------------ the job and its twin
-
-
 def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
     began_s, incidents = time.monotonic(), list[Incident]()
     network, disk, left_out = leave_out(asked, cleanup)
@@ -273,9 +270,6 @@ def run_twin(asked: DrillRequest, run: Path, slots: int) -> Path:
     with open_job(asked, "twin", None, training__steps=steps) as job:
         job.ended()
     return job.run
-
-
-# ------------------------------------------------------------------------------------------------ what is said
 
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:

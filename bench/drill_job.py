@@ -100,8 +100,6 @@ class DrillJob:
         for _ in range(groups):
             self.add()
 
-    # ------------------------------------------------------------------------------------------------ its parts
-
     @property
     def live(self) -> list[str]:
         """The groups that are to be there; one of them may be between two lives."""
@@ -180,8 +178,6 @@ class DrillJob:
     def has(self, step: int) -> bool:
         """True when that checkpoint is whole."""
         return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
-
-    # ------------------------------------------------------------------------------------------------ time
 
     def look(self) -> None:
         """Starts again who died, as run_replicas.sh does, and reads. Raises Failed where a group ended that must not."""

@@ -37,7 +37,7 @@ class Network:
 
     def __init__(self) -> None:
         self._prefix = f"pharos-{os.getpid()}-"
-        self._addresses: dict[str, str] = {}
+        self.addresses: dict[str, str] = {}  # of those that have a cable
         self._spaces: list[str] = []
         if not _root():
             raise RuntimeError(NO_ROOT)
@@ -58,7 +58,7 @@ class Network:
 
     def through(self, name: str) -> list[str]:
         """Words that become the command behind them, as the same process, on that machine: the hub or a group, which gets a cable first."""
-        if name != HUB and name not in self._addresses:
+        if name != HUB and name not in self.addresses:
             self._plug(name)
         return ["ip", "netns", "exec", self._prefix + name]
 
@@ -68,14 +68,14 @@ class Network:
 
     def blind(self, name: str, on: bool) -> None:
         """Cuts one direction: all that it sends is lost, what others send arrives."""
-        for address in [HUB_ADDRESS, *(other for who, other in self._addresses.items() if who != name)]:
+        for address in [HUB_ADDRESS, *(other for who, other in self.addresses.items() if who != name)]:
             self._at(name, f"ip route {'add' if on else 'del'} blackhole {address}/32")
 
     def part(self, one: str, other: str, on: bool) -> None:
         """Packets between these two are lost, without a word, to whoever sends them; all others arrive. Each has a wrong address of the
         other's card, which the bridge delivers to nobody."""
         for here, there in ((one, other), (other, one)):
-            neighbour = f"{self._addresses[there]} dev eth0"
+            neighbour = f"{self.addresses[there]} dev eth0"
             how = f"replace {neighbour} lladdr {NOBODY} nud permanent" if on else f"del {neighbour}"
             self._at(here, f"ip neigh {how}")
 
@@ -96,7 +96,7 @@ class Network:
         self._at(name, "ip link set lo up")
 
     def _plug(self, name: str) -> None:
-        address = self._addresses[name] = f"{SUBNET}.{len(self._addresses) + 1}"
+        address = self.addresses[name] = f"{SUBNET}.{len(self.addresses) + 1}"
         self._make(name)
         self._at(
             HUB,
@@ -118,9 +118,6 @@ def _cable(name: str) -> str:
 
 def _shape(megabits: float) -> str:
     return f"tbf rate {round(megabits * 1000)}kbit burst 32kbit latency 400ms"
-
-
-# ------------------------------------------------------------------------------------------------ disks
 
 
 def no_disk() -> str:

@@ -33,9 +33,6 @@ class Verdict:
         return f"{'yes' if self.holds else 'NO '}  {self.name}: {self.words}"
 
 
-# ------------------------------------------------------------------------------------------------ survivors
-
-
 Diaries = Mapping[str, Diary]
 Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
 
@@ -97,9 +94,6 @@ def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
     return longest_gap([diaries[n] for n in incident.survivors or incident.hit], incident.at_s, incident.back_s)
 
 
-# ------------------------------------------------------------------------------------------------ weights
-
-
 def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
     """Checks that each rank has the same commit, the same weights; and of each step one commit that anybody went on from, until all state
     was lost."""
@@ -155,9 +149,6 @@ def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
     return min(whole.count(rank) for rank in ranks)
 
 
-# ------------------------------------------------------------------------------------------------ data and loss
-
-
 def ledger_exact(run: Path) -> Verdict:
     """Every sample below the highest was trained on once, but for the holes of the last step."""
     found = samples.prove(samples.read(run / samples.FILE_NAME))
@@ -206,8 +197,6 @@ def loss_of_twin(run: Path, twin: Path) -> Verdict:
             return Verdict(name, abs(loss - other) <= LOSS_NATS, words)
     return Verdict(name, False, f"the twin has no looks around {tokens:,.0f} tokens, from {there[0]} to {there[-1]}")
 
-
-# ------------------------------------------------------------------------------------------------ bounds: of the job's own settings
 
 SLACK_S = 5.0  # to come together, once it is known what to do
 BACK_S = 60.0  # after a cable is whole again

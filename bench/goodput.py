@@ -166,9 +166,6 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> GoodputRun
         return GoodputRun(time.monotonic() - began_s, made.tokens(step), kills, own, made.redone(began_s))
 
 
-# ------------------------------------------------------------------------------------------------ what it comes to
-
-
 def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
     """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
     runs: dict[str, list[GoodputRun]] = {way.name: [] for way in ways}
@@ -225,9 +222,6 @@ def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bo
 def reached(worst: float, median: float) -> str:
     """The verdict on the bound: at most 1 is to be. One that lies inside the range of the rounds is not shown to be reached."""
     return "reached" if worst <= 1 else "not shown, for it lies within the range" if median <= 1 else "missed"
-
-
-# ------------------------------------------------------------------------------------------------ without kills
 
 
 @contextmanager
@@ -311,9 +305,6 @@ def calm(options: argparse.Namespace) -> list[str]:
         f"a step: {steps}",
         f"with fault tolerance by without: {text}; at most {CALM_GOAL}x was to be reached: {verdict}",
     ]
-
-
-# ------------------------------------------------------------------------------------------------ the command line
 
 
 def main(argv: Sequence[str]) -> int:

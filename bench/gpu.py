@@ -114,9 +114,6 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
     return True
 
 
-# ------------------------------------------------------------------------------------------------ part 1
-
-
 def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     yield GpuTurn("1 versions", 120, partial(_worker, "versions", {"device": options.device}))
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
@@ -177,9 +174,6 @@ def _train(
     return figures
 
 
-# ------------------------------------------------------------------------------------------------ part 2
-
-
 def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
     rounds = options.rounds or (2 if options.device == "cuda" else 1)
     backend = f" compile={BACKENDS['cpu']}" if options.device == "cpu" else " compile"
@@ -202,9 +196,6 @@ def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limi
         answer = worker.ask({"do": "run", "steps": options.steps})
     tokens = options.steps * sizes["batch"] * sizes["seq"]
     return {"tokens_per_s": tokens / answer["seconds"], **{name: answer[name] for name in ("memory_mib", "graphs")}}
-
-
-# ------------------------------------------------------------------------------------------------ part 3
 
 
 def part_3(options: argparse.Namespace) -> Iterator[GpuTurn]:
@@ -237,9 +228,6 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
         return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), env=env)
     finally:
         lighthouse.shutdown()
-
-
-# ------------------------------------------------------------------------------------------------ processes
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:

@@ -81,9 +81,6 @@ def connect(address: str, channels: int) -> list[Any]:
     return [grpc.aio.insecure_channel(address, options=options) for _ in range(channels)]
 
 
-# ------------------------------------------------------------------------------------------------ rounds
-
-
 @dataclass
 class LoadTurn:
     """Some rounds of one side: medians and means per round."""
@@ -191,9 +188,6 @@ def addresses(i: int) -> tuple[str, str]:
     return f"http://{host}:29600", f"{host}:29601"
 
 
-# ------------------------------------------------------------------------------------------------ processes beside the load
-
-
 @contextmanager
 def beside(target: Callable[..., None], *arguments: object) -> Iterator[Callable[[], Any]]:
     """`target(*arguments, pipe)` in a process of its own, which says when it is under way, and answers what this gives to call."""
@@ -274,9 +268,6 @@ async def _beat(address: str, groups: int, pipe: Any) -> None:
     pipe.send(Beaten(time.perf_counter() - began_s, len(gaps), max(gaps), time.process_time() - used_s))
     for task in tasks:
         task.cancel()
-
-
-# ------------------------------------------------------------------------------------------------ our groups
 
 
 class LoadGroup:

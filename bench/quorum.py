@@ -73,9 +73,6 @@ def main(argv: Sequence[str]) -> int:
     return asyncio.run(rounds(groups, options.pairs, options.peer))
 
 
-# ------------------------------------------------------------------------------------------------ rounds
-
-
 async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
     rows = []
     for groups in sizes:
@@ -151,9 +148,6 @@ def _reached(beside: Ratio, bound: float) -> str:
     return "reached" if beside.high <= bound else "in range" if beside.low <= bound else "missed"
 
 
-# ------------------------------------------------------------------------------------------------ rounds beside beats
-
-
 async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
     """Rounds at a quick step's pace, with and without beats; default heartbeat timeout. Ends at the first size that does not hold."""
     rows, largest = [], 0
@@ -205,9 +199,6 @@ async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list
     return times, lost
 
 
-# ------------------------------------------------------------------------------------------------ idle groups
-
-
 async def idle(seconds: float) -> int:
     """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
     room_for_connections()
@@ -254,9 +245,6 @@ def _scrape(page: str) -> float:
     with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
-
-
-# ------------------------------------------------------------------------------------------------ groups that come and go
 
 
 async def churn() -> int:

@@ -62,9 +62,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- one member
-
-
 class MeetingMember:
     """One that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
 

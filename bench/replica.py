@@ -83,9 +83,6 @@ class Replica:
         self.say("end", weight=weight, digest=digest.hexdigest())
 
 
-# ------------------------------------------------------------------------------------------------ two managers
-
-
 def ours(replica: Replica) -> None:
     from ft.config import FaultTolerance
     from ft.manager import Manager, ManagerOptions
