@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = "bash cat cp dirname env mkdir mv rm rmdir sed sleep tail uname".split()
+TOOLS = ["bash", "cat", "cp", "dirname", "env", "mkdir", "mv", "rm", "rmdir", "sed", "sleep", "tail", "uname"]
 # A Python that answers what install.sh asks, writes down what it was told to do, and obeys files in $MACHINE.
 PYTHON = """\
 #!/usr/bin/env bash
