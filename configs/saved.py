@@ -58,7 +58,8 @@ def to_toml(config: Config) -> str:
 
     def tables(path: str, section: Any) -> Iterator[str]:
         """[path] with its keys, then its nested tables. Lists of tables are written in line, which no order can break."""
-        values = [(key, getattr(section, key.name)) for key in keys_of(type(section)).values()]
+        kind: type = type(section)
+        values = [(key, getattr(section, key.name)) for key in keys_of(kind).values()]
         own = (f"{key.name} = {to_text(value)}\n" for key, value in values if not key.table)
         yield f"[{path}]\n" + "".join(own)
         for key, value in values:
