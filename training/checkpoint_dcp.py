@@ -10,7 +10,6 @@ not cost.
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,11 +36,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from training.checkpoint_files import Digest, FileRecord
-from training.checkpoint_states import FIGURES
+from training.checkpoint_files import FIGURES, Digest, FileRecord
 
 States = dict[str, dict[str, Any]]
 
@@ -63,13 +60,12 @@ def write(
     path: Path,
     *,
     group: dist.ProcessGroup | None,
-    planner: Snapshot | Streamed | None = None,
+    planner: Streamed | None = None,
 ) -> list[FileRecord]:
     """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then.
 
     All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
-    OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, or what it makes of them, not
-    what they hold now.
+    OSError, the others OtherRankFailed. `planner`: makes the values of states on the meta device.
     """
     _quiet()
     writer = OneAtATime(path) if isinstance(planner, Streamed) else FileSystemWriter(path)
@@ -148,46 +144,6 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
     misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
     unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
     return Fit(states, misfits, unknown)
-
-
-class Snapshot(DefaultSavePlanner):
-    """A copy of the states at one instant, in buffers that are reused, and the DCP planner that writes from it.
-
-    The states themselves tell the planner names, sizes and placements, which training does not change; only the data is
-    looked up in the copy. On CUDA `pinned` buffers are what the copy engine reaches at full speed.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        super().__init__()
-        self._pinned = pinned
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, states: Mapping[str, Mapping[str, Any]]) -> States:
-        """Copies now, into buffers that the first call makes, which takes several times as long as the copy. Returns the states to give to
-        `write` later, with this planner; until then take no other copy."""
-        elsewhere, kept = False, {state: dict(values) for state, values in states.items()}
-        for state, values in kept.items():
-            for key, value in values.items():
-                if not isinstance(value, torch.Tensor):
-                    values[key] = copy.deepcopy(value)  # of a tensor only name, size and placement are asked for
-                    continue
-                name, source = f"{state}.{key}", (value.to_local() if isinstance(value, DTensor) else value).detach()
-                assert not hasattr(source, "__get_tensor_shard__"), (
-                    "a tensor in several pieces cannot be copied by name"
-                )
-                buffer = self._buffers.get(name)
-                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                    pinned = self._pinned and source.device.type != "cpu"
-                    buffer = self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-                buffer.copy_(source, non_blocking=True)
-                elsewhere |= source.device.type != "cpu"
-        if elsewhere:
-            torch.accelerator.synchronize()  # the optimizer changes the sources as soon as we return
-        return kept
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._buffers[index.fqn] if index.fqn in self._buffers else super().lookup_object(index)
 
 
 class Streamed(DefaultSavePlanner):

@@ -32,7 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from training.appended import sync_path
+
 MANIFEST = "manifest.json"
+FIGURES = "figures"  # what metrics_writer.py remembers of this run's own files; only groups that share a run have it
 FORMAT = 1  # of the manifest; a number this code does not know is refused
 SEGMENT_BYTES = 64 << 20  # one digest each: small enough to share among ranks and to say where the damage is
 _CHUNK_BYTES = 256 << 10  # what is hashed at a time: stays in the second-level cache between write and digest
@@ -78,7 +81,7 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+        return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Manifest:
@@ -87,7 +90,7 @@ class Manifest:
             body = json.loads(text)
             if body["format"] != FORMAT:
                 raise Damaged(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
-            if body.pop("checksum") != _checksum(body):
+            if body.pop("checksum") != checksum(body):
                 raise Damaged(f"{MANIFEST}: its checksum does not fit")
             files = tuple(
                 FileRecord(file["name"], file["size_bytes"], tuple(file["digests"])) for file in body["files"]
@@ -221,7 +224,7 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
     partial, replaced, final = _partial(folder, step, name), _replaced(folder, step), step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
-        _fsync_folder(folder.parent)
+        sync_path(folder.parent)
     if replaced.exists() and not final.exists():
         replaced.rename(final)
     for leftover in (partial, replaced):
@@ -247,7 +250,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
         stream.write(manifest.to_json())
         stream.flush()
         os.fsync(stream.fileno())
-    _fsync_folder(partial)
+    sync_path(partial)
     replaced = _replaced(folder, manifest.step)
     if manifest.settled and final.exists():
         final.rename(replaced)
@@ -257,7 +260,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
         if replaced.exists():
             replaced.rename(final)
         raise
-    _fsync_folder(folder)
+    sync_path(folder)
     shutil.rmtree(replaced, ignore_errors=True)  # what stays, `tidy` removes
     return final
 
@@ -348,7 +351,7 @@ def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.asarray((z ^ (z >> np.uint64(31))) | np.uint64(1))
 
 
-def _checksum(body: dict[str, Any]) -> str:
+def checksum(body: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -358,11 +361,3 @@ def _partial(folder: Path, step: int, name: str = "") -> Path:
 
 def _replaced(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.replaced"
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

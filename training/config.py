@@ -1,8 +1,11 @@
-"""The [training] section: what a step eats and how long it goes on. Imports nothing, so that everyone may read it."""
+"""The [training] section: what a step eats and how long it goes on; and the check for optional packages. Imports nothing of ours, so that
+everyone may read it."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 
@@ -59,3 +62,15 @@ class TrainingConfig:
         if self.dataset != "stdlib" and not self.dataset_path:
             wanted = "owner/name" if self.dataset == "huggingface" else "a file or a glob"
             raise ValueError(f'training.dataset_path = "": training.dataset = "{self.dataset}" needs {wanted}')
+
+
+def need(package: str, *, extra: str, setting: str) -> None:
+    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed.
+
+    `extra` is the name under [project.optional-dependencies] in pyproject.toml.
+    """
+    if find_spec(package) is None:
+        raise ValueError(
+            f"{setting}: needs the package {package}, which is not installed; "
+            f'in the repository: {sys.executable} -m pip install ".[{extra}]"'
+        )

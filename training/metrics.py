@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
-from training.extras import need
+from training.config import need
 from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
 from training.sinks import Kind, MetricsSink
 

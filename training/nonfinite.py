@@ -50,11 +50,11 @@ def describe(
     ]
     bad_gradients = []
     for name, gradient in named_gradients.items():
-        if gradient is None:
-            continue
-        wrong = gradient.numel() - int(gradient.isfinite().sum())
-        if wrong:
-            bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values{_kinds(gradient)})")
+        if gradient is not None and (wrong := gradient.numel() - int(gradient.isfinite().sum())):
+            kinds = [
+                kind for kind, found in (("nan", gradient.isnan()), ("inf", gradient.isinf())) if bool(found.any())
+            ]
+            bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values: {' and '.join(kinds)})")
     parts = [*_first(bad_losses, "microbatches"), *_first(bad_gradients, "parameters")]
     if bad_gradients and losses and not bad_losses:
         run = ", ".join(_positions(positions) for _, positions, _ in losses[:_NAMED])
@@ -73,8 +73,3 @@ def _positions(positions: Sequence[int]) -> str:
     if list(positions) == list(range(positions[0], positions[0] + len(positions))):
         return f"positions {positions[0]}-{positions[-1]}"
     return f"positions {', '.join(map(str, positions))}"
-
-
-def _kinds(gradient: Tensor) -> str:
-    kinds = [word for word, found in (("nan", gradient.isnan()), ("inf", gradient.isinf())) if bool(found.any())]
-    return f": {' and '.join(kinds)}"

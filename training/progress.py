@@ -40,12 +40,12 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 
 class BarLog(Protocol):
-    """The part of training.log.Log that a Bar uses."""
+    """The part of training.log.Log that is used where a bar is shown."""
 
     is_terminal: bool
 
     def info(self, message: str, *args: object) -> None: ...
-
+    def warning(self, message: str, *args: object) -> None: ...
     def overwrite(self, text: str) -> None: ...
 
 

@@ -1,7 +1,4 @@
-"""Signals become wishes that the loop asks for once a step, so that all ranks act on them at the same step.
-
-Floor 3. train.py carries `take()` in the step's one small all-reduce and acts on what the ranks agree on.
-"""
+"""Signals become wishes that the loop carries in a step's one small all-reduce, so that all ranks act on them at the same step."""
 
 from __future__ import annotations
 
@@ -79,14 +76,15 @@ class Signals:
         """Signal `number` has arrived."""
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
-            self._wish(SAVE)
+            with self._lock:
+                self.pending |= SAVE
             self._say(f"{name}: saving after this step, then going on")
             return
         now = self._clock()
         if self._stop_asked is None:
             with self._lock:
                 self._stop_asked, do = now, self._at_stop
-            self._wish(STOP)
+                self.pending |= STOP
             do()
             self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
         elif now - self._stop_asked >= _SAME_WISH_S:
@@ -94,10 +92,6 @@ class Signals:
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"{name} again: ending at once, without saving\n".encode())
             self._exit_now(128 + number)
-
-    def _wish(self, wish: int) -> None:
-        with self._lock:
-            self.pending |= wish
 
     def _say(self, words: str) -> None:
         """Logs in a thread of its own: where nobody reads the output any more a line may block, and the next signal must be heard."""
@@ -115,7 +109,6 @@ class Signals:
         signal.set_wakeup_fd(self._old_wakeup_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        # These handlers do nothing: they keep the default action away, and make the interpreter write to the socket.
         self._old_handlers = {}
 
     def _forget_in_child(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from training.extras import need
+from training.config import need
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|begin▁of▁sentence|>", "[BOS]", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁sentence|>", "[EOS]")
@@ -135,7 +135,7 @@ class FileTokenizer:
             if index in added:
                 sizes[index] = 0 if added[index].special else len(token.encode())
             else:
-                sizes[index] = len(token) if byte_level else _text_bytes(token)
+                sizes[index] = len(token) if byte_level else text_bytes(token)
         sizes[[self.bos_id, self.eos_id]] = 0
         return sizes
 
@@ -179,7 +179,7 @@ def _find_file(path: str, setting: str) -> Path:
     return file
 
 
-def _text_bytes(token: str) -> int:
+def text_bytes(token: str) -> int:
     """Bytes of a token outside byte-level vocabularies: <0xNN> is one byte, U+2581 a space, ## glues to the left."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
         return 1

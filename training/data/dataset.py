@@ -11,16 +11,17 @@ from typing import Protocol
 import numpy as np
 
 from training.config import TrainingConfig
-from training.data.cache import CacheLog, Corpus, open_corpus
+from training.data.cache import Corpus, open_corpus
 from training.data.loader import BatchSource, Cut, open_loader
 from training.data.order import SPLITS, Order, in_split
 from training.data.sources import find_source
 from training.data.streaming import StreamingLoader, open_stream
+from training.progress import BarLog
 from training.tokenizer import Tokenizer
 
 
 def open_data(
-    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: CacheLog, vocab_size: int = 0
+    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: BarLog, vocab_size: int = 0
 ) -> Dataset:
     """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait.
 

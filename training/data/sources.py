@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from training.config import TrainingConfig
-from training.extras import need
+from training.config import TrainingConfig, need
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".npy", ".bin")

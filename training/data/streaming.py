@@ -17,12 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from training.config import TrainingConfig
+from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
 from training.data.loader import Batch, BatchSource, Cut, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
-from training.extras import need
 from training.tokenizer import Tokenizer
 
 
