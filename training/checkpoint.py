@@ -1,8 +1,7 @@
 """Checkpoints: when the run is saved, and from which of them it goes on; model and optimizer as flat dictionaries under full names.
 
 Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_dcp.py moves states to files and back,
-checkpoint_files.py makes files appear at once or not at all. Nothing here knows fault tolerance: its ledger is one more state.
-"""
+checkpoint_files.py makes files appear at once or not at all. Nothing here knows fault tolerance: its ledger is one more state."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch import nn
 from ft.materialise import materialise
 from training import checkpoint_files as files
 from training.checkpoint_files import FIGURES, CheckpointFailed, Damaged, FileRecord, Manifest
-from training.progress import Clock
+from training.progress import BarLog, Clock
 from training.writer_lease import Alone, Aside, WriterLease
 
 if TYPE_CHECKING:
@@ -109,22 +108,11 @@ class CheckpointConfig:
             initial_folder(self.initial_load_path)
 
 
-class LogLike(Protocol):
-    """training.log.Log or logging.Logger."""
-
-    def info(self, message: str, *args: object) -> None: ...
-
-    def warning(self, message: str, *args: object) -> None: ...
-
-
 class Checkpointer:
-    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one.
-
-    Guarantees: a kill at any instant leaves the last published checkpoint whole, and the next start finds it; damaged
-    ones are not loaded (while verify_digests holds); a run that has checkpoints never begins from nothing unasked;
-    all ranks raise alike. "model" must be among the states, as exports and seeds hold it. Every method is called by
-    all ranks.
-    """
+    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one. Guarantees: a kill at
+    any instant leaves the last published checkpoint whole, and the next start finds it; damaged ones are not loaded (while verify_digests
+    holds); a run that has checkpoints never begins from nothing unasked; all ranks raise alike. "model" must be among the states, as
+    exports and seeds hold it. Every method is called by all ranks."""
 
     def __init__(
         self,
@@ -132,7 +120,7 @@ class Checkpointer:
         run_folder: Path,
         states: Mapping[str, Stateful],
         *,
-        log: LogLike,
+        log: BarLog,
         ranks: Ranks | None = None,
         claim: WriterLease | None = None,
         clock: Clock = time.monotonic,
@@ -194,13 +182,10 @@ class Checkpointer:
         return self._ranks.first(lambda: decide(any(wishes)))
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
-        """Saves the states as `step`, due or not; returns the seconds that held the caller up.
-
-        `last`: the run is finished with this step. Not `settled`: this group goes, and others may have another history of the step (Aside);
-        nothing can be saved after it. Does nothing when checkpoints are off or hold this step already, or another group saves.
-        In an async mode all but the last is written in the background; what fails there is raised by the next `save`,
-        `wait` or `close`. Raises CheckpointFailed.
-        """
+        """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
+        Not `settled`: this group goes, and others may have another history of the step (Aside); nothing can be saved after it. Does nothing
+        when checkpoints are off or hold this step already, or another group saves. In an async mode all but the last is written in the
+        background; what fails there is raised by the next `save`, `wait` or `close`. Raises CheckpointFailed."""
         began = time.perf_counter()
         self._failed_at = self._clock()  # unless it succeeds
         self.wait()
@@ -222,20 +207,16 @@ class Checkpointer:
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed.
-
-        `streamed`: what gives the values of a model on the meta device, one tensor at a time.
-        """
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: what gives the values of a model on the meta
+        device, one tensor at a time."""
         self.wait()
         self._claim = Alone()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
-        """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save.
-
-        Returns the step to go on from; None: the run begins (with another run's weights, maybe). Raises ValueError
-        for what the user must change, CheckpointFailed when there are checkpoints and none is whole.
-        """
+        """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save. Returns the step to
+        go on from; None: the run begins (with another run's weights, maybe). Raises ValueError for what the user must change,
+        CheckpointFailed when there are checkpoints and none is whole."""
         if not self._config.enable:
             return None
         if not self._config.load_only and not self._claim.shared:
@@ -600,12 +581,9 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ...
-
-    The names are those of DCP's flattened optimizer state dicts, without its restrictions: one optimizer may span
-    several model parts, a part may have several optimizers. Which kernel does the update (fused, foreach, ...) is the
-    machine's business: neither saved nor restored.
-    """
+    """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ... The names are those of DCP's
+    flattened optimizer state dicts, without its restrictions: one optimizer may span several model parts, a part may have several
+    optimizers. Which kernel does the update (fused, foreach, ...) is the machine's business: neither saved nor restored."""
 
     _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 

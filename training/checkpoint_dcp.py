@@ -1,12 +1,9 @@
 """States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
-Flow: checkpoint.py -> this -> checkpoint_files.py. What it writes is an ordinary DCP checkpoint, which any reader of
-DCP loads in any layout. A separate module because DCP takes a second to import, which checking a configuration must
-not cost.
+Flow: checkpoint.py -> this -> checkpoint_files.py. What it writes is an ordinary DCP checkpoint, which any reader of DCP loads in any
+layout. A separate module because DCP takes a second to import, which checking a configuration must not cost.
 
-*States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys:
-"model.layers.0.attention.wq.weight".
-"""
+*States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
 from __future__ import annotations
 
@@ -62,11 +59,9 @@ def write(
     group: dist.ProcessGroup | None,
     planner: Streamed | None = None,
 ) -> list[FileRecord]:
-    """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then.
-
-    All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
-    OSError, the others OtherRankFailed. `planner`: makes the values of states on the meta device.
-    """
+    """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
+    `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others OtherRankFailed.
+    `planner`: makes the values of states on the meta device."""
     _quiet()
     writer = OneAtATime(path) if isinstance(planner, Streamed) else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
@@ -88,11 +83,9 @@ def write(
 def read(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
 ) -> str:
-    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced.
-
-    Every name must be in the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read
-    its part (the same on all ranks of `group`); the states are then a mixture. `reader`: of `path`, where one is at hand.
-    """
+    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced. Every name must be in
+    the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read its part (the same on all ranks of
+    `group`); the states are then a mixture. `reader`: of `path`, where one is at hand."""
     _quiet()
     try:
         load(dict(states), storage_reader=reader or FileSystemReader(path), process_group=group, no_dist=group is None)
@@ -116,12 +109,9 @@ class Fit:
 
 
 def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
-    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names.
-
-    Names that are, or begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was
-    never made (it had no gradient), settings of the optimizer that another version of torch does not know and figures of
-    groups may be missing.
-    """
+    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names. Names that are, or
+    begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings
+    of the optimizer that another version of torch does not know and figures of groups may be missing."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [f'exclude_from_loading: no name begins with "{part}"' for part in exclude if not _begin(saved, part)]
     saved = {name: value for name, value in saved.items() if not any(_begins(name, part) for part in exclude)}
@@ -147,11 +137,9 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
 
 
 class Streamed(DefaultSavePlanner):
-    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values.
-
-    `make(name)` gives the values; it is called once for each name, when DCP comes to write it, and by then the tensor
-    before has been let go. `written(count)` is told the bytes of each chunk that is done.
-    """
+    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives the values;
+    it is called once for each name, when DCP comes to write it, and by then the tensor before has been let go. `written(count)` is told the
+    bytes of each chunk that is done."""
 
     def __init__(
         self,

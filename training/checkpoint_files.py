@@ -103,12 +103,9 @@ class Manifest:
 
 
 class Digest:
-    """Digests of a stream of bytes, at memory speed, against accidents (not against people).
-
-    A chunk's value is the sum of word * weight over its little-endian 64-bit words, modulo 2^64, with fixed odd weights
-    (multilinear hashing): a change inside one word is always seen, any other is missed with a chance of about 2^-63. A
-    segment's digest is BLAKE2b over its chunks' values and its length.
-    """
+    """Digests of a stream of bytes, at memory speed, against accidents (not against people). A chunk's value is the sum of word * weight
+    over its little-endian 64-bit words, modulo 2^64, with fixed odd weights (multilinear hashing): a change inside one word is always seen,
+    any other is missed with a chance of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
         self._words = np.zeros(_CHUNK_BYTES // 8, dtype="<u8")
@@ -170,10 +167,8 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged.
-
-    Reads no file's content: `verify` does. An OSError is the cause of what is raised where storage fails.
-    """
+    """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged. Reads no file's
+    content: `verify` does. An OSError is the cause of what is raised where storage fails."""
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -195,10 +190,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference.
-
-    The work can be split: each of `shares` callers reads every `shares`-th segment.
-    """
+    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference. The work can be
+    split: each of `shares` callers reads every `shares`-th segment."""
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for file, index in islice(segments, share, None, shares):
@@ -218,9 +211,8 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
 
 
 def begin(folder: Path, step: int, name: str = "") -> Path:
-    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. `name`: the writer's.
-    Raises OSError.
-    """
+    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. `name`: the writer's. Raises
+    OSError."""
     partial, replaced, final = _partial(folder, step, name), _replaced(folder, step), step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -235,11 +227,8 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
 
 
 def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
-    """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError.
-
-    The files must be on the disk already. A checkpoint of the same step is replaced, at no instant are both gone; but one that is not
-    settled replaces none.
-    """
+    """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError. The files must be on the disk
+    already. A checkpoint of the same step is replaced, at no instant are both gone; but one that is not settled replaces none."""
     partial, final = _partial(folder, manifest.step, name), step_folder(folder, manifest.step)
     for file in manifest.files:
         if not (partial / file.name).exists():
@@ -283,8 +272,7 @@ def discard(folder: Path, step: int, name: str = "") -> None:
 
 def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Clears away what a killed process left, of steps up to `until` (None: all) and of writers whose name `clears`, and returns one phrase
-    for each. To be called while nobody writes those. Raises OSError.
-    """
+    for each. To be called while nobody writes those. Raises OSError."""
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
@@ -301,12 +289,9 @@ def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] =
 
 
 def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
-    """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed.
-    Raises OSError.
-
-    Never removes `written` (the one just published), a newer one, a folder that has no manifest (not ours), or a
-    checkpoint of the model alone (made on purpose). Those in `damaged` do not count as whole.
-    """
+    """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed. Raises OSError. Never
+    removes `written` (the one just published), a newer one, a folder that has no manifest (not ours), or a checkpoint of the model alone
+    (made on purpose). Those in `damaged` do not count as whole."""
     if keep == 0:
         return []
     kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}
@@ -342,9 +327,7 @@ def _kind(path: Path) -> str:
 
 @functools.cache
 def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over
-    1, 2, 3, ...
-    """
+    """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over 1, 2, 3, ..."""
     z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -65,10 +65,8 @@ class TrainingConfig:
 
 
 def need(package: str, *, extra: str, setting: str) -> None:
-    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed.
-
-    `extra` is the name under [project.optional-dependencies] in pyproject.toml.
-    """
+    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed. `extra` is the name under
+    [project.optional-dependencies] in pyproject.toml."""
     if find_spec(package) is None:
         raise ValueError(
             f"{setting}: needs the package {package}, which is not installed; "

@@ -8,13 +8,12 @@ a run of one group they are of steps after its newest checkpoint, before which a
 
 All groups have the same metrics, for all have the same sums. When the role moves, the new writer first writes the rows that the one before
 did not write, and takes back its rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there
-twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer
-one has been claimed in the run's folder (writer_lease.py).
+twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer one has been
+claimed in the run's folder (writer_lease.py).
 
 What is remembered goes to groups that heal, and into each checkpoint (the last ROWS_KEPT of it), for that may be of a step which its writer
 alone has committed. Where that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from
-the checkpoint's, and whoever writes first puts back the rows that belong to it.
-"""
+the checkpoint's, and whoever writes first puts back the rows that belong to it."""
 
 from __future__ import annotations
 
@@ -64,7 +63,8 @@ class _Kept(NamedTuple):
 
 
 class LeaderMetricsWriter:
-    """A MetricsSink. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group writes, now.
+    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group
+    writes, now.
     `shared`: others have the same folder, of whom one writes at a time."""
 
     def __init__(

@@ -94,10 +94,8 @@ def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
 
 def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
     """The factor of optimizer.lr in the step that follows `step` committed ones, a pure function: there is nothing to save. Within (0, 1]
-    where min_lr_factor is 0. `decay_steps`: decay_length's.
-
-    Warm-up and decay run over one virtual step more than they have, so that no step is wasted on a rate of exactly 0.
-    """
+    where min_lr_factor is 0. `decay_steps`: decay_length's. Warm-up and decay run over one virtual step more than they have, so that no
+    step is wasted on a rate of exactly 0."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
@@ -111,11 +109,9 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: i
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync).
-
-    Every rank adds the squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over
-    all ranks counts everything once, whatever the axes, pipeline stages included.
-    """
+    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync). Every rank adds the
+    squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over all ranks counts everything
+    once, whatever the axes, pipeline stages included."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
     once, device = [], "cpu"  # the kind of device whose backend serves the ranks

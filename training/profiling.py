@@ -111,9 +111,7 @@ class Profiler:
 
 class GarbageCollection:
     """With `freq` > 0 all ranks collect at every `freq`-th step, as one rank's pause is every rank's wait; with 0 Python is left alone.
-
-    What lives at construction (modules, the model) is set aside first, which turns a full collection of some 100 ms into one of a few.
-    """
+    What lives at construction (modules, the model) is set aside first, which turns a full collection of some 100 ms into one of a few."""
 
     def __init__(self, freq: int) -> None:
         self._freq = freq

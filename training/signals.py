@@ -26,12 +26,9 @@ SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads i
 
 
 class Signals:
-    """Handlers from construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE.
-
-    A second stop signal ends the process at once with 128 + its number. That works while the loop is stuck in C code,
-    where Python runs no handler: the interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a
-    thread reads it. Make it in the main thread.
-    """
+    """Handlers from construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE. A second stop signal ends the process at
+    once with 128 + its number. That works while the loop is stuck in C code, where Python runs no handler: the interpreter writes each
+    signal's number to a socket (signal.set_wakeup_fd), and a thread reads it. Make it in the main thread."""
 
     def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"

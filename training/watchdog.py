@@ -1,8 +1,7 @@
 """Detection of hangs: one line says which rank is in which phase, then the process ends.
 
 A thread on every rank watches progress.py's phases from outside the loop; ranks speak through the process group's key-value store, since in
-a hang no collective gets through. A rank whose data loader hangs stands in no collective, so no collective's timeout would ever end it.
-"""
+a hang no collective gets through. A rank whose data loader hangs stands in no collective, so no collective's timeout would ever end it."""
 
 from __future__ import annotations
 
@@ -15,31 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from training.progress import LONG_PHASES, PHASES, Clock, Progress
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from training.log import Log
 
 POLL_S = 1.0
 
 
-class Store(Protocol):
-    """The part of torch.distributed.Store that is used; its failures are RuntimeErrors."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def delete_key(self, key: str) -> bool: ...
-
-
 class StackDump:
-    """Writes every thread's stack to standard error, which is the rank's log, and exits with 1; unless called off.
-
-    It is a timer in C: it fires even while the watchdog's own thread waits for a store that died, or for Python's lock.
-    """
+    """Writes every thread's stack to standard error, which is the rank's log, and exits with 1; unless called off. It is a timer in C: it
+    fires even while the watchdog's own thread waits for a store that died, or for Python's lock."""
 
     def arm(self, after_s: float) -> None:
         faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
@@ -57,8 +46,7 @@ class Watchdog:
     that the rank waits for other groups (`confirmed_s`: when it did last, on `clock`), which also starts the clock anew.
 
     `store` should be a connection of its own (`store.clone()`): on a shared one the loop may be waiting. `record` is called once per hang,
-    after the line was due: the place to save the flight recorder.
-    """
+    after the line was due: the place to save the flight recorder."""
 
     def __init__(
         self,
@@ -224,10 +212,8 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
 
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
-    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access.
-
-    Twice, the second time with Python's stacks: looking those up took 6 s here, and the end may be nearer.
-    """
+    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access. Twice, the second time
+    with Python's stacks: looking those up took 6 s here, and the end may be nearer."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 

@@ -1,8 +1,7 @@
 """The lease by which one of several replica groups writes what they share: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
 The manager names the writer, by a quorum. A group that was stopped, and wakes, believes what it was told before; so a group that begins to
-write notes the quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone.
-"""
+write notes the quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone."""
 
 from __future__ import annotations
 

@@ -76,6 +76,9 @@ def test_missing_file_is_told_before_a_missing_package(tmp_path: Path) -> None:
         build_tokenizer(f"{tmp_path}/none.json")
 
 
+@pytest.mark.parametrize(
+    ("token", "size"), [("<0x0A>", 1), ("\u2581the", 4), ("\u2581", 1), ("##ing", 3), ("\u00e9", 2), ("<0x>", 4)]
+)
 def test_bytes_of_a_token_that_is_not_byte_level(token: str, size: int) -> None:
     assert text_bytes(token) == size
 

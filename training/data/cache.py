@@ -111,11 +111,9 @@ class Corpus:
 def open_corpus(
     source: Source, tokenizer: Tokenizer, folder: Path, *, log: BarLog, vocab_size: int = 0, limits: Limits = Limits()
 ) -> Corpus:
-    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once.
-
-    `vocab_size`: of the model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the
-    setting) or RuntimeError (the cache folder cannot be written, or another process is stuck while it builds).
-    """
+    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: of the
+    model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder
+    cannot be written, or another process is stuck while it builds)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     cache = _Cache(source, tokenizer, folder, log, vocab_size, limits)
     try:
