@@ -53,11 +53,7 @@ class OtherRankFailed(RuntimeError):
 
 
 def write(
-    states: Mapping[str, Any],
-    path: Path,
-    *,
-    group: dist.ProcessGroup | None,
-    planner: Streamed | None = None,
+    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Streamed | None = None
 ) -> list[FileRecord]:
     """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
     `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others OtherRankFailed.

@@ -21,10 +21,7 @@ class DataloaderConfig:
 class TrainingConfig:
     """[training]: data, batch, length and arithmetic of the run."""
 
-    dataset: Annotated[
-        Literal["stdlib", "files", "tokens", "huggingface"],
-        "where the text comes from",
-    ] = "stdlib"
+    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "where the text comes from"] = "stdlib"
     dataset_path: Annotated[str, "files and globs, by commas; owner/name for huggingface"] = ""
     dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "what a .bin token file holds"] = "uint16"
@@ -32,12 +29,7 @@ class TrainingConfig:
     dataset_split: Annotated[str, "of a huggingface data set, to train on"] = "train"
     dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.03
     local_batch_size: Annotated[int, "sequences of one forward and backward of one rank", ">= 1"] = 8
-    global_batch_size: Annotated[
-        int,
-        "sequences of a step, all ranks; -1: local x ranks",
-        ">= -1",
-        "!= 0",
-    ] = -1
+    global_batch_size: Annotated[int, "sequences of a step, all ranks; -1: local x ranks", ">= -1", "!= 0"] = -1
     seq_len: Annotated[int, "tokens of one sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000

@@ -17,7 +17,7 @@ from typing import NoReturn, TextIO
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35"}
 
 
-class Log:
+class Log(logging.Handler):
     """Writes lines as `[rank step] text`: information from global rank 0 only, warnings and errors from every rank. The methods take printf
     arguments as logging.Logger's do, so either may be passed where a `log` is asked for. A line (or a text of several) leaves in one write,
     so lines of ranks that share a pipe do not interleave below the pipe's atomic size (4096 bytes on Linux). Safe to use from several
@@ -27,11 +27,12 @@ class Log:
         self, *, global_rank: int = 0, group: str = "", stream: TextIO | None = None, colour: bool = True
     ) -> None:
         """`group` names the replica group once there are several. `colour` permits colour; only a terminal gets it."""
+        super().__init__()
+        self._lock = threading.Lock()  # not the handler's, which logging takes at exit: a full pipe may hold up a thread that writes
         self.global_rank = global_rank
         self.step: int | None = None
         self._group = group
         self._stream = sys.stdout if stream is None else stream
-        self._lock = threading.Lock()
         self._missing = ""  # why the last line could not be written
         self.is_terminal = bool(getattr(self._stream, "isatty", lambda: False)())
         self.colour = colour and self.is_terminal
@@ -54,7 +55,11 @@ class Log:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        logger.handlers = [_Adopted(self)]
+        logger.handlers = [self]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """INFO from global rank 0, WARNING and what is worse from every rank."""
+        (self.info if record.levelno < logging.WARNING else self.warning)("%s", record.getMessage())
 
     def overwrite(self, text: str) -> None:
         """Replace the terminal's current line (a progress bar); elsewhere, and on other ranks, nothing."""
@@ -105,15 +110,3 @@ def end_process(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-class _Adopted(logging.Handler):
-    """INFO from global rank 0, WARNING and what is worse from every rank."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say = self._log.info if record.levelno < logging.WARNING else self._log.warning
-        say("%s", record.getMessage())

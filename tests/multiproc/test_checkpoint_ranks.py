@@ -19,14 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Lines, flip_a_bit, steps_in
-from training.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-    CheckpointFailed,
-    ModelState,
-    OptimizerState,
-    Ranks,
-)
+from training.checkpoint import CheckpointConfig, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Ranks
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])
 

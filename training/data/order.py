@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 
@@ -69,7 +70,8 @@ class Order:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, self._arguments
+        corpus, split, held_out, seed, seq_len = self._arguments
+        return partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len), ()
 
     def sequence(self, position: int) -> np.ndarray:
         """Tokens [seq_len + 1] int64 at `position` >= 0 of the endless order."""
@@ -105,10 +107,6 @@ class Order:
         lengths = self._corpus.bounds[documents + 1] - first
         ends = np.cumsum(lengths)
         return ends, first - (ends - lengths)
-
-
-def _rebuild(corpus: Corpus, split: str, held_out: float, seed: int, seq_len: int) -> Order:
-    return Order(corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
 
 
 def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:
