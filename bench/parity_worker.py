@@ -115,9 +115,8 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     shape = (task.global_batch_size, task.seq_len)
     inputs = torch.randint(0, vocab_size, shape, generator=draws)
     labels = torch.randint(0, vocab_size, shape, generator=draws)
-    ignored = torch.randint(
-        0, task.seq_len, (task.global_batch_size,), generator=draws
-    )  # of each sequence, at its head
+    # of each sequence, at its head
+    ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
     labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
     return inputs, labels
@@ -210,12 +209,14 @@ class Rank:
 
     def moves(self) -> list[Compared]:
         """The way from the seed checkpoint to the weights as they are."""
-        before, after = (
-            checkpoint_values(self.task.weights(self.case.vocab_size, self.case.optimizer, step))
-            for step in (0, len(self.truth))
-        )
+        folders = (self.folder(step) for step in (0, len(self.truth)))
+        before, after = map(checkpoint_values, folders)
         moved = ((name, whole - before[f"model.{name}"]) for name, whole in _gathered(self._parameters()))
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
+
+    def folder(self, step: int) -> Path:
+        """The truth's weights after that step."""
+        return self.task.weights(self.case.vocab_size, self.case.optimizer, step)
 
     def load_weights(self, step: int) -> None:
         """Fills the parts, by name, from the checkpoint of the truth's weights after `step` steps."""
@@ -223,7 +224,7 @@ class Rank:
         live = state.state_dict()
         for value in live.values():
             local(value).fill_(nan)  # what the checkpoint does not fill will be seen
-        folder = self.task.weights(self.case.vocab_size, self.case.optimizer, step)
+        folder = self.folder(step)
         metadata = checkpoint_dcp.read_metadata(folder)
         fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
         if problem := "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=self.group):

@@ -16,9 +16,8 @@ from models.contract import ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.float8 import Float8Config
-from parallelisms.layout import CompileConfig, Layout
+from parallelisms.layout import CompileConfig, Layout, Precision
 from parallelisms.mesh import ParallelismConfig
-from parallelisms.precision import Precision
 from training.checkpoint import CheckpointConfig
 from training.config import TrainingConfig
 from training.loss import chunk_tokens

@@ -19,9 +19,9 @@ from ft.config import Environment, group_folder
 from ft.seam import BadInput
 from ft.start import open_manager
 from parallelisms.distributed import BACKSTOP_S, World, host_group
+from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import choose_precision
 from training.appended import RunLock
 from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data

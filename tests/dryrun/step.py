@@ -41,9 +41,9 @@ from ft.seam import DataAssignment
 from ft.solo import SoloManager
 from ft.start import open_manager
 from models import llama
+from parallelisms.layout import Precision
 from parallelisms.mesh import TP, build_mesh
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import Precision
 from tests.dryrun import accelerator
 from tests.dryrun.cases import CONFIGS, Case, settings
 from tools.explain import memory as explain_memory
