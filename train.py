@@ -192,7 +192,7 @@ class Run(Components):
         """Forward and backward of each batch; gradients go out to other groups from the last backward of a slot on. Then one small
         all-reduce, and one sync, for all that the ranks must agree on; any rank's pending signals ride along."""
         losses, at = list[tuple[Batch, Tensor]](), self.coordinate
-        for batch in batches or self.batches(deal):
+        for batch in batches or self.progress.timed("data", self.loader.load(deal.slots)):
             if not losses or losses[-1][0].slot != batch.slot:
                 # A resumed or repeated step draws the same numbers; ranks that compute different things draw different ones.
                 # Tensor-parallel ranks draw the same: what they hold in common must stay equal (DTensor has its own generator for parts).
@@ -220,9 +220,6 @@ class Run(Components):
             total, bad, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
         self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
         return LocalStep(tokens_per_slot, total, bad == 0, deal.step, losses)
-
-    def batches(self, deal: DataAssignment) -> Iterator[Batch]:
-        return self.progress.timed("data", self.loader.load(deal.slots))
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
         """The error that names what this group has seen that is not a number."""
@@ -273,7 +270,8 @@ class SemiSyncRun(Run):
 
     def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """The optimizer steps of a window of data, which this group makes by itself."""
-        batches, window = batches or self.batches(deal), LocalStep([], 0.0, True, deal.step, [], self.taken)
+        batches = self.progress.timed("data", self.loader.load(deal.slots))
+        window = LocalStep([], 0.0, True, deal.step, [], self.taken)
         for step, slot in enumerate(deal.slots, deal.step):
             local = super().compute_step(DataAssignment(step, (slot,)), batches)
             [tokens] = local.tokens_per_slot

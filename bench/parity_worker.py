@@ -26,7 +26,7 @@ from parallelisms.layout import Layout
 from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
 from training import checkpoint_dcp
-from training.checkpoint_states import ModelState, plain_name
+from training.checkpoint import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
 

@@ -22,22 +22,20 @@ from parallelisms.distributed import BACKSTOP_S, World, host_group
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
+from training.appended import RunLock
 from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data
 from training.data.loader import Cut
 from training.drill import Corruption
-from training.events import Events
-from training.garbage import GarbageCollection
 from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import Meter
 from training.metrics_writer import LeaderMetricsWriter
 from training.optimizer import OptimizerStep, build_optimizer
-from training.profiling import Profiler
+from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
-from training.runlock import RunLock
 from training.saver import Saver
-from training.scribe import Scribe
+from training.scribe import Events, Scribe
 from training.signals import Signals
 from training.sinks import open_sinks
 from training.tokenizer import build_tokenizer
@@ -242,20 +240,22 @@ class Components:
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, Corruption]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
+        rank, drill = world.global_rank, self.environment.drill
         watchdog = Watchdog(
             self.progress,
             world.watch_store,
-            global_rank=world.global_rank,
+            global_rank=rank,
             world_size=world.world_size,
             timeout_s=config.comm.train_timeout_seconds,
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
-            record=lambda: dump_flight_recorder(folder / TRACES, world.global_rank),
+            record=lambda: dump_flight_recorder(folder / TRACES, rank),
             confirmed_s=lambda: self.manager.confirmed_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
-        cuda, rank, drill = world.device.differences.has_allocator, world.global_rank, self.environment.drill
-        profiler = cleanup.enter_context(Profiler(config.profiling, folder, global_rank=rank, log=self.log, cuda=cuda))
+        allocator = torch.cuda.memory if world.device.differences.has_allocator else None
+        profiler = Profiler(config.profiling, folder, global_rank=rank, log=self.log, allocator=allocator)
+        cleanup.enter_context(profiler)
         garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
         return watchdog, profiler, garbage, Corruption(folder, rank, self.parameters, enabled=drill, log=self.log)
 

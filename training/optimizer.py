@@ -92,16 +92,13 @@ def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
             )
 
 
-def learning_rate_factor(config: LRSchedulerConfig, *, step: int, training_steps: int) -> float:
+def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
     """The factor of optimizer.lr in the step that follows `step` committed ones, a pure function: there is nothing to save. Within (0, 1]
-    where min_lr_factor is 0.
-
-    Warm-up and decay run over one virtual step more than they have, so that no step is wasted on a rate of exactly 0.
-    """
+    where min_lr_factor is 0. `decay_steps`: decay_length's. Warm-up and decay run over one virtual step more than they have, so that no
+    step is wasted on a rate of exactly 0."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
-    decay_steps = config.decay_length(training_steps)
-    decayed = step - ((config.total_steps or training_steps) - decay_steps) + 1  # 1 in the first step of the decay
+    decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
     if decayed <= 0:
         return 1.0
     left = max(0.0, 1 - decayed / (decay_steps + 1))
@@ -112,11 +109,9 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, training_steps
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync).
-
-    Every rank adds the squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over
-    all ranks counts everything once, whatever the axes, pipeline stages included.
-    """
+    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync). Every rank adds the
+    squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over all ranks counts everything
+    once, whatever the axes, pipeline stages included."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
     once, device = [], "cpu"  # the kind of device whose backend serves the ranks
@@ -148,7 +143,11 @@ class OptimizerStep:
         progress: Progress,
     ) -> None:
         self._optimizer, self._parameters, self._progress = optimizer, parameters, progress
-        self._lr, self._schedule, self._training = config.lr, schedule, training
+        self._lr, self._schedule, self._max_norm = config.lr, schedule, training.max_norm
+        self._total_steps, self._decay_steps = (
+            schedule.total_steps or training.steps,
+            schedule.decay_length(training.steps),
+        )
 
     def take(self, step: int, divisor: float) -> tuple[float, float]:
         """The step that follows `step` others; gradients are sums over `divisor` tokens. Returns the norm of their mean and the learning
@@ -158,9 +157,11 @@ class OptimizerStep:
         if not (math.isfinite(grad_norm) and divisor):
             return grad_norm, 0.0
         with self._progress.phase("optimizer"):
-            grad_norm, training = grad_norm / divisor, self._training
-            lr = self._lr * learning_rate_factor(self._schedule, step=step, training_steps=training.steps)
-            clipped = min(1.0, training.max_norm / (grad_norm + 1e-6)) if training.max_norm > 0 else 1.0
+            grad_norm /= divisor
+            lr = self._lr * learning_rate_factor(
+                self._schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
+            )
+            clipped = min(1.0, self._max_norm / (grad_norm + 1e-6)) if self._max_norm > 0 else 1.0
             gradients = [cast(DTensor, p.grad).to_local() for p in self._parameters if p.grad is not None]
             torch._foreach_mul_(gradients, clipped / divisor)
             for group in self._optimizer.param_groups:

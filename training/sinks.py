@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from training.appended import AppendedFile, lines_from_end, replace_by_copy
 
@@ -27,29 +27,10 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
 EVENTS = "events.out.tfevents."  # how TensorBoard knows its files
 BEHIND = 32  # lines before one that are looked at
 
+# Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags; records get what every step
+# was trained on, with the keys of samples.jsonl.
 Kind = Literal["journals", "charts", "records"]
 ResumedStep = Callable[[], int | None]
-
-
-class MetricsSink(Protocol):
-    """Takes the metrics of a step. Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's
-    tags; records get what every step was trained on, with the keys of samples.jsonl."""
-
-    def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None:
-        """Makes what was written durable: it outlives the machine when this returns."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class ChartSink(Protocol):
-    """Takes the chart of a step; it is in the system's hands when `write` returns. Raises OSError, and has then taken nothing."""
-
-    def write(self, step: int, scalars: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JournalSink(AppendedFile):
@@ -63,12 +44,10 @@ class JournalSink(AppendedFile):
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def cut_after(self, step: int, *, is_locked: bool) -> None:
-        """Takes out the lines past `step`, and what a kill or a full disk has left of a line at the end.
-
-        A former writer, which may not know that it is one, looks whose the file is while it holds the lock. So if the lock was free, that
-        look is still to come. If not (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is
-        replaced by a copy in one step: what comes of that write goes into the old file, which nobody reads.
-        """
+        """Takes out the lines past `step`, and what a kill or a full disk has left of a line at the end. A former writer, which may not
+        know that it is one, looks whose the file is while it holds the lock. So if the lock was free, that look is still to come. If not
+        (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is replaced by a copy in one step: what
+        comes of that write goes into the old file, which nobody reads."""
         self.look()
         kept = (start + len(line) for start, line, found in _steps_from_end(self) if found <= step)
         end = next(kept, None) if step >= 0 else None
@@ -85,9 +64,11 @@ class JournalSink(AppendedFile):
 
 
 class Sinks:
-    """The open sinks of a run, as a MetricsSink."""
+    """The open sinks of a run. Raises OSError; a sink whose `write` raised has taken nothing."""
 
-    def __init__(self, metrics: JournalSink, samples: JournalSink, charts: Sequence[ChartSink]) -> None:
+    def __init__(
+        self, metrics: JournalSink, samples: JournalSink, charts: Sequence[TensorBoardSink | WandbSink]
+    ) -> None:
         self._files, self._charts = {"journals": metrics, "records": samples}, charts
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
@@ -122,14 +103,12 @@ def open_sinks(
     wandb: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
-    """Cuts what lies past `resumed_step` (None: a fresh start, all of it) and opens the sinks asked for.
-
-    Where `resumed_step` is to be called, that is while the files are held, so that nobody changes them between what it finds there and the
-    cut; where it raises, they are left alone. `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain
-    values) is shown by W&B. Call on one rank only. Raises OSError where the folder cannot be written.
-    """
+    """Cuts what lies past `resumed_step` (None: a fresh start, all of it) and opens the sinks asked for. Where `resumed_step` is to be
+    called, that is while the files are held, so that nobody changes them between what it finds there and the cut; where it raises, they are
+    left alone. `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain values) is shown by W&B. Call on
+    one rank only. Raises OSError where the folder cannot be written."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    charts, locked = list[ChartSink](), list[JournalSink]()
+    charts, locked = list[TensorBoardSink | WandbSink](), list[JournalSink]()
     with ExitStack() as opened:
         files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
         for file in files:
@@ -195,11 +174,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The same scalars in Weights & Biases; its id is kept in the run's folder, so a resumed run is the same there.
-
-    W&B takes nothing back: after a resume the steps done again appear a second time. Charts are drawn over `step`.
-    Project and account are W&B's own to find (WANDB_PROJECT, WANDB_MODE, `wandb login`).
-    """
+    """The same scalars in Weights & Biases; its id is kept in the run's folder, so a resumed run is the same there. W&B takes nothing back:
+    after a resume the steps done again appear a second time. Charts are drawn over `step`. Project and account are W&B's own to find
+    (WANDB_PROJECT, WANDB_MODE, `wandb login`)."""
 
     def __init__(self, run_folder: Path, *, fresh: bool, settings: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")  # an extra: it need not be there for type checks

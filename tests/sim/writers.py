@@ -31,7 +31,6 @@ from ft.seam import DataAssignment, Going
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.checkpoint_job import Lines
 from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
-from training import metrics_writer as relay
 from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
 from training.progress import Progress
@@ -392,6 +391,7 @@ class Trainer(train.Run):
             lambda step: sinks.open_sinks(group.folder, resumed_step=step),
             self.scribe,
             clock=clock,
+            rows_kept=plan.rows_kept,
         )
         self.meter = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
@@ -404,12 +404,16 @@ class Trainer(train.Run):
                 log=self.log,
                 claim=WriterLease(group.folder, writes),
                 clock=clock,
+                in_thread=self.in_thread,
             )
             self.saver = Saves(self)
             self.exported = self.checkpointer.exported_step() or 0
             if self.exported < plan.steps <= (self.checkpointer.newest_step() or 0):
                 self.checkpointer.load()
                 job.loaded(group)
+
+    def in_thread(self, work: Callable[[], None]) -> None:
+        Threading(self.job.baton).Thread(target=work, name="look", daemon=True).start()
 
     def train_step(self) -> bool:
         manager = self.group.manager
@@ -526,10 +530,8 @@ class Job:
         with pytest.MonkeyPatch.context() as patch:
             fake = Threading(self.baton)
             patch.setattr(scribe, "threading", fake)
-            patch.setattr(checkpoint, "threading", fake)
             patch.setattr(checkpoint, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
             patch.setattr(appended, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
-            patch.setattr(relay, "ROWS_KEPT", self.plan.rows_kept)
             self.disk.install(patch)
             self.disk.looks = self.looks
             self.baton.died = self.died

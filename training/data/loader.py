@@ -1,10 +1,8 @@
 """Batches of the slots that a step was dealt, read ahead of the step. Owns no order and no position.
 
-Flow: train.py asks its manager for a deal, then `load(deal.slots)`; order.py holds the tokens. streaming.py has the
-same face.
+Flow: train.py asks its manager for a deal, then `load(deal.slots)`; order.py holds the tokens. streaming.py has the same face.
 
-Letters: B local batch size, T seq_len.
-"""
+Letters: B local batch size, T seq_len."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from threading import Semaphore
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ft.children import unsignalled
 from training.config import DataloaderConfig
+from training.data.order import Order
 
 THREAD_NAME = "pharos-data"
 
@@ -83,10 +82,8 @@ class BatchSource(ABC):
         """Begins to read these; the next batch is what each call of the function returned gives."""
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
-        """The microbatches of this rank, slot by slot; on every rank the same number. Abandons what an earlier call still owed.
-
-        Reading begins now, not at the first `next`; that raises a failure, with its cause.
-        """
+        """The microbatches of this rank, slot by slot; on every rank the same number. Abandons what an earlier call still owed. Reading
+        begins now, not at the first `next`; that raises a failure, with its cause."""
         tasks = [task for slot in slots for task in self._cut.tasks(slot)]
         self._run += 1
         run, read = self._run, self.start(tasks)
@@ -119,23 +116,17 @@ def make_batch(rows: np.ndarray, task: Task) -> Batch:
     return Batch(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy()), *task)
 
 
-class Sequences(Protocol):
-    """The part of an Order that the loaders use."""
-
-    def sequence(self, position: int) -> np.ndarray: ...
-
-
 class _Reader(Dataset[Batch]):
     """Task -> Batch; what the thread and the worker processes both run."""
 
-    def __init__(self, order: Sequences) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
 
     def __getitem__(self, task: Task) -> Batch:
         return make_batch(np.stack([self._order.sequence(position) for position in task[1]]), task)
 
 
-def open_loader(order: Sequences, cut: Cut, config: DataloaderConfig, *, pin_memory: bool = False) -> BatchSource:
+def open_loader(order: Order, cut: Cut, config: DataloaderConfig, *, pin_memory: bool = False) -> BatchSource:
     """Prefetches exactly the slots it is asked for, by one thread, or by `num_workers` processes (from a forkserver). The batches are the
     same for any number of workers."""
     kind = WorkerLoader if config.num_workers else ThreadLoader

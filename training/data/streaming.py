@@ -1,12 +1,10 @@
 """Hugging Face data sets, streamed: text that comes in its own order, so there are no positions to ask for.
 
-The place in the stream is state of
-each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault tolerance refuses
-such a source.
+The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault
+tolerance refuses such a source.
 
-Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others.
-With num_workers = 0 a rank reads while it would compute: give a remote stream at least one worker.
-"""
+Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others. With num_workers = 0
+a rank reads while it would compute: give a remote stream at least one worker."""
 
 from __future__ import annotations
 
@@ -17,21 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from training.config import TrainingConfig
+from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
 from training.data.loader import Batch, BatchSource, Cut, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
-from training.extras import need
 from training.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them.
-
-    A loaded place counts for every later `iter`; {} stands for the beginning. `state_dict` knows only the place of the
-    newest iterator. (`set_epoch` is not used: workers share the epoch, and a place saved in another is ignored.)
-    """
+    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place counts for every
+    later `iter`; {} stands for the beginning. `state_dict` knows only the place of the newest iterator. (`set_epoch` is not used: workers
+    share the epoch, and a place saved in another is ignored.)"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
