@@ -42,8 +42,8 @@ from bench.drill_job import AWAY_S, FULL_S, PAIR_S, DrillJob
 from bench.drill_outages import killed_in_a_save
 from bench.drill_rules import Verdict
 from bench.pairs import Failed, table
+from scripts.plan import say
 from scripts.plot_loss import draw, read
-from scripts.replicas import say
 
 FOR_EVER = 1_000_000  # steps
 FINISH, LAST = "finish", 60  # a job of its own; steps of a job whose writer dies in its last save
