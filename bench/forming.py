@@ -164,7 +164,7 @@ class FormingMember:
     def __init__(self, kind: str) -> None:
         from ft.process_groups.baby import ProcessGroupBabyGloo
         from ft.process_groups.base import ProcessGroup
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
 
         classes: dict[str, Any] = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
         self.group: ProcessGroup = classes[kind](timeout=RENDEZVOUS_S, rendezvous_s=RENDEZVOUS_S)

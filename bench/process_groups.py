@@ -63,7 +63,7 @@ class CollectiveMember:
         import torch
 
         from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
 
         torch.set_num_threads(1)
         self.interface = "lo" if sys.platform == "linux" else "lo0"

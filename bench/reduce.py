@@ -75,7 +75,7 @@ class ReduceMember:
 
         from ft.gradients import Gradients
         from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
         from ft.process_groups.store import StoreClient
 
         torch.set_num_threads(1)

@@ -95,7 +95,7 @@ def ours(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, bab
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups.baby import ProcessGroupBabyGloo
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol.messages import Times
     from ft.rpc.access import Access
 

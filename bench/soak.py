@@ -105,7 +105,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
     from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
@@ -157,8 +157,8 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def cut(self) -> int:
             """All connections of this group to others end, as a network lets them; how many."""
             generation = self.manager._group._generation
-            engine: Any = generation and generation._engine
-            return sockets.shut(near=engine._near, far=engine._far) if engine else 0
+            engine: Any = generation and generation.engine
+            return sockets.shut(near=engine.near, far=engine.far) if engine else 0
 
         def _run(self) -> None:
             try:
