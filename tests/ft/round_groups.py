@@ -15,7 +15,7 @@ from ft.compat.lighthouse_server import LighthouseServer
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint

@@ -18,7 +18,7 @@ from ft.membership import ReplicaGroupConfig
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import lighthouse, step_control
 from ft.protocol import messages as m
 from ft.protocol.ledger import Ledger
