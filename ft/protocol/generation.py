@@ -53,8 +53,7 @@ class QuorumRecord:
     # ---- its members' calls
 
     def repeats(self, event: Call, *, retried: bool) -> bool:
-        """A member asks that has not heard of the quorum it is in, and nothing has happened to it since: the answer got lost. Where the
-        quorum was issued again under its id, it is the same question that shows it."""
+        """A member asks that has not heard of its quorum (or the same again), and nothing has happened to it since: the answer got lost."""
         if event.member.replica_id not in self._roster.previous:
             return False
         here = event.known >= self.quorum.quorum_id  # else what it says has failed was an older one
@@ -93,8 +92,7 @@ class QuorumRecord:
         self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
 
     def announce(self, why: str, now_s: float) -> None:
-        """Notifies members that have not called yet. Repeated as long as a call waits: a member that was calling just then took no
-        notice."""
+        """Notifies members that have not called yet; again while a call waits, for one that was calling just then took no notice."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_s = self._change_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s

@@ -60,8 +60,7 @@ class LighthouseConfig:
 
 
 class Lighthouse:
-    """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason is why there is no quorum yet, or why the last
-    one was issued."""
+    """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason: of the last quorum, or why there is none."""
 
     def __init__(
         self,
@@ -315,8 +314,7 @@ class Lighthouse:
             self._call_back(now_s)
 
     def _call_back(self, now_s: float) -> None:
-        """There is no quorum without those who sit out: then they need not, if nothing parts them any more. Whose heals failed is no help
-        before it is clear that nobody else comes."""
+        """Lets in who sits out where there is no quorum without; those whose heals failed only when it is clear that nobody else comes."""
         roster, view, least = self.roster, self._view(now_s), self.config.min_replicas
         alone = view.healthy < least and view.waited_s >= view.join_timeout_s
         if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
@@ -398,8 +396,7 @@ class Lighthouse:
     # ---- what to refuse
 
     def _refused(self, event: Call, now_s: float) -> bool:
-        """Refuses a call that cannot be honoured; True: it did. A lost id, a wrong kind, a second group under one name, another shape,
-        absurd claims."""
+        """Refuses a lost id, a wrong kind, a second group under one name, another shape, absurd claims. True: it did."""
         member = event.member
         if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True
@@ -414,8 +411,7 @@ class Lighthouse:
         return problem is not None
 
     def _settle_shape(self, event: Call, now_s: float) -> None:
-        """The job's is its members', whatever a group that called before they did has brought along. Where there are none to come back,
-        it is that of the first to call."""
+        """The job's is its members', whoever called before they did; where none may come back, that of the first to call."""
         roster, generation = self.roster, self._generation
         if generation and roster.was_in(event.member.replica_id):
             if self._shape != (shape := generation.quorum.shape or event.shape):
@@ -435,8 +431,7 @@ class Lighthouse:
             roster.place(replica_id)
 
     def _settle_odd(self, now_s: float) -> None:
-        """Settles callers of another layout than members not heard of: they are refused when one is, or make a job of their own when those
-        may be taken over."""
+        """Refuses callers of another layout than the members' when one is heard of; where those may be taken over, it is a new job's."""
         roster = self.roster
         if roster.has_members:
             self._take_shape(self._shape)

@@ -120,8 +120,7 @@ class Endpoint:
 
 
 def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind") -> list[Endpoint]:
-    """Addresses to listen on: the given one, or every address with a token or --insecure, else loopback. Raises ValueError for an address
-    that everybody could reach, without either."""
+    """Addresses to listen on: `bind`; else all of them with a token or --insecure, loopback without. Raises ValueError for an open one."""
     if bind is None:
         hosts = ["::"] if access.token or access.insecure else ["127.0.0.1", "::1"]
         return [Endpoint(host, port) for host in hosts if host != "::1" or has_ipv6()]

@@ -29,10 +29,7 @@ def now_s() -> float:
 
 class Driver:
     """`carry` has a function for every effect that the machine has. `seen` gets every event with what came out, for logs and records;
-    `with_ticks` is called with each tick.
-
-    A fault inside the machine or an effect is ours: `run` raises it, and whoever fed the event gets it, too.
-    """
+    `with_ticks` is called with each tick. A fault in the machine or an effect: `run` raises it, and whoever fed the event gets it, too."""
 
     def __init__(
         self,

@@ -149,8 +149,7 @@ class Process:
         return self._status().get("State", "")[:1] in ("T", "t")
 
     def is_dying(self) -> bool:
-        """True when it was killed, and is not gone: it waits in the kernel, for a file server that is away, say, and nothing ends that.
-        False where that cannot be known."""
+        """True when it was killed, and is not gone: it waits in the kernel, for a file server, say. False where that cannot be known."""
         status = self._status()
         killed = any(int(status.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
         return killed or status.get("State", "")[:1] == "Z"

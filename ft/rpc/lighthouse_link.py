@@ -92,8 +92,7 @@ class Wire:
         raise NotImplementedError
 
     async def send(self, **up: Any) -> None:
-        """Sends a heartbeat (`report`) or a line for the page (`happened`), where there is a stream. Without one the lighthouse hears
-        nothing from this group, as it should be."""
+        """Sends a heartbeat (`report`) or a line for the page (`happened`), where there is a stream."""
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         """Best effort: a lighthouse that does not hear it notices that the stream breaks, or that heartbeats end."""

@@ -69,8 +69,7 @@ def stream(handler: StreamHandler) -> Route:
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """grpc.aio's server, which looks at the token before anything of a call is read, and whose end is told to whoever it serves: a call
-    that grpc cut off itself would leave a stack on stderr."""
+    """grpc.aio's server. Looks at the token before anything of a call is read; tells its end to callers, where grpc would print a stack."""
 
     def __init__(
         self,
@@ -130,8 +129,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handler
 
     def serving(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """`handler` as grpc is to call it: what it raises becomes the call's status. A function, and no object or partial: at each call
-        grpc looks whether it is async, and takes long to find out about anything else."""
+        """`handler` as grpc is to call it: what it raises becomes the call's status. A function: grpc is slow with other callables."""
 
         async def serve(data: Any, context: Any) -> Any:
             task = asyncio.current_task()
@@ -178,8 +176,7 @@ def room_for_connections(
     limits: tuple[int, int] | None = None,
     set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit,
 ) -> int:
-    """The number of connections that this process can hold. Each is a descriptor, and the usual limit is 1,024: it is raised as
-    far as this user may; where that is not enough, a warning says so. limits: soft and hard, by default those of this process."""
+    """The number of connections that this process can hold, after raising its limit of descriptors (`limits`: soft and hard)."""
     wanted, infinite = MAX_CONNECTIONS + OTHER_FILES, resource.RLIM_INFINITY
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == infinite else min(wanted, hard)
@@ -223,8 +220,7 @@ class Pending:
 
 
 class Outbox:
-    """Messages to be written down one stream, in order, by a task of its own. A reader that lags too far behind loses its stream: it gets
-    a new one with all that matters, and the server's memory stays bounded."""
+    """Messages down one stream, in order. Bounded: a reader that lags loses its stream; the next begins with all that matters."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

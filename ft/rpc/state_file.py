@@ -174,11 +174,8 @@ def owner_of(path: Path) -> str:
 
 
 class StateFileWriter:
-    """Writes in a thread of its own, one after the other; the loop never waits for a disk.
-
-    A disk that refuses is told, and tried again each second; quorums are answered as long as the file reserves their ids, then no more, and
-    running steps go on. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes later.
-    """
+    """Writes in a thread of its own, one after the other; the loop never waits for a disk. A disk that refuses is told and tried again each
+    second. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes later."""
 
     def __init__(
         self,
@@ -234,8 +231,7 @@ class StateFileWriter:
         return asyncio.ensure_future(self._until_written(saved))
 
     def look(self) -> None:
-        """Looks whose the file is, at every tick: a lighthouse that has nothing to write, for too few of its groups call, must still
-        end when another one has taken over, or those groups stay with it for ever. Raises TakenOver, at most LOOK_S later."""
+        """Raises TakenOver within some seconds, for one that has nothing to write: else its groups would stay with it for ever."""
         if self._over:
             raise self._over
         now_s = time.monotonic()

@@ -114,7 +114,6 @@ class SumsAwaited(Event):
     awaited: bool
 
 
-@dataclass(frozen=True)
 class WantsToLeave(Event):
     """A rank was asked to leave (SIGTERM). The trainers see to it at the end of a step; where the group waits, it is to wait no longer."""
 
@@ -144,7 +143,6 @@ class OpenStream(Effect):
     replica_id: str
 
 
-@dataclass(frozen=True)
 class CloseStream(Effect):
     """Close the stream to the lighthouse, and open none before OpenStream: until then this group's name is free."""
 
@@ -223,7 +221,6 @@ class EndGroup(Effect):
 # ------------------------------------------------------------------------------------------------ from group to ranks
 
 
-@dataclass(frozen=True)
 class Go(Event):
     """Answers AskQuorum in place of a Part: the group was asked to leave while it waited. For the driver, which ends the rank."""
 

@@ -77,7 +77,6 @@ class Leave(Event):
     finished: bool = False  # the run is over, and its last step is saved
 
 
-@dataclass(frozen=True)
 class TakeOver(Event):
     """An operator's word: whoever calls may go on without the previous members."""
 

@@ -103,8 +103,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Terms:
-    """The lighthouse's promises for the job's life, whoever starts it anew. Lowering one lets others go on where members still rely on it,
-    so only an operator may."""
+    """The lighthouse's promises for the job's life, over restarts. Members rely on them: only an operator may lower one."""
 
     min_replicas: int = 1
     takeover_s: float | None = 30.0  # None: never, an operator's word
@@ -145,15 +144,16 @@ class Out:
     reason: str = ""
 
 
+@dataclass(frozen=True)
 class Effect:
     """Something that a driver carries out."""
 
 
+@dataclass(frozen=True)
 class Event:
     """Something that a driver has seen."""
 
 
-@dataclass(frozen=True)
 class Tick(Event):
     """Time went by. For every machine, at least each tick_s; after all other events that have arrived by then."""
 

@@ -11,7 +11,6 @@ from ft.protocol.messages.quorum import Effect, Event
 # ------------------------------------------------------------------------------------------------ events
 
 
-@dataclass(frozen=True)
 class Begin(Event):
     """The trainer asks what to do next. Answered by Compute, or by commits of a healing group's held sums on the way there."""
 
@@ -117,8 +116,7 @@ class Configure(Effect):
 
 @dataclass(frozen=True)
 class Compute(Effect):
-    """Forward and backward on these slots; then feed back Computed. Gradient buckets may be launched as they get ready; the last one waits
-    for LaunchTail."""
+    """Forward and backward on these slots; then feed back Computed. Buckets may be launched when ready; the last waits for LaunchTail."""
 
     step: int
     slots: tuple[int, ...]
@@ -141,17 +139,15 @@ class LaunchTail(Effect):
 
 @dataclass(frozen=True)
 class WeightsDiffer(Effect):
-    """To be told to people: what this rank holds of the weights after `step` is not what the same rank of other groups holds.
-    `replica_ids`: the odd ones; empty where nobody can tell who they are."""
+    """To be told to people: this rank's weights after `step` are not those of the same rank of other groups."""
 
     step: int
-    replica_ids: tuple[str, ...]
+    replica_ids: tuple[str, ...]  # the odd ones; empty where nobody can tell who they are
 
 
 @dataclass(frozen=True)
 class InterruptCollectives(Effect):
-    """Whatever waits on this generation (rendezvous, collective) is to end now, with Configured(ok=False) or ReduceFailed, unless it has
-    completed. The forward and backward go on."""
+    """What waits on this generation (rendezvous, collective) is to end now, by Configured(ok=False) or ReduceFailed; compute goes on."""
 
     quorum_id: int
     reason: str
@@ -171,7 +167,6 @@ class AbandonGeneration(Effect):
     quorum_id: int
 
 
-@dataclass(frozen=True)
 class DropGradients(Effect):
     """The kept gradients belong to a state that is no more."""
 
@@ -206,7 +201,6 @@ class HoldSums(Effect):
     step: int
 
 
-@dataclass(frozen=True)
 class DropHeld(Effect):
     """The held sums, and whatever has arrived of the state, belong to a heal that is over."""
 
