@@ -102,9 +102,9 @@ class Group:
                 self._waiting.pop(rank, None)
                 self._calling = self._calling if self._waiting else None
             case m.AskMetadata(rank) if rank in self._metadata:
-                self._emit(m.Metadata(rank, self._metadata[rank]))
+                self._out.append(m.Metadata(rank, self._metadata[rank]))
             case m.AskMetadata(rank):
-                self._emit(m.FailRank(rank, "INVALID_ARGUMENT", "rank not found"))
+                self._out.append(m.FailRank(rank, "INVALID_ARGUMENT", "rank not found"))
             case m.SumsAwaited(awaited):
                 self._sums_since_s = now_s if awaited else None
             case m.WantsToLeave():
@@ -151,7 +151,7 @@ class Group:
     def _on_call(self, event: RankCall, now_s: float) -> None:
         rank, size = event.group_rank, self.config.world_size
         if not 0 <= rank < size:
-            self._emit(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
+            self._out.append(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
             return
         if event.number < self._newest.get(rank, 0):
             self.reason = f"rank {rank}: a late copy of an older question"
@@ -202,8 +202,8 @@ class Group:
         self.reason = "all ranks have asked: the lighthouse is asked"
         if self._away:
             self._away = False
-            self._emit(m.OpenStream(self.replica_id))
-        self._emit(m.CallLighthouse(self._calling))
+            self._out.append(m.OpenStream(self.replica_id))
+        self._out.append(m.CallLighthouse(self._calling))
 
     def _on_answered(self, event: m.LighthouseAnswered) -> None:
         quorum = event.quorum
@@ -246,19 +246,19 @@ class Group:
     def _answer(self, rank: int) -> None:
         quorum = self.quorum
         if self._goes:
-            self._emit(m.LetRankGo(rank))
+            self._out.append(m.LetRankGo(rank))
         elif self._restores is not None:
-            self._emit(m.RestoreRank(rank, self._restores))
+            self._out.append(m.RestoreRank(rank, self._restores))
         elif quorum:
             known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
             part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
-            self._emit(m.AnswerRank(rank, part))
+            self._out.append(m.AnswerRank(rank, part))
 
     def _on_failed(self, call: m.Call, why: str) -> None:
         self._tries += 1
         if self.config.retries is None or self._tries <= self.config.retries:
             self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
-            self._emit(m.CallLighthouse(call, self.config.retry_s))
+            self._out.append(m.CallLighthouse(call, self.config.retry_s))
         else:
             self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
 
@@ -278,7 +278,7 @@ class Group:
         elif self._calling:
             self._lighthouse_says = f"the lighthouse refuses this group: {reason}"
             self.reason = f"{self._lighthouse_says}; it asks again, for it was a member"
-            self._emit(m.CallLighthouse(self._calling, self.config.retry_s))
+            self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
 
     def _return(self, why: str, now_s: float) -> None:
         """Lost is final for an id, not for the state: the group goes on under another id of the same process. It is heard of again when
@@ -287,7 +287,7 @@ class Group:
         self.replica_id = f"{self.config.replica_id}.{self._returns}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
         self._away = self._calling is None
-        self._emit(m.CloseStream() if self._away else m.OpenStream(self.replica_id))
+        self._out.append(m.CloseStream() if self._away else m.OpenStream(self.replica_id))
         if self._held:
             self._fail_held(f"lost before the commit: {why}")
         elif self.quorum:
@@ -295,11 +295,11 @@ class Group:
         if self._calling:
             member = replace(self._calling.member, replica_id=self.replica_id)
             self._calling, self._called_s = replace(self._calling, member=member), now_s
-            self._emit(m.CallLighthouse(self._calling))
+            self._out.append(m.CallLighthouse(self._calling))
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
         for rank in sorted(self._waiting):
-            self._emit(m.FailRank(rank, code, reason))
+            self._out.append(m.FailRank(rank, code, reason))
         self._nobody_waits()
         self.reason = reason
 
@@ -314,11 +314,11 @@ class Group:
         key = vote.key
         done = self._outcomes.get(key)
         if done and self._held is not done:
-            self._emit(m.AnswerVote(vote.group_rank, done))
+            self._out.append(m.AnswerVote(vote.group_rank, done))
             return
         if stale := self._stale(vote):
             self.reason = stale
-            self._emit(m.FailRank(vote.group_rank, "STALE", stale))
+            self._out.append(m.FailRank(vote.group_rank, "STALE", stale))
             return
         votes = self._votes.setdefault(key, {})
         before = votes.get(vote.group_rank)
@@ -380,7 +380,7 @@ class Group:
         self._votes.pop(key, None)
         asking = self._asking.pop(key, set())
         for rank in sorted(asking):
-            self._emit(m.AnswerVote(rank, outcome))
+            self._out.append(m.AnswerVote(rank, outcome))
         if outcome.verdict == "failed" and outcome.kind != "healed":
             self._tell_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
@@ -460,13 +460,10 @@ class Group:
             (reason, since_s), beat_s = waits, self.config.times.beat_s
             if now_s - self._told_waits_s >= beat_s:
                 self._told_waits_s = now_s
-                self._emit(m.TellWaits(reason, now_s - since_s))
+                self._out.append(m.TellWaits(reason, now_s - since_s))
             if self._wants_to_leave and not self._goes and now_s - since_s >= GO_BEATS * beat_s:
                 self._give_up_waiting()
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)
-        self._emit(m.EndGroup(why))
-
-    def _emit(self, effect: Effect) -> None:
-        self._out.append(effect)
+        self._out.append(m.EndGroup(why))

@@ -89,13 +89,13 @@ class Roster:
         self.claims_expired = False
         self.word_until_s = -math.inf  # an operator has said that others may take over: until then
         self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
-        self._healthy: set[str] = set()
-        self._reachable: set[str] = set()
+        self._healthy: dict[str, None] = {}
+        self._reachable: dict[str, None] = {}
         self.candidates: OrderedDict[str, Member] = OrderedDict()  # this and the next two: in the order of their calls
         self.present: dict[str, None] = {}
         self._heirs: dict[str, None] = {}
-        self._missing: set[str] = set()
-        self._shrinkers: set[str] = set()
+        self._missing: dict[str, None] = {}
+        self._shrinkers: dict[str, None] = {}
         self._view = QuorumView(self.candidates, self.present, self._missing, self._heirs, self._shrinkers)
 
     def __contains__(self, replica_id: str) -> bool:
@@ -127,19 +127,20 @@ class Roster:
         alive = peer is not None and replica_id in self._order and not sits and replica_id not in self.odd
         theirs = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
-        _put(self._healthy, replica_id, counts)
-        _put(self._reachable, replica_id, alive and was_in)
-        if peer and peer.call and alive:
-            member = self.candidates[replica_id] = peer.call.member
-            self._missing.discard(replica_id)
-            _keep(self.present, replica_id, was_in)
-            _put(self._shrinkers, replica_id, member.shrink_only and (was_in or theirs))  # a newcomer would bar itself
-            _keep(self._heirs, replica_id, self.was_in(replica_id) and not member.void)
+        _keep(self._healthy, replica_id, counts)
+        _keep(self._reachable, replica_id, alive and was_in)
+        call = peer.call if peer and alive else None
+        if call:
+            self.candidates[replica_id] = call.member
         else:
-            for callers in (self.candidates, self.present, self._heirs):
-                callers.pop(replica_id, None)
-            self._shrinkers.discard(replica_id)
-            _put(self._missing, replica_id, was_in and not (sits or replica_id in self.gone))
+            self.candidates.pop(replica_id, None)
+        away = call is not None or sits or replica_id in self.gone
+        _keep(self._missing, replica_id, was_in and not away)
+        _keep(self.present, replica_id, call is not None and was_in)
+        may_shrink = was_in or theirs  # a newcomer would bar itself
+        _keep(self._shrinkers, replica_id, call is not None and call.member.shrink_only and may_shrink)
+        holds = call is not None and self.was_in(replica_id) and not call.member.void
+        _keep(self._heirs, replica_id, holds)
 
     # ---- one id
 
@@ -410,12 +411,8 @@ def rest_s(times: int) -> float:
     return min(MOST_REST_S, REST_S * 2 ** min(times - 1, 16))
 
 
-def _put(ids: set[str], replica_id: str, inside: bool) -> None:
-    (ids.add if inside else ids.discard)(replica_id)
-
-
 def _keep(ids: dict[str, None], replica_id: str, inside: bool) -> None:
-    """As _put, where the order counts: a place once taken is kept."""
+    """Puts it in or out; a place once taken is kept, where the order counts."""
     if inside:
         ids.setdefault(replica_id)
     else:

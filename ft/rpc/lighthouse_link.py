@@ -170,30 +170,26 @@ class Link(Wire):
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
         said = ""
         while True:
+            stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
             try:
-                await self._serve(replica_id, settled())
+                quorum_id = self._quorum.quorum_id if self._quorum else 0
+                hello = pharos_pb2.Hello(replica_id=replica_id, quorum_id=quorum_id, settled=settled())
+                await self.write(stream, pharos_pb2.Up(hello=hello))
+                self._stream = stream
+                while (data := await stream.read()) is not grpc.aio.EOF:
+                    await self._heard(data, stream)
                 why = "it was closed"
             except grpc.RpcError as error:
                 why = status_of(error)
             except asyncio.InvalidStateError as error:  # it broke before the hello's turn to be written had come
                 why = str(error)
+            finally:
+                self._stream = None
+                stream.cancel()
             if why != said:
                 said = why
                 log.warning("the stream to the lighthouse broke: %s", why)
             await asyncio.sleep(random.uniform(*REOPEN_S))
-
-    async def _serve(self, replica_id: str, settled: int) -> None:
-        stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
-        try:
-            quorum_id = self._quorum.quorum_id if self._quorum else 0
-            hello = pharos_pb2.Hello(replica_id=replica_id, quorum_id=quorum_id, settled=settled)
-            await self.write(stream, pharos_pb2.Up(hello=hello))
-            self._stream = stream
-            while (data := await stream.read()) is not grpc.aio.EOF:
-                await self._heard(data, stream)
-        finally:
-            self._stream = None
-            stream.cancel()
 
     async def _heard(self, data: bytes, stream: Any) -> None:
         try:

@@ -206,9 +206,15 @@ class LighthouseService:
             self.driver.feed(report)
             if self.onlooker:
                 self._show(self.onlooker.reported, up.report)
-            if hello.replica_id in self._waiting and outbox.told != (why := self._why_it_waits(hello.replica_id)):
-                outbox.told = why
-                outbox.send(pharos_pb2.Down(waits=outbox.told[: codec.MAX_WORDS]).SerializeToString())
+            if hello.replica_id in self._waiting:
+                peer = self.machine.roster.peers.get(hello.replica_id)
+                why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
+                if self.keeper and peer and peer.call is None:
+                    trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
+                    why = f"a quorum is answered when the lighthouse's state file is written{trouble}"
+                if outbox.told != why:
+                    outbox.told = why
+                    outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_WORDS]).SerializeToString())
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
@@ -221,13 +227,6 @@ class LighthouseService:
                 self._show(self.onlooker.told, hello.replica_id, happened)
         else:
             raise ValueError("after the hello come reports")
-
-    def _why_it_waits(self, replica_id: str) -> str:
-        peer = self.machine.roster.peers.get(replica_id)
-        if peer and peer.call is None and self.keeper:
-            trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
-            return f"a quorum is answered when the lighthouse's state file is written{trouble}"
-        return self.machine.roster.why_it_sits_out(replica_id) or self.machine.reason
 
     def order(self, replica_id: str, kind: str, reason: str) -> bool:
         """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""
