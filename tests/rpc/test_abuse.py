@@ -32,13 +32,21 @@ from ft.rpc import lighthouse_http, serving
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_service import LighthouseService
-from tests.rpc.wire import WAIT_S, Stream, Wire, before_each, pharos_call, quorum_of, torchft_call
+from tests.rpc.wire import (
+    HEARTBEAT,
+    OURS,
+    QUORUM,
+    ROOT,
+    TOKEN,
+    WAIT_S,
+    Stream,
+    Wire,
+    before_each,
+    pharos_call,
+    quorum_of,
+    torchft_call,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-QUORUM = "/torchft.LighthouseService/Quorum"
-HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
-OURS = "/pharos.Lighthouse/Quorum"
-TOKEN = "0123456789abcdef"
 IDLE = 5000
 FLAGS = ("--min_replicas", "1", "--bind", "127.0.0.1:0", "--http", "127.0.0.1:0")
 

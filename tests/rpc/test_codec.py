@@ -20,21 +20,6 @@ from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 RPC = Path(__file__).resolve().parents[2] / "ft" / "rpc"
-WORDS = (
-    m.Member,
-    m.Quorum,
-    m.Times,
-    m.Call,
-    m.MemberLost,
-    m.GenerationAborted,
-    m.ChangeAnnounced,
-    m.RankCall,
-    m.Part,
-    m.Source,
-    m.Vote,
-)
-WORDS = (*WORDS, m.Outcome, m.Report, m.Leave, m.Evict, m.TakeOver)
-
 BYTES = {
     "Member": "e27c18a8dbd607a4",
     "Quorum": "df0e36048c5cba7d",
@@ -53,6 +38,7 @@ BYTES = {
     "Evict": "b6d737304a617570",
     "TakeOver": "e3b0c44298fc1c14",
 }
+WORDS = tuple(getattr(m, name) for name in BYTES)
 
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(str, st.text(st.characters(exclude_categories=["Cs"]), max_size=20))

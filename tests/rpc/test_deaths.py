@@ -17,9 +17,8 @@ from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Process, Settings
 from tests.rpc.test_abuse import Running
-from tests.rpc.wire import WAIT_S
+from tests.rpc.wire import ROOT, WAIT_S
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINER = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from ft.rpc.clients import GroupClient

@@ -30,9 +30,8 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import Link
 from ft.rpc.serving import CallRefused
-from tests.rpc.wire import WAIT_S, Wire
+from tests.rpc.wire import ROOT, WAIT_S, Wire
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 R = TypeVar("R")
 
@@ -380,10 +379,8 @@ def test_an_operators_orders():
         service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
         sent: list[signal.Signals] = []
 
-        class Trainer:
-            send = staticmethod(sent.append)
-
-        service.processes[0] = Trainer()  # type: ignore[assignment]
+        trainer: Any = SimpleNamespace(send=sent.append)
+        service.processes[0] = trainer
         for _ in range(3):
             service.obey(pharos_pb2.Order(kind="drain", reason="r"))
         service.obey(pharos_pb2.Order(kind="dance"))
@@ -465,17 +462,11 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
         config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=m.Times(beat_s=3600.0))
         service = GroupService(config, "http://127.0.0.1:1", Access(), lambda why: None)
 
-        class Trainer:
-            def is_stopped(self) -> bool:
-                return next(looks, False)
-
-            def is_dying(self) -> bool:
-                return False
-
         async def send(report: object) -> None:
             beaten.set()
 
-        service.processes[0] = Trainer()  # type: ignore[assignment]
+        trainer: Any = SimpleNamespace(is_stopped=lambda: next(looks, False), is_dying=lambda: False)
+        service.processes[0] = trainer
         service.link.send = send  # type: ignore[method-assign]
         service.start()
         await asyncio.wait_for(beaten.wait(), WAIT_S)
@@ -494,14 +485,8 @@ def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
         config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=times)
         service = GroupService(config, "http://127.0.0.1:1", Access(), over.set_result)
 
-        class Trainer:
-            def is_stopped(self) -> bool:
-                return False
-
-            def is_dying(self) -> bool:
-                return True
-
-        service.processes[0] = Trainer()  # type: ignore[assignment]
+        trainer: Any = SimpleNamespace(is_stopped=lambda: False, is_dying=lambda: True)
+        service.processes[0] = trainer
         service.start()
         try:
             return await asyncio.wait_for(over, WAIT_S)

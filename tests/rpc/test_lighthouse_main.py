@@ -16,10 +16,8 @@ import pytest
 from ft.protocol import messages as m
 from ft.rpc import lighthouse_flags, lighthouse_main, state_file
 from tests.rpc.test_abuse import Running
-from tests.rpc.wire import Stream, Wire, quorum_of
+from tests.rpc.wire import TOKEN, Stream, Wire, quorum_of
 
-ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "0123456789abcdef"
 N = ["--min_replicas", "1"]
 
 

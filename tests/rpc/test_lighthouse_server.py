@@ -24,15 +24,22 @@ from ft import LighthouseClient, LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec, state_file
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
+from tests.rpc.wire import (
+    HEARTBEAT,
+    OURS,
+    QUORUM,
+    ROOT,
+    TOKEN,
+    WAIT_S,
+    Stream,
+    Wire,
+    pharos_call,
+    quorum_of,
+    torchft_call,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-QUORUM = "/torchft.LighthouseService/Quorum"
-HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
-OURS = "/pharos.Lighthouse/Quorum"
 LEAVE = "/pharos.Lighthouse/Leave"
 SOON = timedelta(seconds=WAIT_S)
-TOKEN = "0123456789abcdef"
 
 
 class House:

@@ -16,9 +16,8 @@ import pytest
 from ft import LighthouseServer
 from ft.protocol import messages as m
 from tests.rpc.test_abuse import Running
-from tests.rpc.wire import WAIT_S, Stream, Wire, torchft_call
+from tests.rpc.wire import ROOT, WAIT_S, Stream, Wire, torchft_call
 
-ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"([\d\- :,]{23} )?(lighthouse|group server): .+")  # of ours; a stack has others
 
 

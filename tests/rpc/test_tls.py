@@ -21,7 +21,6 @@ from tests.rpc.test_abuse import Running
 from tests.rpc.wire import WAIT_S, Wire, quorum_of
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
-OURS = "/pharos.Lighthouse/Quorum"
 
 
 class Papers:

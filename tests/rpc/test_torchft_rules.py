@@ -21,10 +21,8 @@ from ft.rpc.clients import GroupProcess
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.group_server import Settings
 from tests.rpc.peer import Peer, ScriptedLighthouse
-from tests.rpc.wire import WAIT_S, Wire, torchft_call
+from tests.rpc.wire import HEARTBEAT, QUORUM, WAIT_S, Wire, torchft_call
 
-QUORUM = "/torchft.LighthouseService/Quorum"
-HEARTBEAT = "/torchft.LighthouseService/Heartbeat"
 MANAGER = "/torchft.ManagerService/"
 FOR_EVER_MS = 600_000
 BOTH = pytest.mark.parametrize("whose", ["torchft", "ours"])

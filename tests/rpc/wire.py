@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,10 @@ from ft.rpc.access import Access, Tls
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_link import channel
 
+ROOT = Path(__file__).resolve().parents[2]
+QUORUM, HEARTBEAT = "/torchft.LighthouseService/Quorum", "/torchft.LighthouseService/Heartbeat"
+OURS = "/pharos.Lighthouse/Quorum"
+TOKEN = "0123456789abcdef"
 WAIT_S = 20.0  # for what must come
 
 
