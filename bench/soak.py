@@ -142,12 +142,12 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                 "lives": self.lives,
                 "problem": self.problem,
                 "commits": dict(self.commits),
-                "phase": manager._machine.phase.value,
+                "phase": manager.status().phase.value,
             }
 
         def held(self) -> dict[str, int]:
             """By its server, and in its store."""
-            mine = self.manager._membership
+            mine = self.manager.membership
             return (
                 {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
                 if mine.server and mine.rendezvous

@@ -22,9 +22,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ft.agreement import Agreement
 from ft.compat.lighthouse_server import LighthouseServer
+from ft.healing.transport import Transport
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
+from ft.process_groups.errors import GroupError
 from ft.process_groups.inline import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -57,7 +59,7 @@ class Trained:
 
     def where(self) -> str:
         """It is, as far as its protocol goes."""
-        return str(self.manager._machine.phase)
+        return str(self.manager.status().phase)
 
     def kill(self) -> None:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
@@ -97,11 +99,13 @@ class Rank(Trained):
     make: Callable[..., Manager] = Manager
     every_step: bool = False
     agrees: bool = False  # the ranks of the group among themselves (ft/agreement.py)
+    agree: Callable[..., Agreement] = Agreement
     times: m.Times = field(default_factory=m.Times)
     host: str = "127.0.0.1"
     access: Access = field(default_factory=Access)
 
     manager: Manager = field(init=False)
+    to_others: ProcessGroup = field(init=False)
     progress: Progress = field(init=False)
     model: torch.nn.Module = field(init=False)
     commits: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, quorum size, contributors
@@ -138,8 +142,9 @@ class Rank(Trained):
             every_step=self.every_step,
         )
         options = ManagerOptions(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
+        self.to_others = self.group()
         self.manager = self.make(
-            self.group(),
+            self.to_others,
             config,
             options,
             store=self.store,
@@ -160,7 +165,7 @@ class Rank(Trained):
     def agreement(self) -> Agreement:
         gloo = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
         store = PrefixStore("agreement", self.store)
-        return Agreement(gloo(store, self.group_rank, self.world_size, timedelta(seconds=LIMIT_S)))
+        return self.agree(gloo(store, self.group_rank, self.world_size, timedelta(seconds=LIMIT_S)))
 
     @property
     def together_commits(self) -> list[int]:
@@ -200,15 +205,39 @@ class Rank(Trained):
         sum((parameter * value).sum() for parameter in self.model.parameters()).backward()
 
 
+def lose_the_sums(rank: Rank) -> None:
+    """In its coming step: the others have them, and this rank has not, as where a connection breaks behind the others' last byte."""
+    gradients = rank.manager.gradients
+    wait = gradients.wait
+
+    def torn() -> tuple[float, ...]:
+        wait()
+        gradients.wait = wait  # type: ignore[method-assign]
+        raise GroupError("the connection broke behind the others' last byte")
+
+    gradients.wait = torn  # type: ignore[method-assign]
+
+
+class Wrapped:
+    """A transport that does what another one does, but for what a subclass says."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.inner = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 def kill_server(manager: Manager) -> None:
     """Of the group whose manager this is."""
-    server = manager._membership.server
+    server = manager.membership.server
     assert server
     os.kill(server.pid, signal.SIGKILL)
     until_s = time.monotonic() + LIMIT_S
     # where the trainer waits for an answer of the server, it may close before the stream says that the server is gone; then nobody does
-    while not (manager._gone.wait(0.01) or manager._closed.is_set()):
+    while not (manager.status().server_gone or manager.status().closed):
         assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 class Job:
