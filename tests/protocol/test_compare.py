@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Computed
 from ft.protocol.compare import find_divergent, in_tail
+from ft.protocol.messages import Computed
 from tests.protocol.rank import Rank, names, only, part, source_state
 
 OWN, OTHER, NOTHING = (7.0, 8.0), (7.0, 9.0), (0.0, 0.0)
