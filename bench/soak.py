@@ -156,7 +156,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
 
         def cut(self) -> int:
             """All connections of this group to others end, as a network lets them; how many."""
-            generation = self.manager._group._generation
+            generation = self.manager.group._generation
             engine: Any = generation and generation._engine
             return sockets.shut(near=engine._near, far=engine._far) if engine else 0
 

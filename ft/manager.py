@@ -98,7 +98,7 @@ class ManagerStatus:
 
     phase: Phase
     step: int  # of the machine's state, VOID where it has none; the trainer's, `Manager.step`, may be behind by held steps
-    quorum_id: int  # 0: none yet
+    at: tuple[int, int, int]  # quorum, attempt and step (Step.at)
     server_gone: bool  # its group's server has ended, or has ended this group
     closed: bool
 
@@ -132,7 +132,7 @@ class Manager:
         seen: Seen | None = None,
         connect: Callable[[str, int, Access], GroupClient] = GroupClient,
     ) -> None:
-        self._group, self._config, self._options = group, config, options
+        self.group, self._config, self._options = group, config, options
         self._shape, self._restore = shape, restore
         self._telemetry = ManagerTelemetry(
             config.group_rank,
@@ -148,13 +148,13 @@ class Manager:
             shared=group.IN_CHILD,
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
-        self._state = State()
+        self.state = State()
         self.membership = join(config, store)
         self.replica_id = self.membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
         self._prober = Prober(config.host, PROBE * config.times.heartbeat_timeout_s)
         self.healer = Healer(
-            self._state,
+            self.state,
             transport or HttpTransport(config.host, self.replica_id, config.access, heal),
             group_rank=config.group_rank,
             access=config.access,
@@ -216,7 +216,7 @@ class Manager:
         self._news = threading.Condition()  # the machine's lock, too
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # of another thread, for the trainer's
-        self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine loads it by itself
+        self.state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine loads it by itself
         self._prober.start(lambda: group.waits_since_s, self._cut)
         pid = None if options.dies_with_group else 0
         self._client.watch(self._on_notice, self._ended, pid=pid)
@@ -231,14 +231,8 @@ class Manager:
 
     def status(self) -> ManagerStatus:
         """From any thread."""
-        machine, part = self._machine, self.part
-        return ManagerStatus(
-            machine.phase,
-            VOID if machine.void else machine.step,
-            part.quorum_id if part else 0,
-            self._client.gone.is_set(),
-            self._closed.is_set(),
-        )
+        machine, held = self._machine, VOID if self._machine.void else self._machine.step
+        return ManagerStatus(machine.phase, held, machine.at, self._client.gone.is_set(), self._closed.is_set())
 
     @property
     def slot_size(self) -> int:
@@ -259,7 +253,7 @@ class Manager:
         return self._machine.phase is Phase.BOUNDARY and not self._machine.void
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        self._state.register(name, get, set)
+        self.state.register(name, get, set)
 
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
@@ -404,7 +398,7 @@ class Manager:
         self._prober.close()
         self.healer.close()
         with suppress(MustExit):
-            self._group.shutdown(CLOSE_S)
+            self.group.shutdown(CLOSE_S)
         self.gradients.close()  # its hooks on parameters that live on would keep it and its buffers
         self.membership.close()
 
@@ -490,7 +484,7 @@ class Manager:
 
     def _ask_quorum(self, effect: m.AskQuorum) -> m.Event | None:
         self.gradients.prepare()
-        self._group.prepare()
+        self.group.prepare()
         member = replace(
             effect.call.member,
             shrink_only=self.shrink_only,
@@ -533,7 +527,7 @@ class Manager:
     def _form(self, part: m.Part) -> m.Configured:
         store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._config.group_rank}"
         try:
-            self._group.configure(
+            self.group.configure(
                 store,
                 part.replica_rank,
                 len(part.members),
@@ -585,7 +579,7 @@ class Manager:
     def _interrupt(self, quorum_id: int, reason: str) -> None:
         """Wakes waits on that generation, however late the notice comes. What is complete stays complete. From any thread."""
         self._stopped_quorum = max(self._stopped_quorum, quorum_id)
-        self._group.interrupt(reason, quorum_id)
+        self.group.interrupt(reason, quorum_id)
 
     def _cut(self, members: tuple[str, ...]) -> None:
         """Interrupts a generation with members that cannot be connected: no wait on it would end by itself. In the prober's thread."""
@@ -593,13 +587,13 @@ class Manager:
         if part is not None and set(members) <= set(part.members):
             why = f"{' and '.join(members)} cannot be connected"
             log.warning("%s", why)
-            self._group.interrupt(why, part.quorum_id)
+            self.group.interrupt(why, part.quorum_id)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
         self._telemetry.failed(self._machine.reason)
         free = self.gradients.give_up() if self._attempt else None
         self._attempt = None
-        self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
+        self.group.abandon(f"quorum {effect.quorum_id} failed", then=free)
 
     # ---- the step's collectives and votes
 
@@ -607,7 +601,7 @@ class Manager:
         assert self.part is not None
         if self._attempt != attempt:  # an earlier one on this generation was complete, and did not hold
             count = len(self.part.participants)
-            self.gradients.open(self._group, count, contributes=contributes, step=attempt[2])
+            self.gradients.open(self.group, count, contributes=contributes, step=attempt[2])
             self._attempt = attempt
 
     def _take_zeros(self, effect: m.LaunchTail) -> m.Event | None:
@@ -750,7 +744,7 @@ class Manager:
             log.error("this rank ends: %s", why)
             if self.part is not None:
                 self.healer.end_offer(self.part.quorum_id, why)
-            self._group.interrupt(why)
+            self.group.interrupt(why)
             self._fail(GroupEnded(why))
 
     def _urgent(self, status: Status) -> object:

@@ -221,7 +221,7 @@ def member(name: str, host: str, lighthouse: str) -> int:
         access=Access(insecure=True),
     )
     signal.signal(
-        signal.SIGUSR1, lambda *_: threading.Thread(target=rank.manager._group.interrupt, args=["asked to"]).start()
+        signal.SIGUSR1, lambda *_: threading.Thread(target=rank.manager.group.interrupt, args=["asked to"]).start()
     )
     rank.run()
     if rank.error:

@@ -41,7 +41,7 @@ T = TypeVar("T", bound="Trained")
 
 
 class Trained:
-    """What a thread trains. `_train` makes its manager."""
+    """What a thread trains. `train` makes its manager."""
 
     name: str
     manager: Any
@@ -67,7 +67,7 @@ class Trained:
 
     def run(self) -> None:
         try:
-            self._train()
+            self.train()
         except BaseException as error:  # noqa: BLE001 (the test looks at it)
             self.error = error
         finally:
@@ -77,7 +77,7 @@ class Trained:
     def stop(self) -> None:
         self.manager.close()
 
-    def _train(self) -> None:
+    def train(self) -> None:
         raise NotImplementedError
 
 
@@ -105,7 +105,6 @@ class Rank(Trained):
     access: Access = field(default_factory=Access)
 
     manager: Manager = field(init=False)
-    to_others: ProcessGroup = field(init=False)
     progress: Progress = field(init=False)
     model: torch.nn.Module = field(init=False)
     commits: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, quorum size, contributors
@@ -128,7 +127,7 @@ class Rank(Trained):
     def seen_of(self, kind: type[m.Effect]) -> list[m.Effect]:
         return [effect for _, _, out in self.seen for effect in out.effects if isinstance(effect, kind)]
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.progress = Progress()
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
         config = ReplicaGroupConfig(
@@ -142,9 +141,8 @@ class Rank(Trained):
             every_step=self.every_step,
         )
         options = ManagerOptions(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
-        self.to_others = self.group()
         self.manager = self.make(
-            self.to_others,
+            self.group(),
             config,
             options,
             store=self.store,

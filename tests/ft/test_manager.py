@@ -138,7 +138,7 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
     def late(rank: Rank, step: int) -> None:
         if rank.manager.part and rank.manager.part.quorum_id not in quorums:
             quorums.append(rank.manager.part.quorum_id)
-            rank.to_others.interrupt("b was lost", min(quorums[0], quorums[-1] - 1))
+            rank.manager.group.interrupt("b was lost", min(quorums[0], quorums[-1] - 1))
         if step == 2 and not newcomer:
             newcomer.extend(made.group("b", steps=4, together=2))
 
@@ -231,7 +231,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(
     def changes(rank: Rank, step: int) -> None:
         if rank.name == "c" and len(rank.together_commits) == 3:
             settings["c"][:] = [("optimizer.lr", "2")]
-            rank.to_others.interrupt("its sockets break")
+            rank.manager.group.interrupt("its sockets break")
 
     with job(min_replicas=2) as made:
         ranks = [
@@ -380,13 +380,13 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
 
     def stuck(rank: Rank, step: int) -> None:
         if step == 1:
-            rank.to_others.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
+            rank.manager.group.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
 
     with job(min_replicas=1) as made:
         a = made.group("a", steps=3, at=stuck)[0]
         assert a.join().error is None  # its last word is the manager's close
         closed.set()
-        assert a.to_others.reaper.wait(LIMIT_S) and ends == [True]
+        assert a.manager.group.reaper.wait(LIMIT_S) and ends == [True]
 
 
 def test_who_has_closed_leaves_nothing_on_parameters_that_live_on():

@@ -39,7 +39,7 @@ class Rank:
     @property
     def at(self) -> tuple[int, int, int]:
         assert self.machine.part
-        return self.machine.part.quorum_id, self.machine._attempt, self.machine._place
+        return self.machine.at
 
     def outcome(self, kind: Any, verdict: Any = "yes", **more: Any) -> list[m.Effect]:
         return self.see(Outcome(kind, *self.at, verdict, **more))
