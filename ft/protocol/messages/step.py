@@ -134,7 +134,7 @@ class LaunchTail(Effect):
     zeros: bool = False  # all buckets as zeros
     again: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
     digest_at: int = 0  # from there on the driver fills in the digest of this rank's weights; 0: the tail has none
-    copied: bool = False  # the digest is to say that it is no witness (step_control.in_tail)
+    copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
 
 
 @dataclass(frozen=True)
