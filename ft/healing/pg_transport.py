@@ -31,7 +31,7 @@ from ft.healing.transport import (
     HealConfig,
     HealFailed,
     Progress,
-    StateSource,
+    Sources,
     Transport,
 )
 
@@ -53,9 +53,6 @@ class PgTransport(Transport):
         super().__init__(replica_id, config)
         self._make, self._address = make, address
         self._senders: list[_Sender] = []
-        self._receiving: Any = None
-        self._stopped = ""
-        self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
@@ -73,62 +70,61 @@ class PgTransport(Transport):
         while self._senders:
             self._senders.pop().group.abandon(reason)  # wakes its thread, whatever it waits for
 
-    def fetch(
-        self,
-        sources: Sequence[StateSource],
-        into: StateSnapshot,
-        *,
-        quorum_id: int,
-        step: int,
-        progress: Progress = None,
-    ) -> dict[str, Any]:
-        """Asks one source after the other, until one gives all."""
-        failed: dict[str, str] = {}
-        touched, unlike = False, True
-        self._stopped = ""
-        for source in sources:
-            group = self._make()
-            with self._lock:
-                if self._stopped:
-                    break
-                self._receiving = group
-            receiver = _Receiver(group, into, progress)
-            try:
-                group.configure(_store(source.address, source.replica_id, self.replica_id, quorum_id, step), 1, 2)
-                if self._stopped:  # it may have come before there was anything to abandon
-                    raise RuntimeError(self._stopped)
-                return receiver.run()
-            except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
-                failed[source.replica_id] = str(error)
-                unlike &= isinstance(error, FormatError)
-                log.warning("healing from %s: %s", source.replica_id, error)
-            finally:
-                touched |= receiver.touched
-                with self._lock:
-                    self._receiving = None
-                untouched = threading.Event()
-                group.abandon("this heal has ended", untouched.set)
-                untouched.wait(self.config.heal_grace_s)  # a message in flight may still be written into our tensors
-        with self._lock:
-            stopped = self._stopped
-        reason = stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
-        blame = () if stopped else tuple(failed)
-        raise HealFailed(reason, touched=touched, blame=blame, unlike=bool(blame) and unlike)
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> PgFetch:
+        stores = {
+            source.replica_id: _store(source.address, source.replica_id, self.replica_id, quorum_id, step)
+            for source in sources
+        }
+        return PgFetch(self._make, stores, into, progress, self.config.heal_grace_s)
 
-    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
+    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """Does nothing: a sender sees its group end, and serves no reader a second time."""
 
-    def stop(self, reason: str) -> None:
-        with self._lock:
-            if self._receiving is None:
-                return
-            self._stopped = reason
-            group = self._receiving
-        group.abandon(reason)
 
-    def close(self) -> None:
-        self.stop("the transport is closed")
-        self.withdraw("the source is leaving")
+class PgFetch:
+    """Asks one source after the other, until one gives all. `stores`: by the source's name."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        stores: dict[str, str],
+        into: StateSnapshot,
+        progress: Progress,
+        grace_s: float,
+    ) -> None:
+        self._make, self._stores, self._into, self._progress, self._grace_s = make, stores, into, progress, grace_s
+        self._group: Any = None
+        self._stopped = ""
+
+    def run(self) -> dict[str, Any]:
+        failed: dict[str, str] = {}
+        touched, unlike = False, True
+        for name, store in self._stores.items():
+            self._group = group = self._make()
+            receiver = _Receiver(group, self._into, self._progress)
+            try:
+                if not self._stopped:
+                    group.configure(store, 1, 2)
+                if self._stopped:  # it may have come before there was anything to abandon
+                    break
+                return receiver.run()
+            except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
+                failed[name] = str(error)
+                unlike &= isinstance(error, FormatError)
+                log.warning("healing from %s: %s", name, error)
+            finally:
+                touched |= receiver.touched
+                untouched = threading.Event()
+                group.abandon("this heal has ended", untouched.set)
+                untouched.wait(self._grace_s)  # a message in flight may still be written into our tensors
+        reason = self._stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
+        blame = () if self._stopped else tuple(failed)
+        raise HealFailed(reason, touched=touched, blame=blame, unlike=bool(blame) and unlike)
+
+    def stop(self, reason: str) -> None:
+        self._stopped = self._stopped or reason
+        if self._group is not None:
+            self._group.abandon(reason)
 
 
 def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) -> str:
