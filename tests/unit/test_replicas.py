@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench import drill_job
+from bench.drill_job import DealtDevices
 from ft.config import FaultTolerance
 from scripts import replicas
 from scripts.agent import Agent
@@ -31,7 +31,7 @@ from scripts.replicas import (
     token_file,
     visible_devices,
 )
-from training.runlock import RunLock
+from training.appended import RunLock
 
 
 def group(tmp_path: Path, program: str, restarts: int = 100) -> ReplicaSupervisor:
@@ -244,19 +244,9 @@ def test_devices_are_shared_where_the_user_says_so(monkeypatch: pytest.MonkeyPat
     assert seen(["5"], "1") == {"CUDA_VISIBLE_DEVICES": "5", "NCCL_HOSTID": "pharos-1"}
 
 
-def test_a_drills_groups_have_devices_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_drills_groups_have_devices_of_their_own():
     """One that comes later takes those of one that has left."""
-    config = SimpleNamespace(run_folder=tmp_path, checkpoint=SimpleNamespace(folder="checkpoints"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(drill_job, "prepare", lambda argv, groups, *, ranks: (config, 0, float(ranks)))
-    monkeypatch.setattr(drill_job, "start_lighthouse", lambda *_, **__: (None, "http://127.0.0.1:1"))
-    monkeypatch.setattr(ReplicaSupervisor, "start", lambda self: 7)
-    job = drill_job.DrillJob(["a.toml"], 2)
-    assert job.ranks == job.grace_s == 2
-    job.gone.add("1")
-    job.add()
-    seen_by = {name: one.env["CUDA_VISIBLE_DEVICES"] for name, one in job.groups.items()}
-    assert seen_by == {"0": "0,1", "1": "2,3", "2": "2,3"}
-    assert job.group("2").env["CUDA_VISIBLE_DEVICES"] == "2,3", "its next life"
+    dealt = DealtDevices([["0", "1"], ["2", "3"]])
+    assert dealt.of("0", ()) == ["0", "1"] and dealt.of("1", ()) == ["2", "3"]
+    assert dealt.of("2", {"1"}) == ["2", "3"], "and so has its next life"
+    assert dealt.of("2", ()) == ["2", "3"] and dealt.of("3", ()) == ["0", "1"]
