@@ -76,11 +76,6 @@ class HttpTransport(Transport):
     def address(self) -> str:
         return self._server.address
 
-    @property
-    def connections(self) -> int:
-        """Readers that are connected."""
-        return self._server.connections
-
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
         self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         return self._shown
