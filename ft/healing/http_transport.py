@@ -153,7 +153,7 @@ class SourceConnection:
         if status in (200, 206):
             return length
         why = self.read(min(length, 1000)).decode("ascii", "replace").strip()
-        if status == 404 and "not offered yet" in why:
+        if status == 404 and what == "header":
             return -1
         raise SourceFailed(f"{status} {why}")
 
