@@ -39,8 +39,8 @@ class Herd:
             self._thread = threading.Thread(target=self._loop.run_forever, name="herd", daemon=True)
             self._thread.start()
         self._metadata = Access(token).metadata()
-        self._channels = self._do(self._connect(address, Access(token)))
-        self._streams: dict[str, Any] = {}
+        self._channels = self.do(self._connect(address, Access(token)))
+        self.streams: dict[str, Any] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._heals: dict[str, int] = {}  # id -> bytes that it has
         self._numbers: dict[str, int] = {}
@@ -48,7 +48,7 @@ class Herd:
         self.step, self.quorum_id = 0, 0
         self.obeyed: list[tuple[str, str]] = []  # order, id
 
-    def _do(self, work: Coroutine[Any, Any, R]) -> R:
+    def do(self, work: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     async def _connect(self, address: str, access: Access) -> list[Any]:
@@ -58,17 +58,17 @@ class Herd:
 
     def open(self, ids: Iterable[str]) -> None:
         """They are known to the lighthouse, and in no quorum yet."""
-        self._do(self._open(list(ids)))
+        self.do(self._open(list(ids)))
 
     def form(self, *, failed: bool = False) -> int:
         """All that are there ask for a quorum, and have it; those that were in none heal. Its id."""
-        self.quorum_id = self._do(self._form(failed))
+        self.quorum_id = self.do(self._form(failed))
         return self.quorum_id
 
     def beat(self, steps: int = 1, **figures: Any) -> None:
         """A beat of each, so many committed steps after the last one. figures: fields of pharos.Report, of all."""
         self.step += steps
-        self._do(self._beat(figures))
+        self.do(self._beat(figures))
 
     def heal(self, replica_id: str, share: float) -> None:
         """So much of the state has come; 1.0: all of it, with the next beat."""
@@ -78,16 +78,20 @@ class Herd:
 
     def tell(self, replica_id: str, lane: str, text: str) -> None:
         happened = codec.happened_message(lane, self.step, text)
-        self._do(self._streams[replica_id].write(pharos_pb2.Up(happened=happened).SerializeToString()))
+        self.do(self.streams[replica_id].write(pharos_pb2.Up(happened=happened).SerializeToString()))
+
+    def leave(self, replica_id: str) -> None:
+        """It says good-bye."""
+        self.do(self._leave(replica_id))
 
     def lose(self, *ids: str) -> None:
         """They end as killed processes do."""
-        self._do(self._lose(ids))
+        self.do(self._lose(ids))
 
     def close(self) -> None:
-        self._do(self._close())
+        self.do(self._close())
         if self._thread:
-            self._do(self._calm())
+            self.do(self._calm())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
@@ -97,7 +101,7 @@ class Herd:
     async def _open(self, ids: list[str]) -> None:
         for place, replica_id in enumerate(ids):
             one = self._channels[place % CONNECTIONS].stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
-            self._streams[replica_id] = one
+            self.streams[replica_id] = one
             hello = pharos_pb2.Hello(replica_id=replica_id)
             await one.write(pharos_pb2.Up(hello=hello).SerializeToString())
             self._readers[replica_id] = asyncio.ensure_future(self._read(replica_id, one))
@@ -119,7 +123,7 @@ class Herd:
         await self._channels[0].unary_unary("/pharos.Lighthouse/Leave")(leave, metadata=self._metadata)
 
     async def _form(self, failed: bool) -> int:
-        ids = list(self._streams)
+        ids = list(self.streams)
         calls = (self._ask(place, replica_id, failed) for place, replica_id in enumerate(ids))
         answers = await asyncio.gather(*calls)
         self._members = set(ids)
@@ -145,7 +149,7 @@ class Herd:
     async def _beat(self, figures: dict[str, Any]) -> None:
         wall_s = 60.0 + self.step * STEP_S
         loss = 2.1 + 6.5 * math.exp(-self.step / 40) + 0.06 * math.sin(self.step * 1.7)
-        for place, (replica_id, stream) in enumerate(list(self._streams.items())):
+        for place, (replica_id, stream) in enumerate(list(self.streams.items())):
             heals = replica_id in self._heals
             report = pharos_pb2.Report(
                 step=m.VOID if heals else self.step,
@@ -168,7 +172,7 @@ class Herd:
         for replica_id in ids:
             self._members.discard(replica_id)
             self._heals.pop(replica_id, None)
-            if stream := self._streams.pop(replica_id, None):
+            if stream := self.streams.pop(replica_id, None):
                 stream.cancel()
                 self._readers.pop(replica_id).cancel()
 
@@ -179,5 +183,5 @@ class Herd:
             await asyncio.wait(rest, timeout=2)
 
     async def _close(self) -> None:
-        await self._lose(list(self._streams))
+        await self._lose(list(self.streams))
         await asyncio.gather(*(one.close() for one in self._channels))

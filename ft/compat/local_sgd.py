@@ -50,9 +50,8 @@ class _Syncs:
         self._manager, self.fragments, self._optimizer = manager, fragments, optimizer
         self._inner_steps, self._delay, self._bucket_bytes = inner_steps, delay, int(bucket_mb * (1 << 20))
         self.inner_steps_done = 0  # optimizer steps since the last sum
-        self._buckets: list[Tensor] = []  # on their way
         self._works: list[dist.Work] = []
-        self._pieces: list[Tensor] = []  # of them, by parameter
+        self._pieces: list[Tensor] = []  # of the buckets on their way, by parameter
         self._quantized = quantized
         self._feedback: list[list[Feedback]] = [[] for _ in fragments]  # of each, by bucket
         self._hooks: list[Any] = []
@@ -86,11 +85,11 @@ class _Syncs:
 
     def _send(self, turn: int) -> None:
         """Whole buckets, in one order, each of one dtype on one device; so do all groups, also one that gives nothing."""
-        self._pieces, self._buckets = in_buckets(self.fragments[turn].pseudo_gradients(), self._bucket_bytes)
-        feedback = self._feedback[turn] = self._feedback[turn] or [Feedback() for _ in self._buckets]
+        self._pieces, buckets = in_buckets(self.fragments[turn].pseudo_gradients(), self._bucket_bytes)
+        feedback = self._feedback[turn] = self._feedback[turn] or [Feedback() for _ in buckets]
         self._works = [
             self._manager.allreduce(bucket, self._quantized, feedback=own)
-            for bucket, own in zip(self._buckets, feedback, strict=True)
+            for bucket, own in zip(buckets, feedback, strict=True)
         ]
 
     def _finish(self, fragment: Fragment) -> None:
@@ -98,7 +97,7 @@ class _Syncs:
             work.wait()
         if self._manager.should_commit():
             fragment.step(self._pieces)
-        self._works, self._buckets, self._pieces = [], [], []
+        self._works, self._pieces = [], []
 
     def _heal(self, turn: int, state: dict[str, Any]) -> None:
         self.fragments[turn].load_state_dict(state)

@@ -188,7 +188,7 @@ class Manager:
         self._decided: Commit | None = None
         self._slots = 0  # that this body is for; with none it sends zeros
         self._pass: AbstractContextManager[None] | None = None  # the backward that sends gradients is under way
-        self._user: tuple[Callable[[Any], None], Callable[[], Any]] | None = None
+        self._user: Any = None  # how its state is loaded, and taken
         self._late = Buffers(shared=pg.IN_CHILD)
         self.core.register("batches_committed", lambda: self._batches, self._set_batches)
         if load_state_dict is not None and state_dict is not None:
@@ -334,7 +334,7 @@ class Manager:
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """The state that the constructor could have been given; it may be set again."""
         if self._user is None:
-            self.core.register("default", lambda: self._user_state()[1](), lambda state: self._user_state()[0](state))
+            self.core.register("default", lambda: self._user[1](), lambda state: self._user[0](state))
         self._user = (load_state_dict, state_dict)
 
     def heal_from_one(self) -> None:
@@ -450,10 +450,6 @@ class Manager:
         user.send(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
-
-    def _user_state(self) -> tuple[Callable[[Any], None], Callable[[], Any]]:
-        assert self._user is not None
-        return self._user
 
     def _set_batches(self, batches: int) -> None:
         self._batches = int(batches)

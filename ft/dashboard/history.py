@@ -92,10 +92,10 @@ class History:
         self.gone: OrderedDict[str, Departure] = OrderedDict()  # ids, the latest last
         self.last_step_s = 0.0  # when a step was last seen to be committed, since 1970
         self._numbers = 0
-        self._clean: set[str] = set()  # the id that has just said good-bye
+        self.clean_leaves: set[str] = set()  # the id that has just said good-bye
         self._ids: frozenset[str] = frozenset()  # of the newest quorum
         self._quorum_id = 0
-        self._steps: deque[tuple[float, int]] = deque()  # when, how far: of the last minute
+        self.recent_steps: deque[tuple[float, int]] = deque()  # when, how far: of the last minute
         for replica_id in machine.roster.lost:  # before anybody looked
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()
@@ -103,7 +103,7 @@ class History:
     # ---- what it is told
 
     def saw(self, event: m.Event, out: m.Out) -> None:
-        self._clean = {event.replica_id} if isinstance(event, m.Leave) and event.clean else set()
+        self.clean_leaves = {event.replica_id} if isinstance(event, m.Leave) and event.clean else set()
         self._see_departures()
         for effect in out.effects:
             if isinstance(effect, m.Answer):
@@ -123,12 +123,12 @@ class History:
     def reported(self, report: Any) -> None:
         """A pharos_pb2.Report."""
         now_s, step = self._wall_clock(), report.step
-        if self._steps and step > self._steps[-1][1]:
+        if self.recent_steps and step > self.recent_steps[-1][1]:
             self.last_step_s = now_s
-        if not self._steps or step > self._steps[-1][1]:
-            self._steps.append((now_s, step))
-            while not 0 <= now_s - self._steps[0][0] <= RATE_S:  # below 0: the clock was set back
-                self._steps.popleft()
+        if not self.recent_steps or step > self.recent_steps[-1][1]:
+            self.recent_steps.append((now_s, step))
+            while not 0 <= now_s - self.recent_steps[0][0] <= RATE_S:  # below 0: the clock was set back
+                self.recent_steps.popleft()
         loss = report.mean_loss  # 0: that group has not committed a step since its start
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
             self.points.append(Point(now_s, step, loss, self._change()))
@@ -161,13 +161,13 @@ class History:
     def step(self) -> int:
         """The newest that is known to be committed."""
         quorum = self._machine.quorum
-        return max(self._steps[-1][1] if self._steps else 0, quorum.reference[0] if quorum else 0)
+        return max(self.recent_steps[-1][1] if self.recent_steps else 0, quorum.reference[0] if quorum else 0)
 
     def steps_per_s(self) -> float:
         """Rate of the last minute; 0: no step."""
-        if len(self._steps) < 2 or self._wall_clock() - self._steps[-1][0] > RATE_S:
+        if len(self.recent_steps) < 2 or self._wall_clock() - self.recent_steps[-1][0] > RATE_S:
             return 0.0
-        (began_s, first), (ended_s, last) = self._steps[0], self._steps[-1]
+        (began_s, first), (ended_s, last) = self.recent_steps[0], self.recent_steps[-1]
         return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
 
     # ---- what it makes of it
@@ -179,13 +179,13 @@ class History:
         now_s = self._wall_clock()
         new = list(takewhile(lambda i: i not in self.gone, reversed(lost)))[::-1]
         for replica_id in new:
-            went = replica_id in self._clean
+            went = replica_id in self.clean_leaves
             self.gone[replica_id] = Departure(now_s, clean(lost[replica_id], MOST_TEXT), went)
             self.healing.pop(replica_id, None)
         while len(self.gone) > MOST_GONE:
             self.gone.popitem(last=False)
-        for why, went in dict.fromkeys((lost[i], i in self._clean) for i in new):
-            who = [i for i in new if (lost[i], i in self._clean) == (why, went)]
+        for why, went in dict.fromkeys((lost[i], i in self.clean_leaves) for i in new):
+            who = [i for i in new if (lost[i], i in self.clean_leaves) == (why, went)]
             verb = "left" if went else "is lost" if len(who) == 1 else "are lost"
             self.add("membership", "info" if went else "bad", f"{named(who)} {verb}: {why}")
         if new and not self._ids.isdisjoint(new):
@@ -203,7 +203,7 @@ class History:
         step = quorum.reference[0]
         if self.points and step < self.points[-1].step:
             self.points = [point for point in self.points if point.step <= step]
-            self._steps.clear()
+            self.recent_steps.clear()
             self.cut_at = (self._change(), step)
         self._see_size()
         new = [i for i in quorum.ids if i not in before]

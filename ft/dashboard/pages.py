@@ -62,18 +62,18 @@ class Pages:
 
     def __init__(self) -> None:
         files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
-        self._files = {f"/{path.name}": (path.read_bytes(), TYPES[path.suffix]) for path in files}
-        self._files["/"] = self._files.pop("/index.html")
+        self.files = {f"/{path.name}": (path.read_bytes(), TYPES[path.suffix]) for path in files}
+        self.files["/"] = self.files.pop("/index.html")
 
     def __contains__(self, path: str) -> bool:
-        return path in self._files
+        return path in self.files
 
     async def get(self, request: web.Request) -> web.Response:
-        data, kind = self._files[request.path]
+        data, kind = self.files[request.path]
         return web.Response(body=data, headers={"Content-Type": kind})
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get(path, self.get) for path in self._files]
+        return [web.get(path, self.get) for path in self.files]
 
 
 class Orders:

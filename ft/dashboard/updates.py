@@ -24,9 +24,9 @@ class Told:
         self._view, self._history = view, history
         self._constants = {"health": HEALTH, "lanes": LANES, **constants}
         self._changes = 0  # of the history
-        self._keys: dict[str, int] = {}  # of the ids that are shown: short, and not used twice
-        self._names: dict[str, tuple[Any, ...]] = {}
-        self._unsure: set[str] = set()
+        self._names: dict[
+            str, tuple[Any, ...]
+        ] = {}  # of the ids that are shown; begins with a key: short, not used twice
         self._rows: dict[str, Row] = {}
         self._job: dict[str, Any] = {}
         self._heals: list[Any] = []
@@ -46,10 +46,14 @@ class Told:
         """News since the last call, which are taken for told."""
         view, history, since = self._view, self._history, self._changes
         rows, old = view.rows(), self._rows
-        gone = [self._forget(i) for i in old if i not in rows]
+        gone = [self._names.pop(i)[0] for i in old if i not in rows]
         # how many ranks a group has may not have been known when it was named
-        names = [self._name(i) for i in rows if i not in old or (i in self._unsure and view.lasting(i)[1] > 0)]
-        job, keys = view.job(rows), self._keys
+        named = [i for i in rows if i not in old or (not self._names[i][2] and view.lasting(i)[1])]
+        for i in named:
+            key = self._names[i][0] if i in old else self._next_key
+            self._next_key = max(self._next_key, key + 1)
+            self._names[i] = (key, *view.lasting(i))
+        keys, job = {i: name[0] for i, name in self._names.items()}, view.job(rows)
         heals = [
             (keys[i], [keys[source] for source in sources if source in keys], done, total)
             for i, (sources, done, total) in view.heals().items()
@@ -58,14 +62,12 @@ class Told:
         parts: Parts = {
             "gone": gone,
             "phases": view.phases[self._phases :],
-            "names": names,
-            "rows": [(self._keys[i], *row) for i, row in rows.items() if old.get(i) != row],
+            "names": [self._names[i] for i in named],
+            "rows": [(keys[i], *row) for i, row in rows.items() if old.get(i) != row],
             "job": [job] if job != self._job else [],
             "heals": [heals] if heals != self._heals else [],
             "cut": [history.cut_at[1]] if history.cut_at[0] > since else [],
-            "points": [x.to_json() for x in history.points if x.changed > since],
-            "sizes": [x.to_json() for x in history.sizes if x.changed > since],
-            "events": [x.to_json() for x in history.events if x.changed > since],
+            **self._of_history(since, history.changes),
         }
         self._rows, self._job, self._heals, self._phases = rows, job, heals, len(view.phases)
         self._changes = history.changes
@@ -73,31 +75,20 @@ class Told:
 
     def whole(self) -> Parts:
         """State for a watcher that knows nothing: all that was told until now."""
-        history, until = self._history, self._changes
         return {
             "begin": [self._constants],
             "phases": self._view.phases[: self._phases],
             "names": list(self._names.values()),
-            "rows": [(self._keys[i], *row) for i, row in self._rows.items()],
+            "rows": [(self._names[i][0], *row) for i, row in self._rows.items()],
             "job": [self._job],
             "heals": [self._heals],
-            "points": [x.to_json() for x in history.points if x.changed <= until],
-            "sizes": [x.to_json() for x in history.sizes if x.changed <= until],
-            "events": [x.to_json() for x in history.events if x.changed <= until],
+            **self._of_history(0, self._changes),
         }
 
-    def _name(self, replica_id: str) -> tuple[Any, ...]:
-        if replica_id not in self._keys:
-            self._keys[replica_id] = self._next_key
-            self._next_key += 1
-        name = self._names[replica_id] = (self._keys[replica_id], *self._view.lasting(replica_id))
-        (self._unsure.discard if name[2] else self._unsure.add)(replica_id)
-        return name
-
-    def _forget(self, replica_id: str) -> int:
-        del self._names[replica_id]
-        self._unsure.discard(replica_id)
-        return self._keys.pop(replica_id)
+    def _of_history(self, since: int, until: int) -> Parts:
+        history = self._history
+        lists = {"points": history.points, "sizes": history.sizes, "events": history.events}
+        return {name: [x.to_json() for x in them if since < x.changed <= until] for name, them in lists.items()}
 
 
 def messages(parts: Parts, now_s: float) -> list[str]:

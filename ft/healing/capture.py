@@ -104,13 +104,16 @@ class State:
 
 
 class StagingBuffer:
-    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device."""
+    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device, whose module
+    of streams is `streams`."""
 
-    def __init__(self, body: TensorPayload, chunks: int = 1) -> None:
-        self._streams = streams_of(body.device) if body.device is not None else None
+    def __init__(
+        self, body: TensorPayload, chunks: int = 1, *, streams: Any = None, allocate: Callable[..., Any] = torch.empty
+    ) -> None:
+        self._streams = streams or (streams_of(body.device) if body.device is not None else None)
         if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
             self._streams.set_device(body.device)
-        self.bytes = torch.empty(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
+        self.bytes = allocate(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
         self.view = self.bytes.numpy().data
         self.stream: Any = None
         if self._streams is not None:

@@ -27,7 +27,16 @@ from typing import Any
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer
-from ft.healing.transport import SEAL_BYTES, CheckpointOffer, HealConfig, HealFailed, Progress, StateSource, Transport
+from ft.healing.transport import (
+    SEAL_BYTES,
+    CheckpointOffer,
+    HealConfig,
+    HealFailed,
+    Progress,
+    Sources,
+    StateSource,
+    Transport,
+)
 from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
@@ -62,46 +71,19 @@ class HttpTransport(Transport):
         self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
         self._shown: CheckpointOffer | None = None  # also when it is withdrawn, to tell its readers why
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
-        self._fetch: Fetch | None = None
-        self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def address(self) -> str:
         return self._server.address
 
-    @property
-    def connections(self) -> int:
-        """Readers that are connected."""
-        return self._server.connections
-
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
         self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         return self._shown
 
-    def fetch(
-        self,
-        sources: Sequence[StateSource],
-        into: StateSnapshot,
-        *,
-        quorum_id: int,
-        step: int,
-        progress: Progress = None,
-    ) -> dict[str, Any]:
-        with self._lock:
-            if self._closed:
-                raise HealFailed("the transport is closed", touched=False)
-            assert self._fetch is None, "one fetch at a time"
-            self._fetch = fetch = Fetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
-        try:
-            values = fetch.run()
-        finally:
-            with self._lock:
-                self._fetch = None
-        self.tell_done(sources, quorum_id=quorum_id, step=step)
-        return values
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> HttpFetch:
+        return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
-    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
+    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """On connections of their own, as a source may have been slow or have failed. One that does not hear it fences as if something were
         missing."""
 
@@ -117,17 +99,8 @@ class HttpTransport(Transport):
         for thread in told:
             thread.join(self.tell_s)
 
-    def stop(self, reason: str) -> None:
-        with self._lock:
-            fetch = self._fetch
-        if fetch:
-            fetch.stop(reason)
-
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.stop("the transport is closed")
-        self.withdraw("the source is leaving")
+        super().close()
         self._server.close()
         self._shown = None
 
@@ -143,11 +116,15 @@ class SourceUnlike(SourceFailed):
 class SourceConnection:
     """A joiner's connection to a source, of one thread; `hang_up` may come from any."""
 
-    def __init__(self, transport: HttpTransport, source: StateSource, path: str) -> None:
-        self.source, self._transport, self._path = source, transport, path
+    def __init__(self, transport: HttpTransport, source: StateSource, path: str, backwards: bool = False) -> None:
+        self.source, self.backwards, self._transport, self._path = source, backwards, transport, path
         self._sock: socket.socket | None = None
         self._seal = b""
         self.ended = ""  # why, once somebody has hung up
+        self.failure, self.unlike, self.damaged = "", False, 0
+        self.stripe: Sequence[int] = ()  # that is being received
+        self.moved_s = 0.0  # when the last chunk of it came
+        self.chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
 
     def connect(self, silence_s: float) -> None:
         """Raises OSError and SourceFailed. The kernel keeps the timeouts, so that a receive may wait for a whole chunk in one call."""
@@ -167,21 +144,18 @@ class SourceConnection:
         token = "".join(f"{name}: {value}\r\n" for name, value in self._transport.access.metadata())
         always = f"Host: healing\r\nReader: {self._transport.replica_id}\r\n{token}"
         self._sock.sendall(f"{method} {self._path}/{what} HTTP/1.1\r\n{always}{fields}\r\n".encode("ascii"))
-        status, length = self._reply()
-        if status in (200, 206):
-            return length
-        why = self.read(min(length, 1000)).decode("ascii", "replace").strip()
-        if status == 404 and "not offered yet" in why:
-            return -1
-        raise SourceFailed(f"{status} {why}")
-
-    def _reply(self) -> tuple[int, int]:
         head = b""
         while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows belongs into tensors
             head += self.read(1)
             if len(head) > MAX_HEAD_BYTES:
                 raise SourceFailed("no end of its reply's head")
-        return parse_reply(head)
+        status, length = parse_reply(head)
+        if status in (200, 206):
+            return length
+        why = self.read(min(length, 1000)).decode("ascii", "replace").strip()
+        if status == 404 and what == "header":
+            return -1
+        raise SourceFailed(f"{status} {why}")
 
     def read(self, length: int) -> bytes:
         data = bytearray(length)
@@ -231,34 +205,15 @@ def parse_reply(head: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-class _Stream(SourceConnection):
-    """What a thread receives of the chunks."""
-
-    def __init__(self, *connection: Any, backwards: bool) -> None:
-        super().__init__(*connection)
-        self.backwards = backwards
-        self.failure, self.unlike, self.damaged = "", False, 0
-        self.stripe: Sequence[int] = ()  # that is being received
-        self.moved_s = 0.0  # when the last chunk of it came
-        self.chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
-
-
-class Fetch:
-    """A heal. `run` blocks; `stop`, from another thread, ends it."""
-
+class HttpFetch:
     def __init__(
-        self,
-        transport: HttpTransport,
-        sources: Sequence[StateSource],
-        into: StateSnapshot,
-        path: str,
-        progress: Progress,
+        self, transport: HttpTransport, sources: Sources, into: StateSnapshot, path: str, progress: Progress
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
         self._sources, self._into, self._config = sources, into, transport.config
         self._least_stripe, self._progress = transport.least_stripe, progress
         parts = sources if len(sources) > 1 else [*sources] * self._config.heal_streams
-        self._streams = [_Stream(transport, one, path, backwards=bool(i % 2)) for i, one in enumerate(parts)]
+        self._streams = [SourceConnection(transport, one, path, bool(i % 2)) for i, one in enumerate(parts)]
         self._witnesses = [SourceConnection(transport, one, path) for one in sources] if len(sources) > 1 else []
         self._lock = threading.Condition()
         self._header = b""
@@ -307,7 +262,7 @@ class Fetch:
 
     # -------------------------------------------------------------------------------------------- the sources' threads
 
-    def _receive(self, one: _Stream) -> None:
+    def _receive(self, one: SourceConnection) -> None:
         try:
             body = self._agree(self._header_of(one))
             staging = StagingBuffer(body)
@@ -391,7 +346,7 @@ class Fetch:
                 where,
             )
 
-    def _take(self, one: _Stream) -> tuple[range, range] | None:
+    def _take(self, one: SourceConnection) -> tuple[range, range] | None:
         """The next stripe, and a range with all that we lack; None: all is verified, or the fetch was stopped. Waits while others may yet
         give chunks back, and while this source must not give any; but not for one that is far too slow."""
         with self._lock:
@@ -421,7 +376,7 @@ class Fetch:
             return stripe, range(min(lacks), max(lacks) + 1)
 
     def _receive_stripe(
-        self, one: _Stream, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
+        self, one: SourceConnection, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
     ) -> None:
         """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
         verified: list[int] = []
@@ -434,8 +389,14 @@ class Fetch:
                 raise SourceFailed(f"{length} bytes in place of chunks {stripe[0]}-{stripe[-1]}")
             got = []
             for chunk in stripe:
-                if _receive_chunk(one, body, staging, chunk):
+                memory = body.direct(chunk, chunk)
+                start, end = body.manifest.span(chunk)
+                view = staging.view[: end - start] if memory is None else memory
+                one.fill(view)  # what is wrong may lie in place: the state is void until all is right
+                if hmac.compare_digest(digest(chunk, view), one.read(DIGEST_BYTES)):
                     got.append(chunk)
+                    if memory is None:
+                        body.write(chunk, staging)
                 one.moved_s = time.monotonic()
             one.read_seal()
             verified, one.chunk_s = got, (time.monotonic() - began_s) / len(stripe)
@@ -447,7 +408,7 @@ class Fetch:
         if one.damaged > MAX_DAMAGED:
             raise SourceFailed(f"{one.damaged} chunks were damaged on the way")
 
-    def _give(self, one: _Stream, stripe: range, verified: Sequence[int]) -> None:
+    def _give(self, one: SourceConnection, stripe: range, verified: Sequence[int]) -> None:
         """A stripe has ended; what is not verified of it is open again."""
         with self._lock:
             assert self._body is not None
@@ -458,18 +419,6 @@ class Fetch:
             if self._progress:
                 self._progress(self._verified_bytes, manifest.total_bytes)
             self._lock.notify_all()
-
-
-def _receive_chunk(one: SourceConnection, body: TensorPayload, staging: StagingBuffer, chunk: int) -> bool:
-    """Receives one chunk; True when its digest is right. A wrong one may be written in place: the state is void until all is right."""
-    start, end = body.manifest.span(chunk)
-    memory = body.direct(chunk, chunk)
-    view = staging.view[: end - start] if memory is None else memory
-    one.fill(view)
-    right = hmac.compare_digest(digest(chunk, view), one.read(DIGEST_BYTES))
-    if right and memory is None:
-        body.write(chunk, staging)
-    return right
 
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:

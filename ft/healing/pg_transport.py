@@ -31,7 +31,7 @@ from ft.healing.transport import (
     HealConfig,
     HealFailed,
     Progress,
-    StateSource,
+    Sources,
     Transport,
 )
 
@@ -51,11 +51,8 @@ class PgTransport(Transport):
         self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
     ) -> None:
         super().__init__(replica_id, config)
-        self._make, self._address = make, address
+        self.make, self._address = make, address
         self._senders: list[_Sender] = []
-        self._receiving: Any = None
-        self._stopped = ""
-        self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
@@ -65,7 +62,7 @@ class PgTransport(Transport):
         offer = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         for reader in readers:
             store = _store(self._address, self.replica_id, reader, quorum_id, step)
-            self._senders.append(_Sender(self._make(), store, offer, reader))
+            self._senders.append(_Sender(self.make(), store, offer, reader))
         return offer
 
     def withdraw(self, reason: str) -> None:
@@ -73,62 +70,125 @@ class PgTransport(Transport):
         while self._senders:
             self._senders.pop().group.abandon(reason)  # wakes its thread, whatever it waits for
 
-    def fetch(
-        self,
-        sources: Sequence[StateSource],
-        into: StateSnapshot,
-        *,
-        quorum_id: int,
-        step: int,
-        progress: Progress = None,
-    ) -> dict[str, Any]:
-        """Asks one source after the other, until one gives all."""
-        failed: dict[str, str] = {}
-        touched, unlike = False, True
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> PgFetch:
+        stores = [_store(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
+        return PgFetch(self, sources, stores, into, progress)
+
+    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
+        """Does nothing: a sender sees its group end, and serves no reader a second time."""
+
+
+class PgFetch:
+    """Asks one source after the other, until one gives all."""
+
+    def __init__(
+        self, transport: PgTransport, sources: Sources, stores: Sequence[str], into: StateSnapshot, progress: Progress
+    ) -> None:
+        self._transport, self._sources, self._stores = transport, sources, stores
+        self._into, self._progress = into, progress
+        self._group: Any = None
+        self._tag = 0  # of the next message of this group
+        self._touched = False
         self._stopped = ""
-        for source in sources:
-            group = self._make()
-            with self._lock:
-                if self._stopped:
-                    break
-                self._receiving = group
-            receiver = _Receiver(group, into, progress)
+
+    def run(self) -> dict[str, Any]:
+        failed: dict[str, str] = {}
+        unlike = True
+        for source, store in zip(self._sources, self._stores, strict=True):
+            self._group = group = self._transport.make()
+            self._tag = 0
             try:
-                group.configure(_store(source.address, source.replica_id, self.replica_id, quorum_id, step), 1, 2)
+                if not self._stopped:
+                    group.configure(store, 1, 2)
                 if self._stopped:  # it may have come before there was anything to abandon
-                    raise RuntimeError(self._stopped)
-                return receiver.run()
+                    break
+                return self._from_one()
             except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
                 unlike &= isinstance(error, FormatError)
                 log.warning("healing from %s: %s", source.replica_id, error)
             finally:
-                touched |= receiver.touched
-                with self._lock:
-                    self._receiving = None
                 untouched = threading.Event()
                 group.abandon("this heal has ended", untouched.set)
-                untouched.wait(self.config.heal_grace_s)  # a message in flight may still be written into our tensors
-        with self._lock:
-            stopped = self._stopped
-        reason = stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
-        blame = () if stopped else tuple(failed)
-        raise HealFailed(reason, touched=touched, blame=blame, unlike=bool(blame) and unlike)
-
-    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
-        """Does nothing: a sender sees its group end, and serves no reader a second time."""
+                # a message in flight may still be written into our tensors
+                untouched.wait(self._transport.config.heal_grace_s)
+        reason = self._stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
+        blame = () if self._stopped else tuple(failed)
+        raise HealFailed(reason, touched=self._touched, blame=blame, unlike=bool(blame) and unlike)
 
     def stop(self, reason: str) -> None:
-        with self._lock:
-            if self._receiving is None:
-                return
-            self._stopped = reason
-            group = self._receiving
-        group.abandon(reason)
+        self._stopped = self._stopped or reason
+        if self._group is not None:
+            self._group.abandon(reason)
 
-    def close(self) -> None:
-        self.stop("the transport is closed")
-        self.withdraw("the source is leaving")
+    def _from_one(self) -> dict[str, Any]:
+        """Raises RuntimeError and ValueError for whatever is wrong."""
+        (length,) = struct.unpack("<Q", self._receive(8))
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise FormatError(f"a header of {length} bytes")
+        data = self._receive(length + SEAL_BYTES)
+        manifest, seal = StateManifest.parse(data[:length]), data[length:]
+        body = self._into.body_for(manifest)
+        self._touched = True
+        damaged = self._receive_messages(body, list(_messages(manifest)))
+        for _ in range(ROUNDS):
+            if len(damaged) > MAX_AGAIN:
+                raise RuntimeError(f"{len(damaged)} chunks were damaged on the way")
+            asked = torch.tensor([len(damaged), *damaged, *[0] * (MAX_AGAIN - len(damaged))], dtype=torch.int64)
+            self._group.send([asked], 0, self._tag).wait()
+            self._tag += 1
+            if not damaged:
+                break
+            damaged = self._receive_messages(body, [(chunk, chunk) for chunk in damaged])
+        if damaged:
+            raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {ROUNDS} times")
+        if self._receive(SEAL_BYTES) != seal:
+            raise RuntimeError("its offer is another than the one it began with")
+        with contextlib.suppress(RuntimeError):  # a courtesy: all is verified
+            self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, self._tag).wait()
+        return self._into.values_of(manifest)
+
+    def _receive_messages(self, body: TensorPayload, messages: list[tuple[int, int]]) -> list[int]:
+        """The chunks that came damaged. Others are on their way while one is compared."""
+        damaged: list[int] = []
+        staging, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
+        begun = deque(self._begin(body, staging, messages, number) for number in range(min(WINDOW - 1, len(messages))))
+        for number, (first, last) in enumerate(messages):
+            data, marks, works, staged = begun.popleft()
+            _wait(works)
+            if number + WINDOW - 1 < len(messages):
+                begun.append(self._begin(body, staging, messages, number + WINDOW - 1))
+            expected = _digests(first, data)
+            for chunk in range(first, last + 1):
+                at = (chunk - first) * DIGEST_BYTES
+                if not expected[at : at + DIGEST_BYTES].equal(marks[at : at + DIGEST_BYTES]):
+                    damaged.append(chunk)
+                elif staged:
+                    body.write(chunk, staging, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
+            done += len(data)
+            if self._progress:
+                self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
+        return damaged
+
+    def _begin(
+        self, body: TensorPayload, staging: StagingBuffer, messages: Sequence[tuple[int, int]], number: int
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Any], bool]:
+        first, last = messages[number]
+        length = body.manifest.span(last)[1] - body.manifest.span(first)[0]
+        memory = body.direct(first, last)
+        start = number % WINDOW * MESSAGE_CHUNKS * CHUNK_BYTES
+        data = staging.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
+        marks = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
+        return data, marks, [self._start(data), self._start(marks)], memory is None
+
+    def _receive(self, length: int) -> bytes:
+        data = torch.empty(length, dtype=torch.uint8)
+        self._start(data).wait()
+        return bytes(data.numpy().data)
+
+    def _start(self, tensor: torch.Tensor) -> Any:
+        self._tag += 1
+        return self._group.recv([tensor], 0, self._tag - 1)
 
 
 def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) -> str:
@@ -226,83 +286,6 @@ class _Sender:
     def _start(self, tensor: torch.Tensor) -> Any:
         self._tag += 1
         return self.group.send([tensor], 1, self._tag - 1)
-
-
-class _Receiver:
-    """The joiner's side. Raises RuntimeError and ValueError for whatever is wrong."""
-
-    def __init__(self, group: Any, into: StateSnapshot, progress: Progress) -> None:
-        self._group, self._into, self._progress = group, into, progress
-        self._tag = 0
-        self.touched = False
-
-    def run(self) -> dict[str, Any]:
-        (length,) = struct.unpack("<Q", self._receive(8))
-        if not 0 < length <= MAX_HEADER_BYTES:
-            raise FormatError(f"a header of {length} bytes")
-        data = self._receive(length + SEAL_BYTES)
-        manifest, seal = StateManifest.parse(data[:length]), data[length:]
-        body = self._into.body_for(manifest)
-        self.touched = True
-        damaged = self._receive_messages(body, list(_messages(manifest)))
-        for _ in range(ROUNDS):
-            if len(damaged) > MAX_AGAIN:
-                raise RuntimeError(f"{len(damaged)} chunks were damaged on the way")
-            asked = torch.tensor([len(damaged), *damaged, *[0] * (MAX_AGAIN - len(damaged))], dtype=torch.int64)
-            self._group.send([asked], 0, self._tag).wait()
-            self._tag += 1
-            if not damaged:
-                break
-            damaged = self._receive_messages(body, [(chunk, chunk) for chunk in damaged])
-        if damaged:
-            raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {ROUNDS} times")
-        if self._receive(SEAL_BYTES) != seal:
-            raise RuntimeError("its offer is another than the one it began with")
-        with contextlib.suppress(RuntimeError):  # a courtesy: all is verified
-            self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, self._tag).wait()
-        return self._into.values_of(manifest)
-
-    def _receive_messages(self, body: TensorPayload, messages: list[tuple[int, int]]) -> list[int]:
-        """The chunks that came damaged. Others are on their way while one is compared."""
-        damaged: list[int] = []
-        staging, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
-        begun = deque(self._begin(body, staging, messages, number) for number in range(min(WINDOW - 1, len(messages))))
-        for number, (first, last) in enumerate(messages):
-            data, marks, works, staged = begun.popleft()
-            _wait(works)
-            if number + WINDOW - 1 < len(messages):
-                begun.append(self._begin(body, staging, messages, number + WINDOW - 1))
-            expected = _digests(first, data)
-            for chunk in range(first, last + 1):
-                at = (chunk - first) * DIGEST_BYTES
-                if not expected[at : at + DIGEST_BYTES].equal(marks[at : at + DIGEST_BYTES]):
-                    damaged.append(chunk)
-                elif staged:
-                    body.write(chunk, staging, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
-            done += len(data)
-            if self._progress:
-                self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
-        return damaged
-
-    def _begin(
-        self, body: TensorPayload, staging: StagingBuffer, messages: Sequence[tuple[int, int]], number: int
-    ) -> tuple[torch.Tensor, torch.Tensor, list[Any], bool]:
-        first, last = messages[number]
-        length = body.manifest.span(last)[1] - body.manifest.span(first)[0]
-        memory = body.direct(first, last)
-        start = number % WINDOW * MESSAGE_CHUNKS * CHUNK_BYTES
-        data = staging.bytes[start : start + length] if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
-        marks = torch.empty((last - first + 1) * DIGEST_BYTES, dtype=torch.uint8)
-        return data, marks, [self._start(data), self._start(marks)], memory is None
-
-    def _receive(self, length: int) -> bytes:
-        data = torch.empty(length, dtype=torch.uint8)
-        self._start(data).wait()
-        return bytes(data.numpy().data)
-
-    def _start(self, tensor: torch.Tensor) -> Any:
-        self._tag += 1
-        return self._group.recv([tensor], 0, self._tag - 1)
 
 
 def _wait(works: Sequence[Any]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -75,9 +75,16 @@ class StateSource:
     address: str
 
 
-Progress = (
-    Callable[[int, int], None] | None
-)  # bytes received and verified, of how many; called from the transport's threads
+# bytes received and verified, of how many; called from the transport's threads
+Sources = Sequence[StateSource]
+Progress = Callable[[int, int], None] | None
+
+
+class Fetch(Protocol):
+    """A heal. `run` blocks, and gives the state or raises HealFailed; `stop`, from another thread, ends it."""
+
+    def run(self) -> dict[str, Any]: ...
+    def stop(self, reason: str) -> None: ...
 
 
 class Transport(ABC):
@@ -86,6 +93,9 @@ class Transport(ABC):
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: CheckpointOffer | None = None
+        self._fetch: Fetch | None = None
+        self._lock = threading.Lock()
+        self._closed = False
 
     @property
     @abstractmethod
@@ -93,30 +103,44 @@ class Transport(ABC):
         """The address for joiners (checkpoint_metadata)."""
 
     @abstractmethod
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> Fetch: ...
+
     def fetch(
-        self,
-        sources: Sequence[StateSource],
-        into: StateSnapshot,
-        *,
-        quorum_id: int,
-        step: int,
-        progress: Progress = None,
+        self, sources: Sources, into: StateSnapshot, *, quorum_id: int, step: int, progress: Progress = None
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
         same bits. Returns, after every byte has been verified, the argument of State.load. Raises HealFailed."""
+        with self._lock:
+            if self._closed:
+                raise HealFailed("the transport is closed", touched=False)
+            assert self._fetch is None, "one fetch at a time"
+            self._fetch = fetch = self._start(sources, into, quorum_id, step, progress)
+        try:
+            values = fetch.run()
+        finally:
+            with self._lock:
+                self._fetch = None
+        self.tell_done(sources, quorum_id=quorum_id, step=step)
+        return values
 
     @abstractmethod
-    def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
+    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """Tells the sources that nothing more of that offer will be read here, whether all has come or none: no fence then waits for this
         joiner. A source that is slow to hear it is not waited for. `fetch` calls it by itself where it has received everything."""
 
-    @abstractmethod
     def stop(self, reason: str) -> None:
         """A fetch that runs in another thread ends now, with HealFailed."""
+        with self._lock:
+            fetch = self._fetch
+        if fetch:
+            fetch.stop(reason)
 
-    @abstractmethod
     def close(self) -> None:
         """Ends all threads and connections. May be called twice."""
+        with self._lock:
+            self._closed = True
+        self.stop("the transport is closed")
+        self.withdraw("the source is leaving")
 
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""

@@ -26,9 +26,15 @@ class House:
     """Groups go to `address`, readers to 127.0.0.1:`port`. heartbeat_s: after which one is silent; by default, never in a test's time."""
 
     def __init__(
-        self, *, token: str = TOKEN, min_replicas: int = 1, port: int = 0, heartbeat_s: float = 3600.0
+        self,
+        *,
+        token: str = TOKEN,
+        min_replicas: int = 1,
+        port: int = 0,
+        heartbeat_s: float = 3600.0,
+        limits: Any = None,
     ) -> None:
-        self.token = token
+        self.token, self._limits = token, limits
         self.service: LighthouseService
         self._started, self._error = threading.Event(), None
         config = LighthouseConfig(
@@ -47,6 +53,7 @@ class House:
         async with serve(LighthouseOptions(config, [Endpoint("127.0.0.1", 0)], access)) as (self.service, grpc_port):
             self.address = f"http://127.0.0.1:{grpc_port}"
             async with serve_http(self.service, access, [Endpoint("127.0.0.1", port)], must=True) as self.port:
+                self.feed.limits = self._limits or self.feed.limits
                 self._started.set()
                 await until_stopped(self.service.driver, self._stop)
 

@@ -101,7 +101,7 @@ def test_going_back_to_a_checkpoint_cuts_the_curve():
     assert job.history.points[-1].step == 5
 
 
-def test_what_is_said_again_is_counted_and_old_events_go(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):
         history.told("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
@@ -174,9 +174,9 @@ def test_neither_strange_good_byes_nor_a_clock_that_was_set_back_make_it_grow():
     job = Job("a:1")
     for unique in range(1000):
         job.feed(m.Leave(f"nobody:{unique}"))
-    assert len(job.history._clean) <= 1
+    assert len(job.history.clean_leaves) <= 1
     job.now_s = 1e6
     for step in range(1, 1001):
         job.report("a:1", step)
         job.now_s = 2000.0 + step  # a fortnight back, and on from there
-    assert len(job.history._steps) <= told.RATE_S + 2 and 0.9 < job.history.steps_per_s() < 1.1
+    assert len(job.history.recent_steps) <= told.RATE_S + 2 and 0.9 < job.history.steps_per_s() < 1.1

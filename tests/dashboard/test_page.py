@@ -179,7 +179,7 @@ def test_a_cut_connection_is_made_again_and_catches_up(house: Houses, herd: Herd
     page.evaluate("document.querySelector('tbody tr').id = 'the-same'")  # all anew would make another one
 
     def cut() -> None:
-        for watcher in one.feed._watchers:
+        for watcher in one.feed.watchers:
             watcher.transport.abort()
 
     one.loop.call_soon_threadsafe(cut)
@@ -198,8 +198,8 @@ def test_another_life_of_the_lighthouse_is_told_from_its_beginning(house: Houses
     page.evaluate("document.querySelector('tbody tr').id = 'of-old'")
 
     def begin_anew() -> None:
-        one.feed._boot = "another"  # what was said before means nothing now
-        for watcher in one.feed._watchers:
+        one.feed.boot = "another"  # what was said before means nothing now
+        for watcher in one.feed.watchers:
             watcher.transport.abort()
 
     one.loop.call_soon_threadsafe(begin_anew)

@@ -55,7 +55,7 @@ def test_a_module_makes_no_markup_and_fits_a_screen_or_two(name: str):
 
 
 def test_the_package_brings_all_of_them():
-    assert set(FILES) <= {"index.html", *(path.lstrip("/") for path in Pages()._files)}
+    assert set(FILES) <= {"index.html", *(path.lstrip("/") for path in Pages().files)}
     assert '"ft.dashboard" = ["static/*"]' in (ROOT / "pyproject.toml").read_text()
     assert "unsafe" not in POLICY and "*" not in POLICY
 

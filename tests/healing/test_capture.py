@@ -212,19 +212,16 @@ def test_a_body_waits_for_what_was_queued_at_its_snapshot():
         assert threads.submit(snapshot.body_for, snapshot.manifest).result().ready == "recorded then"
 
 
-def test_a_thread_that_copies_is_on_the_devices_own_gpu_first(monkeypatch: pytest.MonkeyPatch):
+def test_a_thread_that_copies_is_on_the_devices_own_gpu_first():
     """CUDA begins each thread with device 0, and would pin memory in a context there."""
     done: list[object] = []
-    make = torch.empty
 
     def allocate(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         done.append(("pinned", pin_memory))
-        return make(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype)
 
-    stream = SimpleNamespace(wait_event=lambda event: done.append(event))
-    monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch, "empty", allocate)
-    device = torch.device("cuda", 3)
-    StagingBuffer(SimpleNamespace(device=device, ready="event"))  # type: ignore[arg-type]
-    assert done == [device, ("pinned", True), "event"]
+    stream = SimpleNamespace(wait_event=done.append)
+    streams = SimpleNamespace(set_device=done.append, Stream=lambda device: stream)
+    body: Any = SimpleNamespace(device=torch.device("cuda", 3), ready="event")
+    StagingBuffer(body, streams=streams, allocate=allocate)
+    assert done == [body.device, ("pinned", True), "event"]

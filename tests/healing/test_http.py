@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from typing import Any
@@ -28,7 +29,7 @@ from ft.healing.transport import (
 )
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
-from tests.healing.proxy import cut, flip, hold
+from tests.healing.proxy import as_it_is, cut, flip, hold
 from tests.healing.states import Group, equal, large
 
 
@@ -67,22 +68,9 @@ def test_all_kinds_of_tensors(world: World):
             }
         )
 
-    group, joiner = state(1), state(0)
-    heal(world.transport("j"), joiner, world.source(group))
-    assert equal(joiner.loaded, group.values)
-
-
-def test_a_state_without_tensors(world: World):
-    group, joiner = Group({"ledger": {"step": 5}}), Group({"ledger": {"step": 0}})
-    heal(world.transport("j"), joiner, world.source(group))
-    assert joiner.loaded == {"ledger": {"step": 5}}
-
-
-def test_the_only_source_dies(world: World):
-    group, joiner = large(1), large(2)
-    with pytest.raises(HealFailed, match="closed the connection before the end") as failed:
-        heal(world.transport("j"), joiner, world.proxy(world.source(group), cut(10 * MIB)))
-    assert failed.value.touched and failed.value.blame == ("source-0",) and not joiner.loaded
+    for group, joiner in ((state(1), state(0)), (Group({"ledger": {"step": 5}}), Group({"ledger": {"step": 0}}))):
+        heal(world.transport("j"), joiner, world.source(group))
+        assert equal(joiner.loaded, group.values)
 
 
 def test_a_fence_does_not_outlast_its_quorum(world: World):
@@ -126,17 +114,17 @@ def test_nobody_there(world: World):
     assert not failed.value.touched
 
 
-@pytest.mark.parametrize("truncated_by", [1, 16, 17, 40])
+@pytest.mark.parametrize("truncated_by", [1, 16, 17, 40, 2 * MIB])
 def test_a_truncated_stream_is_noticed(world: World, truncated_by: int):
-    """The last bytes are the seal; before it comes the last digest."""
+    """The last bytes are the seal; before it comes the last digest. In the middle of it its only source dies."""
     group, joiner = large(1, chunks=3), large(2, chunks=3)
     source = world.source(group)
-    whole = world.proxy(source, lambda _, data: data)
+    whole = world.proxy(source, as_it_is)
     heal(world.transport("j"), large(3, chunks=3), whole)
     source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
-    with pytest.raises(HealFailed, match="before the end"):
+    with pytest.raises(HealFailed, match="closed the connection before the end") as failed:
         heal(world.transport("j"), joiner, world.proxy(source, cut(whole.passed - len(DONE) - truncated_by)))
-    assert not joiner.loaded
+    assert failed.value.touched and failed.value.blame == ("source-0",) and not joiner.loaded
 
 
 DONE = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"  # the answer to the joiner's last word
@@ -151,19 +139,16 @@ def test_a_flipped_byte_is_fetched_again(world: World):
     assert total + 3 * CHUNK_BYTES <= proxy.passed < total + 3 * CHUNK_BYTES + MIB
 
 
-def test_a_wire_that_always_flips_is_given_up(world: World):
+@pytest.mark.parametrize(
+    ("flips", "words"), [(range(2 * MIB, 200 * MIB, MIB // 2), "chunks were damaged"), ([200], "header was damaged")]
+)
+def test_a_wire_that_always_flips_is_given_up(world: World, flips: Sequence[int], words: str):
     group, joiner = large(1), large(2)
-    proxy = world.proxy(world.source(group), flip(*range(2 * MIB, 200 * MIB, MIB // 2)))
-    with pytest.raises(HealFailed, match="chunks were damaged"):
+    proxy = world.proxy(world.source(group), flip(*flips))
+    with pytest.raises(HealFailed, match=words) as failed:
         heal(world.transport("j"), joiner, proxy)
     assert proxy.passed < 3 * group.snapshot().manifest.total_bytes and not joiner.loaded
-
-
-def test_a_flipped_byte_in_the_header_is_noticed(world: World):
-    group, joiner = large(1, chunks=2), large(2, chunks=2)
-    with pytest.raises(HealFailed, match="header was damaged") as failed:
-        heal(world.transport("j"), joiner, world.proxy(world.source(group), flip(200)))
-    assert not failed.value.touched
+    assert failed.value.touched is ("header" not in words)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +168,21 @@ def test_another_step_or_quorum_is_refused(world: World, asked: tuple[int, int],
     assert not failed.value.touched
 
 
-def test_an_offer_that_comes_later_is_waited_for(world: World):
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_offer_that_comes_later_is_waited_for_until_a_stop(world: World, comes: bool):
     group, joiner = large(1, chunks=2), large(2, chunks=2)
-    source = world.transport("a")
-    asked = world.event()
+    source, transport, asked = world.transport("a"), world.transport("j"), world.event()
     proxy = world.proxy(source, lambda _, data: asked.set() or data)
-    healing = world.start(heal, world.transport("j"), joiner, proxy)
+    healing = world.start(heal, transport, joiner, proxy)
     assert asked.wait(30)
-    source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
-    healing.result(30)
-    assert equal(joiner.loaded, group.values)
+    if comes:
+        source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+        healing.result(30)
+        assert equal(joiner.loaded, group.values)
+    else:
+        transport.stop("enough")
+        with pytest.raises(HealFailed, match="enough"):
+            healing.result(10)
 
 
 @pytest.mark.parametrize("token", ["", "another token of the test", TOKEN.token + "x", TOKEN.token[:-1]])
@@ -322,6 +312,7 @@ def test_a_withdrawn_source_is_replaced_by_the_other(world: World):
 
 def test_a_joiner_that_never_comes(world: World):
     group = large(1, chunks=2)
+    assert world.source(group, readers=[]).fence() is Fenced.FREE and world.transport("b").fence() is Fenced.FREE
     assert world.source(group, config=QUICK).fence() is Fenced.WITHDRAWN
     roomy = world.source(group, name="b")
     assert roomy.fence() is Fenced.COPIED
@@ -356,11 +347,6 @@ def test_a_source_that_offers_anew_under_the_same_number(world: World):
     assert not joiner.loaded
 
 
-def test_without_readers_a_fence_is_free(world: World):
-    source = world.source(large(1, chunks=2), readers=[])
-    assert source.fence() is Fenced.FREE and world.transport("b").fence() is Fenced.FREE
-
-
 # ------------------------------------------------------------------------------------------------ ends
 
 
@@ -375,17 +361,6 @@ def test_a_fetch_can_be_stopped(world: World):
     with pytest.raises(HealFailed, match="the quorum has failed") as failed:
         healing.result(10)
     assert failed.value.touched and not failed.value.blame
-
-
-def test_a_fetch_that_waits_for_an_offer_can_be_stopped(world: World):
-    joiner, source = world.transport("j"), world.transport("a")
-    asked = world.event()
-    proxy = world.proxy(source, lambda _, data: asked.set() or data)
-    healing = world.start(heal, joiner, large(2, chunks=2), proxy)
-    assert asked.wait(30)
-    joiner.stop("enough")
-    with pytest.raises(HealFailed, match="enough"):
-        healing.result(10)
 
 
 def test_a_silent_source_is_given_up(world: World):
@@ -412,16 +387,14 @@ def test_close_leaves_no_thread(world: World):
 def test_strangers_keep_nobody_out(world: World):
     """Whoever holds all connections without a token makes room for those who have one."""
     group, joiner = large(1, chunks=2), large(2, chunks=2)
-    source = world.source(group)
-    at = ("127.0.0.1", int(source.address.rpartition(":")[2]))
-    strangers = [socket.create_connection(at) for _ in range(MAX_CONNECTIONS + 5)]
-    try:
-        heal(world.transport("j"), joiner, source)
-        assert equal(joiner.loaded, group.values)
-        assert source.connections <= MAX_CONNECTIONS
-    finally:
-        for stranger in strangers:
-            stranger.close()
+    offer = CheckpointOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
+    with ExitStack() as held:
+        server = held.enter_context(closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)))
+        at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        for _ in range(MAX_CONNECTIONS + 5):
+            held.enter_context(socket.create_connection(at))
+        heal(world.transport("j"), joiner, server)
+        assert equal(joiner.loaded, group.values) and server.connections <= MAX_CONNECTIONS
 
 
 def test_a_reader_that_is_done_makes_room_for_another():

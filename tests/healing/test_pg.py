@@ -110,17 +110,6 @@ def heal(source: PgTransport, transport: PgTransport, joiner: Group, **asked: in
     joiner.state.load(transport.fetch([StateSource("a", source.address)], joiner.snapshot(), **given))
 
 
-def test_a_whole_state():
-    group, joiner = large(1), large(2)
-    source, transport = pair(group)
-    assert not source.is_taken
-    heal(source, transport, joiner)
-    assert equal(joiner.loaded["model"], group.values["model"]) and equal(
-        joiner.loaded["ledger"], group.values["ledger"]
-    )
-    assert source.fence() is Fenced.FREE and source.is_taken and not transport.is_taken
-
-
 def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None]:
     seen: set[int] = set()
 
@@ -132,11 +121,14 @@ def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None
     return spoil
 
 
-def test_damaged_chunks_are_asked_for_again():
+@pytest.mark.parametrize("damaged", [(), (2, 4)])
+def test_a_whole_state_with_damaged_chunks_asked_for_again(damaged: tuple[int, ...]):
     group, joiner = large(1), large(2)
-    source, transport = pair(group, spoil=flip(2, 4))
+    source, transport = pair(group, spoil=flip(*damaged))
+    assert not source.is_taken
     heal(source, transport, joiner)
     assert equal(joiner.loaded, group.values)
+    assert source.fence() is Fenced.FREE and source.is_taken and not transport.is_taken
 
 
 def test_a_wire_that_always_flips_is_given_up():
