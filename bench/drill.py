@@ -40,8 +40,8 @@ from bench.drill_machines import Disk, Network, no_disk
 from bench.drill_rules import Verdict
 from bench.job import rows
 from bench.pairs import Failed, parser, table
+from scripts.plan import say
 from scripts.plot_loss import draw, read
-from scripts.replicas import say
 
 FOR_EVER = 1_000_000  # steps
 FINISH, LAST = "finish", 60  # a job of its own; steps of a job whose writer dies in its last save

@@ -19,15 +19,14 @@ from typing import TypeVar
 from bench.drill_machines import HUB, HUB_ADDRESS, Disk, Network
 from bench.job import Diary, DiaryLine, descendants, signal_all, until
 from bench.pairs import Failed
+from scripts.launch import Plan, ranks_here, threads_per_rank
 from scripts.replicas import (
     ENABLED,
     ReplicaSupervisor,
     devices_of_groups,
     environment,
     prepare,
-    seen,
     start_lighthouse,
-    threads_per_group,
 )
 
 T = TypeVar("T")
@@ -48,14 +47,16 @@ class Hurt:
     repaired_s: float = math.nan
 
 
-class DealtDevices:
-    """Which devices a group has. One that comes later takes those of a group that has left; where none has, the first's, which NCCL allows
-    if groups share them (SHARE_GPUS=1)."""
+class DevicePool:
+    """The devices of a job's groups, by `deal_devices`."""
 
-    def __init__(self, devices: Sequence[Sequence[str]]) -> None:
-        self._devices, self._dealt = devices, dict[str, int]()
+    def __init__(self, devices: Sequence[list[str]]) -> None:
+        self._devices = devices
+        self._dealt: dict[str, int] = {}  # which of them a group has
 
-    def of(self, name: str, gone: Collection[str]) -> Sequence[str]:
+    def of(self, name: str, gone: Collection[str] = ()) -> list[str]:
+        """A group's own devices. One that comes later takes those of a group that has left; where none has, the first's, which
+        NCCL allows if groups share them (SHARE_GPUS=1)."""
         if name not in self._dealt:
             held = {place for other, place in self._dealt.items() if other not in gone}
             self._dealt[name] = min(set(range(len(self._devices))) - held, default=0)
@@ -76,10 +77,9 @@ class DrillJob:
         under: Sequence[str] = (),
         drilled: bool = True,
     ) -> None:
-        from scripts.launch import Plan, ranks_here
-
-        self._argv, devices = [*argv, ENABLED], devices_of_groups(groups)
-        self._devices, ranks = DealtDevices(devices), len(devices[0])
+        self._argv = [*argv, ENABLED]
+        self._devices = DevicePool(devices_of_groups(groups))
+        ranks = len(self._devices.of("0"))
         self.config, self._restarts, self.grace_s = prepare(self._argv, groups, ranks=ranks or None)
         self.ranks = ranks or ranks_here(Plan.read(os.environ))
         self.network, self.disk, self._under = network, disk, list(under)
@@ -89,7 +89,7 @@ class DrillJob:
         self._env = {**environment(self.run, groups), "PHAROS_DRILL": str(int(drilled))}
         if disk:
             self._env["TMPDIR"] = str(disk.temporary)
-        self._env.setdefault("OMP_NUM_THREADS", threads_per_group(groups))
+        self._env.setdefault("OMP_NUM_THREADS", threads_per_rank(groups))
         self.groups: dict[str, ReplicaSupervisor] = {}  # all that ever were
         self.diaries: dict[str, Diary] = {}
         self.gone: set[str] = set()  # on purpose
@@ -136,8 +136,8 @@ class DrillJob:
         """One that is yet to be started, and is none of the job's."""
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
-        env = {**self._env, **seen([*self._devices.of(name, self.gone)], name), "TORCHFT_LIGHTHOUSE": self.address}
-        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts)
+        env, its = {**self._env, "TORCHFT_LIGHTHOUSE": self.address}, self._devices.of(name, self.gone)
+        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts, its)
         group.command[:0] = [*(self.network.through(name) if self.network else []), *self._under]
         group.shown = False
         return group
