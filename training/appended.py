@@ -1,6 +1,4 @@
-"""Files that grow at their end: whole pieces or nothing, read and cut from there. What that costs goes by what is new in them.
-
-Floor 3, under sinks.py (the figures of a run) and events.py."""
+"""Files that grow at their end: whole pieces or nothing, read and cut from there. What that costs goes by what is new in them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
-Flow: checkpoint.py -> this -> checkpoint_files.py. What it writes is an ordinary DCP checkpoint, which any reader of DCP loads in any
+What it writes is an ordinary DCP checkpoint, which any reader of DCP loads in any
 layout. A separate module because DCP takes a second to import, which checking a configuration must not cost.
 
 *States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""

@@ -1,7 +1,7 @@
 """Faults that nobody can do to a trainer from outside, when somebody asks for them: one bit of one weight flips in memory, which only a
 comparison of weights finds; and the main thread sleeps for ever, while all other threads, and the group's server, go on.
 
-Floor 3, of no use but to bench/ and tests: nothing of it is there without PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in
+Of no use but to bench/ and tests: nothing of it is there without PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in
 group <id>, write the number of one of its ranks ("0") into <run>/groups/<id>/corrupt, whole at once (write another file, rename it). That
 rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone. The same with the file "hang"."""
 

@@ -1,6 +1,6 @@
 """Human lines of one rank: where every other part of the run says what it does.
 
-Floor 3, beside progress.py; made once in train.py and handed down as an argument, so that nothing reaches for a global logger. Lines go to
+Made once in train.py and handed down as an argument, so that nothing reaches for a global logger. Lines go to
 standard output and nowhere else: the launcher already files each rank's output."""
 
 from __future__ import annotations

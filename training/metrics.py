@@ -1,6 +1,6 @@
 """Metrics of a run: the console line, metrics.jsonl and the charts; and the record of its training data, samples.jsonl.
 
-Floor 3. train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each look at held-out text; the
+train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each look at held-out text; the
 figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and memory is read on
 logging steps only, from counters on the host."""
 

@@ -1,7 +1,7 @@
 """The writer of a run's metrics. Where several replica groups train it, one of them writes, and the others remember what they would have
 written.
 
-Floor 3, between metrics.py and sinks.py. The trainer's thread remembers; the scribe's (scribe.py) brings the files up to date with that. So
+The trainer's thread remembers; the scribe's (scribe.py) brings the files up to date with that. So
 storage that is full, read-only or slow holds up no step, and a torn line or record is taken back and written anew: KEPT_BYTES or KEPT_S of
 rows are kept until they are in the files. A process that is killed takes the rows of its last moments along. Other groups remember them; of
 a run of one group they are of steps after its newest checkpoint, before which all rows are written (`sync`), and are made again.
@@ -64,8 +64,7 @@ class _Kept(NamedTuple):
 
 class LeaderMetricsWriter:
     """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group
-    writes, now.
-    `shared`: others have the same folder, of whom one writes at a time."""
+    writes, now. `shared`: others have the same folder, of whom one writes at a time."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """The error message for a loss or a gradient that is NaN or infinite: which rank, which parameter, which text.
-
-Floor 3. Called on every rank after all agreed that something is not finite and before the optimizer would have stepped."""
+Called on every rank after all agreed that something is not finite and before the optimizer would have stepped."""
 
 from __future__ import annotations
 

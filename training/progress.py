@@ -1,6 +1,6 @@
 """Accounting of time: phases of the loop, a bar for long work, and the closing summary.
 
-Floor 3. The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own thread where this rank
+The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own thread where this rank
 is right now, and train.py prints `summary` last."""
 
 from __future__ import annotations

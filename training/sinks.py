@@ -1,6 +1,6 @@
 """Destinations of metrics: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases. One interface, so that metrics.py knows none.
 
-Floor 3, under metrics_writer.py, whose thread alone calls what is here. A run has one folder over all its starts: what a resumed start will
+The thread of metrics_writer.py alone calls what is here. A run has one folder over all its starts: what a resumed start will
 write again is taken out first, so every reader sees each step once. Files are read and cut from their end: what that costs goes by what is
 new in them, not by what the run has come to."""
 

@@ -1,7 +1,5 @@
 """Tokenises a corpus once and maps it ever after; the cache is named by content, so a changed file is another cache.
 
-Flow: dataset.py calls `open_corpus`; order.py reads documents out of the `Corpus`.
-
     <cache>/<key>/tokens.bin      ids of all documents back to back (of text; token files are mapped where they lie)
                   documents.npy   [documents + 1] int64: document d is ids[documents[d] : documents[d + 1]]
                   buckets.npy     [documents] uint16: its content's hash mod 1000, which decides its split

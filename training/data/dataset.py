@@ -1,6 +1,4 @@
-"""The door to the data: [training] in, a `Dataset` out.
-
-Flow: train.py calls `open_data` once, prints `summary()`, and takes one loader per split; the rest of training/data is behind it."""
+"""The door to the data: [training] in, a `Dataset` out, which gives one loader per split; the rest of training/data is behind it."""
 
 from __future__ import annotations
 

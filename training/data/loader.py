@@ -1,7 +1,5 @@
 """Batches of the slots that a step was dealt, read ahead of the step. Owns no order and no position.
 
-Flow: train.py asks its manager for a deal, then `load(deal.slots)`; order.py holds the tokens. streaming.py has the same face.
-
 Letters: B local batch size, T seq_len."""
 
 from __future__ import annotations

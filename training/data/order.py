@@ -1,7 +1,5 @@
 """The endless order of training sequences: position -> tokens, a pure function, for any rank in any order.
 
-Flow: dataset.py makes an `Order` per split; loader.py asks it for the positions that the step was dealt.
-
 Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, back to back: a line of N tokens. It is cut
 into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets one
 further on. The last (N - 1) % seq_len tokens of a line are left out, other ones in each epoch. Their turn comes not in that order but in
