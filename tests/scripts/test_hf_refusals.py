@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import load
-from contrib.interchange import hf_export
+import models
 from contrib.interchange.folder import landing
 from contrib.interchange.hf_export import TensorByTensor
 from contrib.interchange.weights import Weights
@@ -295,12 +294,18 @@ def test_a_lost_tokenizer_is_told_and_the_weights_go_out(published: Path, capsys
     )  # by the model's own generation_config.json
 
 
-def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert make_seed_checkpoint.main(["tiny.toml"]) == 0
-    found = load(["outputs/tiny/config.toml"])
-    object.__setattr__(found.model, "name", "relu2")
-    monkeypatch.setattr(hf_export, "load", lambda argv: found)
-    said = refusal(capsys, "export", "outputs/tiny", "out")
+    settings = Path("outputs/tiny/config.toml")
+    settings.write_text(settings.read_text().replace('name = "llama"', 'name = "relu2"'))
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    (fork / "relu2.py").write_text("from models.llama import Config, build\n")
+    models.__path__.append(str(fork))
+    try:
+        said = refusal(capsys, "export", "outputs/tiny", "out")
+    finally:
+        models.__path__.remove(str(fork))
     assert said == 'hf: outputs/tiny/config.toml: model.name = "relu2": what can be published: "llama"'
 
 
