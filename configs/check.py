@@ -26,7 +26,6 @@ from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
-from training.schedule import decay_length
 from training.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ def _check_pipeline(config: Config) -> None:
 def _schedules(config: Config) -> Iterator[str]:
     """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
     schedule, steps = config.lr_scheduler, config.training.steps
-    total, decay, warmup = schedule.total_steps or steps, decay_length(schedule, steps), schedule.warmup_steps
+    total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
     length = f"lr_scheduler.total_steps = {total}" if schedule.total_steps else f"training.steps = {total}"
     if warmup > total:
         yield f"lr_scheduler.warmup_steps = {warmup}: must not exceed {length}; nearest: {total}"

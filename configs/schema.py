@@ -22,10 +22,9 @@ from training.checkpoint import CheckpointConfig
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
 from training.metrics import MetricsConfig
-from training.optimizer import OptimizerConfig
+from training.optimizer import LRSchedulerConfig, OptimizerConfig
 from training.profiling import ProfilingConfig
 from training.sampling import SampleConfig
-from training.schedule import LRSchedulerConfig
 from training.validation import ValidationConfig
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import llama, ops
 from parallelisms.activation_checkpoint import KEPT, ActivationCheckpointConfig, apply_activation_checkpoint
 from parallelisms.context import Attend, attentions
-from training.checkpoint_states import ModelState
+from training.checkpoint import ModelState
 from training.loss import cross_entropy_sum
 
 V, T, LAYERS = 31, 96, 4
