@@ -156,22 +156,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_does_not_fit_is_named_and_nothing_is_written(
-    damage: str, published: Path, capsys: pytest.CaptureFixture[str]
-):
-    shutil.copytree(published / "grouped", "source")
-    change, message = DAMAGES[damage]
-    change(Path("source/model.safetensors"))
-    said = refusal(capsys, "import", "source", "out")
-    pattern = (
-        message.replace("F:", "source/model.safetensors:", 1)
-        if message[0] == "F"
-        else message.replace("D", "source", 1)
-    )
-    assert re.fullmatch(f"hf: {pattern}", said), said
-
-
 def of_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
     def apply(source: Path) -> None:
         path = source / "model.safetensors.index.json"
@@ -205,15 +189,15 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor is nowhere": (
         nowhere,
-        r"source/model.safetensors.index.json: model.norm.weight: missing; expected F32 \[64\]",
+        r"D/model.safetensors.index.json: model.norm.weight: missing; expected F32 \[64\]",
     ),
     "a file of another folder": (
         of_index(lambda where: where.update({"model.norm.weight": "../x.safetensors"})),
-        "source/model.safetensors.index.json: model.norm.weight: '../x.safetensors': must be the name of a file in source",
+        "D/model.safetensors.index.json: model.norm.weight: '../x.safetensors': must be the name of a file in source",
     ),
     "no list": (
         lambda source: (source / "model.safetensors.index.json").write_text("{}"),
-        "source/model.safetensors.index.json: has no weight_map, the file of each tensor",
+        "D/model.safetensors.index.json: has no weight_map, the file of each tensor",
     ),
     "two sets": (
         lambda source: shutil.copy2(source / FIRST, source / "model.safetensors"),
@@ -222,15 +206,17 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", INDEX_DAMAGES)
-def test_an_index_that_does_not_fit_its_files_is_named_and_nothing_is_written(
+@pytest.mark.parametrize("damage", [*DAMAGES, *INDEX_DAMAGES])
+def test_what_does_not_fit_is_named_and_nothing_is_written(
     damage: str, published: Path, capsys: pytest.CaptureFixture[str]
 ):
-    shutil.copytree(published / "sharded", "source")
-    change, message = INDEX_DAMAGES[damage]
-    change(Path("source"))
+    whole = damage in DAMAGES
+    shutil.copytree(published / ("grouped" if whole else "sharded"), "source")
+    change, message = DAMAGES[damage] if whole else INDEX_DAMAGES[damage]
+    change(Path("source/model.safetensors" if whole else "source"))
+    pattern = re.sub("^F:", "source/model.safetensors:", re.sub("^D", "source", message))
     said = refusal(capsys, "import", "source", "out")
-    assert re.fullmatch(f"hf: {message}", said), said
+    assert re.fullmatch(f"hf: {pattern}", said), said
 
 
 def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
