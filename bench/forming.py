@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 def crew(kind: str, count: int) -> list[Callable[..., Any]]:
     """Members, each called with what it is to do."""
     if kind == "gloo":
-        return [Forked(("ft.process_groups.inline",), serve_member).ask for _ in range(count)]
+        return [Forked(("ft.process_groups.gloo",), serve_member).ask for _ in range(count)]
     return [FormingMember("baby_gloo").do for _ in range(count)]
 
 
@@ -144,7 +144,7 @@ class FormingMember:
 
     def __init__(self, kind: str) -> None:
         from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
 
         classes: dict[str, Any] = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
         self.group = classes[kind](timeout=RENDEZVOUS_S, rendezvous_s=RENDEZVOUS_S)

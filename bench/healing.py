@@ -32,7 +32,7 @@ from ft.healing.format import CHUNK_BYTES, digest
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
 from ft.healing.transport import StateSource, Transport
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.process_groups.store import serve as serve_store
 from ft.rpc.access import Access
 

@@ -42,7 +42,7 @@ def train(name: str, lighthouse: str, talk: Any) -> None:
     from ft.gradients import Gradients
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
 
@@ -87,7 +87,7 @@ def train(name: str, lighthouse: str, talk: Any) -> None:
 
 class BucketGroup(Forked):
     def __init__(self, name: str, lighthouse: str) -> None:
-        super().__init__(("ft.manager", "ft.process_groups.inline"), train, name, lighthouse)
+        super().__init__(("ft.manager", "ft.process_groups.gloo"), train, name, lighthouse)
         self.name, self.launched = name, 0
         self.commits: dict[int, tuple[str, str, int]] = {}  # step -> commit id, weights, contributors
         self.sums: dict[int, list[str]] = defaultdict(list)  # step -> how its reductions ended

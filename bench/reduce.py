@@ -70,7 +70,7 @@ class MeetingMember:
         import torch.distributed as dist
 
         from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
         from ft.process_groups.store import StoreClient
 
         torch.set_num_threads(1)

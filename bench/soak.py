@@ -39,7 +39,7 @@ from bench.job import FORKED_S, Forked, memory_bytes, obey, until  # noqa: E402
 from bench.pairs import parser  # noqa: E402
 
 KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
-PRELOAD = ("ft.manager", "ft.process_groups.inline", "training.checkpoint")
+PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
 SAMPLE = 100  # changes from one look to the next
 SETTLE_S = 0.5  # before a look, for what the other end of a connection closes
 ENDS = ("ft-gloo-", "ft-reaper-")  # threads, of groups that are over
@@ -98,7 +98,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
     from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
@@ -135,21 +135,21 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                 "lives": self.lives,
                 "problem": self.problem,
                 "commits": dict(self.commits),
-                "phase": manager._machine.phase.value,
+                "phase": manager.status().phase.value,
             }
 
         def held(self) -> dict[str, int]:
             """By its server, and in its store."""
-            mine = self.manager._membership
+            mine = self.manager.membership
             if not mine.server or not mine.rendezvous:
                 return {}
             return {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
 
         def cut(self) -> int:
             """All connections of this group to others end, as a network lets them; how many."""
-            generation = self.manager._group._generation
-            engine: Any = generation and generation._engine
-            return sockets.shut(near=engine._near, far=engine._far) if engine else 0
+            generation = self.manager.group._generation
+            engine: Any = generation and generation.engine
+            return sockets.shut(near=engine.near, far=engine.far) if engine else 0
 
         def _run(self) -> None:
             try:

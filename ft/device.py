@@ -1,7 +1,7 @@
 """Device-dependent choices of ft/, which knows no other package: which devices queue their work on streams, where the host reads from one,
 and threads that may touch one. training/ takes it, too.
 
-What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py, baby_worker.py), NCCL
+What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py), NCCL
 (process_groups/nccl.py).
 """
 

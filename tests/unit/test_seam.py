@@ -9,7 +9,7 @@ import pytest
 from ft import LighthouseServer, Seam, SoloManager
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol.messages import Times
 from ft.rpc.access import Access
 from ft.seam import Stopped
