@@ -26,7 +26,7 @@ from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
-from training.tokenizer import Tokenizer, build_tokenizer
+from training.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -290,7 +290,14 @@ def _check_model(config: Config, world_size: int) -> None:
             f"nearest: {tokenizer.vocab_size}, or 0 for as many as it has"
         )
     check_sources(config.training, vocab_size=vocab_size)
-    _check_splits(config, tokenizer, vocab_size)
+    # A small corpus is tokenised here, to see that its splits hold a sequence; a large one hardly fails to, and takes long
+    training = config.training
+    if training.dataset != "huggingface" and sum(file.size for file in find_source(training).files) <= SMALL_BYTES:
+        silent = Log(stream=io.StringIO())  # the run itself says it all again
+        with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # no room in TMPDIR: the run itself will see
+            data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
+            for split in ("train", "validation") if config.validation.enable else ("train",):
+                data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:
         check_patterns(config.optimizer, [name for name, _ in _meta_model(config, vocab_size).named_parameters()])
     # Half as long to import as torch: not for those who do not need them
@@ -302,18 +309,6 @@ def _check_model(config: Config, world_size: int) -> None:
         from parallelisms.context import attentions
 
         attentions(_meta_model(config, vocab_size), config.parallelism.context_parallel_degree)
-
-
-def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """A small corpus is tokenised here, to see that its splits hold a sequence; a large one hardly fails to, and takes long."""
-    training = config.training
-    if training.dataset == "huggingface" or sum(file.size for file in find_source(training).files) > SMALL_BYTES:
-        return
-    silent = Log(stream=io.StringIO())  # the run itself says it all again
-    with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # no room in TMPDIR: the run itself will see
-        data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
-        for split in ("train", "validation") if config.validation.enable else ("train",):
-            data.order(split, seed=training.seed, seq_len=training.seq_len)
 
 
 def _meta_model(config: Config, vocab_size: int) -> Model:

@@ -46,15 +46,14 @@ class Entry:
 
     def to_theirs(self, weight: Tensor) -> Tensor:
         """The same values with the rows in their order: each head's even ones, then its odd ones."""
-        if not self.heads:
-            return weight
-        return weight.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # [H, D/2, 2, C] -> [H * D, C]
+        return self._turned(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
 
     def to_ours(self, weight: Tensor) -> Tensor:
         """The inverse of `to_theirs`."""
-        if not self.heads:
-            return weight
-        return weight.unflatten(0, (self.heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # [H, 2, D/2, C] -> [H * D, C]
+        return self._turned(weight, 2, -1)  # [H, 2, D/2, C] -> [H * D, C]
+
+    def _turned(self, weight: Tensor, *sizes: int) -> Tensor:
+        return weight.unflatten(0, (self.heads, *sizes)).transpose(1, 2).flatten(0, 2) if self.heads else weight
 
 
 def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
@@ -95,12 +94,12 @@ def read_config(body: Mapping[str, Any]) -> Published:
     change a logit is left out in silence."""
     kind, architectures = body.get("model_type"), body.get("architectures")
     if kind != "llama":
-        raise ValueError(f'{_said("model_type", kind)}: another architecture; what can be read: "llama"')
+        raise ValueError(f'model_type = {_shown(kind)}: another architecture; what can be read: "llama"')
     if architectures not in (None, [ARCHITECTURE]):
-        raise ValueError(f'{_said("architectures", architectures)}: another head; what can be read: ["{ARCHITECTURE}"]')
+        raise ValueError(f'architectures = {_shown(architectures)}: another head; what can be read: ["{ARCHITECTURE}"]')
     for key, (allowed, cause) in _NEUTRAL.items():
         if key in body and body[key] not in allowed:
-            raise ValueError(f"{_said(key, body[key])}: {cause}; what can be read: {_shown(allowed[0])}")
+            raise ValueError(f"{key} = {_shown(body[key])}: {cause}; what can be read: {_shown(allowed[0])}")
     dim, heads = _number(body, "hidden_size"), _number(body, "num_attention_heads")
     if dim % heads:
         raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {dim}")
@@ -122,7 +121,7 @@ def read_config(body: Mapping[str, Any]) -> Published:
     )
     tied = body.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
-        raise ValueError(f"{_said('tie_word_embeddings', tied)}: must be true or false")
+        raise ValueError(f"tie_word_embeddings = {_shown(tied)}: must be true or false")
     dtype = str(body.get("dtype") or body.get("torch_dtype") or "").removeprefix("torch.")
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value not in (None, False))
     return Published(config, tied, dtype, _number(body, "max_position_embeddings", 0), tuple(unknown))
@@ -199,7 +198,7 @@ def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         table = body.get(key) or {}
         if not isinstance(table, dict):
-            raise ValueError(f"{_said(key, table)}: must be a table, or null")
+            raise ValueError(f"{key} = {_shown(table)}: must be a table, or null")
         for name, value in table.items():
             name = "rope_type" if name == "type" else name
             if given.setdefault(name, value) != value:
@@ -221,7 +220,9 @@ def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_parameters.partial_rotary_factor = {given['partial_rotary_factor']}: must be 1")
     others = sorted(given.keys() - wanted.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"})
     if others:
-        raise ValueError(f'rope_scaling.{_said(others[0], given[others[0]])}: has no meaning with rope_type = "{kind}"')
+        raise ValueError(
+            f'rope_scaling.{others[0]} = {_shown(given[others[0]])}: has no meaning with rope_type = "{kind}"'
+        )
     kinds: dict[str, type] = {"original_max_position_embeddings": int}
     found = {ours: _number(given, theirs, kind=kinds.get(theirs, float)) for theirs, ours in wanted.items()}
     if found.get("rope_scaling", 1) < 1:
@@ -239,12 +240,8 @@ def _number(body: Mapping[str, Any], key: str, default: Any = None, *, kind: typ
     kind = kind or (float if isinstance(default, float) or key == "rope_theta" else int)
     legal = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, legal) or not 0 < value < float("inf"):
-        raise ValueError(f"{_said(key, value)}: must be a positive {'number' if kind is float else 'integer'}")
+        raise ValueError(f"{key} = {_shown(value)}: must be a positive {'number' if kind is float else 'integer'}")
     return kind(value)
-
-
-def _said(key: str, value: Any) -> str:
-    return f"{key} = {_shown(value)}"
 
 
 def _shown(value: Any) -> str:

@@ -21,32 +21,27 @@ import torch
 
 @dataclass(frozen=True)
 class Differences:
-    """One kind of device beside the others."""
+    """One kind of device beside the others; the defaults are a CPU's."""
 
-    backend: str  # the library of collectives that serves it
-    pins_batches: bool  # batches wait in pinned memory: the copy from there does not hold the host up
+    backend: str = "gloo"  # the library of collectives that serves it
+    pins_batches: bool = False  # batches wait in pinned memory: the copy from there does not hold the host up
     # tokens of a chunk of the loss, at least, and then a power of two; 0: as many as the memory bound allows
-    least_loss_chunk: int
-    adds_products_in_fp32: bool  # a product of bf16 matrices is added to an fp32 one within the product's own kernel
-    has_allocator: bool  # of torch's own, with counters, and a history that can be dumped
-    queues_work: bool  # an operation returns before it is computed: who measures waits for the device, and the host's thread is free
-    probe: tuple[int, torch.dtype]  # rows and dtype of the square matrices by which tools/cluster measures its speed
-    largest_message: int  # bytes of the longest message by which tools/cluster measures links
-    words: str  # where ranks are, in a sentence
+    least_loss_chunk: int = 0
+    adds_products_in_fp32: bool = False  # a product of bf16 matrices is added to an fp32 one within its own kernel
+    has_allocator: bool = False  # of torch's own, with counters, and a history that can be dumped
+    queues_work: bool = (
+        False  # an operation returns before it is computed: a measurement waits, and the host's thread is free
+    )
+    probe: tuple[int, torch.dtype] = (
+        256,
+        torch.float32,
+    )  # rows and dtype of the matrices by which tools/cluster measures speed
+    largest_message: int = 1 << 20  # bytes, by which it measures links: eight ranks on a laptop keep within 500 MB
+    words: str = "on CPUs"  # where ranks are, in a sentence
 
 
 DIFFERENCES = {
-    "cpu": Differences(
-        "gloo",
-        pins_batches=False,
-        least_loss_chunk=0,
-        adds_products_in_fp32=False,
-        has_allocator=False,
-        queues_work=False,
-        probe=(256, torch.float32),
-        largest_message=1 << 20,  # eight ranks on a laptop keep within 500 MB
-        words="on CPUs",
-    ),
+    "cpu": Differences(),
     "cuda": Differences(
         "nccl",
         pins_batches=True,

@@ -121,15 +121,15 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 class WriteProgress:
     """How much is written, and how long the rest will take."""
 
-    def __init__(self, total_bytes: int, log: Log, *, what: str = "seed") -> None:
-        self._total, self._log, self._what = total_bytes, log, what
+    def __init__(self, total_bytes: int, log: Log, *, what: str = "seed", tell_every_s: float = TELL_EVERY_S) -> None:
+        self._total, self._log, self._what, self._tell_every_s = total_bytes, log, what, tell_every_s
         self._done, self._began = 0, time.monotonic()
         self._told = self._began
 
     def add(self, count_bytes: int) -> None:
         self._done += count_bytes
         now = time.monotonic()
-        if now - self._told < TELL_EVERY_S:
+        if now - self._told < self._tell_every_s:
             return
         self._told = now
         pace = self._done / (now - self._began)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from configs.load import load
-from parallelisms.mesh import Degrees, ParallelismConfig
+from parallelisms.mesh import AXES, Degrees, ParallelismConfig
 from parallelisms.pipeline_schedule import SPLIT_BACKWARD
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -59,7 +59,7 @@ def layouts() -> dict[str, Case]:
     """All of 1, 2, 4 and 8 ranks, at full width. Of a pipeline the last rank, which has the loss; of one alone the first, too."""
     cases = {}
     for ranks in (1, 2, 4, 8):
-        for degrees in _factors(ranks, len(fields(Degrees))):
+        for degrees in _factors(ranks, len(AXES)):
             pp, each = degrees[0], prod(degrees[1:])
             for stage in sorted({0, pp - 1} if each == 1 else {pp - 1}):
                 name = str(Degrees(*degrees)) + ("" if pp == 1 else f", place {stage}")

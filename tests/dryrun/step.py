@@ -67,6 +67,8 @@ class Others(explain_memory.Others):
 class Run(train.Run):
     """A step, without data or files."""
 
+    optimizer_state: type[OptimizerState] = OptimizerState
+
     def __init__(self, case: Case, cleanup: ExitStack) -> None:
         config = load([str(CONFIGS / f"{case.config}.toml"), *settings(case)])
         # An error in the backward ends the process without a word: torch's guard for such a device raises while it is unwound.
@@ -187,7 +189,7 @@ class Run(train.Run):
         """Bytes of tensors that a checkpoint would write."""
         states = {
             "model": ModelState(self.model.parts).state_dict(),
-            "optimizer": OptimizerState(self.model.parts, self.optimizer).state_dict(),
+            "optimizer": self.optimizer_state(self.model.parts, self.optimizer).state_dict(),
         }
         planner = DefaultSavePlanner()
         planner.set_up_planner(states, is_coordinator=True)
@@ -238,12 +240,12 @@ def _multiply_in_fp32(run: Run) -> None:
 
 def _unsaved(run: Run) -> None:
     """An optimizer's checkpoint that leaves the running means out."""
-    whole = OptimizerState.state_dict
 
-    def less(state: OptimizerState) -> dict[str, Any]:
-        return {key: value for key, value in whole(state).items() if not key.endswith("exp_avg")}
+    class Less(OptimizerState):
+        def state_dict(self) -> dict[str, Any]:
+            return {key: value for key, value in super().state_dict().items() if not key.endswith("exp_avg")}
 
-    run.cleanup.enter_context(mock.patch.object(OptimizerState, "state_dict", less))
+    run.optimizer_state = Less
 
 
 PLANTS: dict[str, Callable[[Run], None]] = {

@@ -173,7 +173,7 @@ def _problem(answer: _Answer | str) -> str:
 # The worker's side: `python pool.py DESCRIPTOR`.
 
 
-def _serve(connection: Connection) -> None:
+def serve(connection: Connection) -> None:
     """Runs tasks until the parent closes the pipe."""
     die_with(os.getppid())  # a worker that waits in a collective must not outlive a killed pytest
     import torch
@@ -251,4 +251,4 @@ def _load(path: Path, module_name: str) -> ModuleType:
 if __name__ == "__main__":
     from tests.multiproc import pool as this_file  # tasks are pickled under this name, not under __main__
 
-    this_file._serve(Connection(int(sys.argv[1])))
+    this_file.serve(Connection(int(sys.argv[1])))

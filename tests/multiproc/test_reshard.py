@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,7 @@ LAYOUTS = {
 
 
 def ranks_of(layout: ParallelismConfig) -> int:
-    return (
-        layout.pipeline_parallel_degree
-        * layout.data_parallel_replicate_degree
-        * layout.data_parallel_shard_degree
-        * layout.context_parallel_degree
-        * layout.tensor_parallel_degree
-    )
+    return prod(value for name, value in vars(layout).items() if name.endswith("_degree"))
 
 
 def meta_model(vocab_size: int, n_layers: int = 2) -> llama.Llama:

@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import load
-from contrib.interchange import hf_export
+import models
 from contrib.interchange.folder import landing
 from contrib.interchange.hf_export import TensorByTensor
 from contrib.interchange.weights import Weights
@@ -157,22 +156,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_does_not_fit_is_named_and_nothing_is_written(
-    damage: str, published: Path, capsys: pytest.CaptureFixture[str]
-):
-    shutil.copytree(published / "grouped", "source")
-    change, message = DAMAGES[damage]
-    change(Path("source/model.safetensors"))
-    said = refusal(capsys, "import", "source", "out")
-    pattern = (
-        message.replace("F:", "source/model.safetensors:", 1)
-        if message[0] == "F"
-        else message.replace("D", "source", 1)
-    )
-    assert re.fullmatch(f"hf: {pattern}", said), said
-
-
 def of_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
     def apply(source: Path) -> None:
         path = source / "model.safetensors.index.json"
@@ -206,15 +189,15 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor is nowhere": (
         nowhere,
-        r"source/model.safetensors.index.json: model.norm.weight: missing; expected F32 \[64\]",
+        r"D/model.safetensors.index.json: model.norm.weight: missing; expected F32 \[64\]",
     ),
     "a file of another folder": (
         of_index(lambda where: where.update({"model.norm.weight": "../x.safetensors"})),
-        "source/model.safetensors.index.json: model.norm.weight: '../x.safetensors': must be the name of a file in source",
+        "D/model.safetensors.index.json: model.norm.weight: '../x.safetensors': must be the name of a file in source",
     ),
     "no list": (
         lambda source: (source / "model.safetensors.index.json").write_text("{}"),
-        "source/model.safetensors.index.json: has no weight_map, the file of each tensor",
+        "D/model.safetensors.index.json: has no weight_map, the file of each tensor",
     ),
     "two sets": (
         lambda source: shutil.copy2(source / FIRST, source / "model.safetensors"),
@@ -223,15 +206,17 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", INDEX_DAMAGES)
-def test_an_index_that_does_not_fit_its_files_is_named_and_nothing_is_written(
+@pytest.mark.parametrize("damage", [*DAMAGES, *INDEX_DAMAGES])
+def test_what_does_not_fit_is_named_and_nothing_is_written(
     damage: str, published: Path, capsys: pytest.CaptureFixture[str]
 ):
-    shutil.copytree(published / "sharded", "source")
-    change, message = INDEX_DAMAGES[damage]
-    change(Path("source"))
+    whole = damage in DAMAGES
+    shutil.copytree(published / ("grouped" if whole else "sharded"), "source")
+    change, message = DAMAGES[damage] if whole else INDEX_DAMAGES[damage]
+    change(Path("source/model.safetensors" if whole else "source"))
+    pattern = re.sub("^F:", "source/model.safetensors:", re.sub("^D", "source", message))
     said = refusal(capsys, "import", "source", "out")
-    assert re.fullmatch(f"hf: {message}", said), said
+    assert re.fullmatch(f"hf: {pattern}", said), said
 
 
 def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
@@ -295,12 +280,18 @@ def test_a_lost_tokenizer_is_told_and_the_weights_go_out(published: Path, capsys
     )  # by the model's own generation_config.json
 
 
-def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert make_seed_checkpoint.main(["tiny.toml"]) == 0
-    found = load(["outputs/tiny/config.toml"])
-    object.__setattr__(found.model, "name", "relu2")
-    monkeypatch.setattr(hf_export, "load", lambda argv: found)
-    said = refusal(capsys, "export", "outputs/tiny", "out")
+    settings = Path("outputs/tiny/config.toml")
+    settings.write_text(settings.read_text().replace('name = "llama"', 'name = "relu2"'))
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    (fork / "relu2.py").write_text("from models.llama import Config, build\n")
+    models.__path__.append(str(fork))
+    try:
+        said = refusal(capsys, "export", "outputs/tiny", "out")
+    finally:
+        models.__path__.remove(str(fork))
     assert said == 'hf: outputs/tiny/config.toml: model.name = "relu2": what can be published: "llama"'
 
 

@@ -31,7 +31,8 @@ enable_tensorboard = false
 
 def configured(folder: Path, *argv: str) -> Config:
     (folder / "run.toml").write_text(TOML, encoding="utf-8")
-    return load(["run.toml", "--job.dump_folder", "outputs", *argv])
+    given = argv if "--job.dump_folder" in argv else ("--job.dump_folder", "outputs", *argv)
+    return load(["run.toml", *given])
 
 
 def complaints(folder: Path, *argv: str, world_size: int = 1, device_type: str | None = None) -> list[str]:
@@ -60,183 +61,53 @@ def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
     assert complaints(folder, f"--training.global_batch_size={global_batch_size}", world_size=2) == []
 
 
-@pytest.mark.parametrize(
-    ("argv", "world_size", "expected"),
-    [
-        (
-            ["--training.global_batch_size=12"],
-            2,
-            "--training.global_batch_size = 12: must be a multiple of 8: training.local_batch_size = 4 on 2 data-parallel ranks; nearest: 8 or 16",
-        ),
-        (
-            ["--parallelism.tensor_parallel_degree=8"],
-            8,
-            "--parallelism.tensor_parallel_degree = 8: must divide model.n_kv_heads = 4; nearest: 4",
-        ),
-        (
-            ["--parallelism.tensor_parallel_degree=2", "--training.seq_len=63"],
-            2,
-            "--training.seq_len = 63: the ranks of parallelism.tensor_parallel_degree = 2 share it between blocks: must be a multiple of 2; nearest: 62 or 64",
-        ),
-        (
-            ["--parallelism.tensor_parallel_degree=2"],
-            6,
-            "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 2 ranks can share evenly nor columns that 3 shards can; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
-        ),
-        (
-            ["--parallelism.enable_async_tensor_parallel"],
-            1,
-            "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; nearest: false",
-        ),
-        (
-            ["--parallelism.tensor_parallel_degree=2", "--parallelism.enable_async_tensor_parallel"],
-            2,
-            "--parallelism.enable_async_tensor_parallel = true: the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor; nearest: false",
-        ),
-        (
-            ["--training.global_batch_size=2"],
-            1,
-            "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
-        ),
-        (
-            ["--parallelism.data_parallel_shard_degree=2"],
-            3,
-            "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all that are left; or start 2 ranks (NPROC=2)",
-        ),
-        (
-            ["--training.steps=1"],
-            1,
-            "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1",
-        ),
-        (
-            ["--lr_scheduler.decay_ratio=0.95"],
-            1,
-            "--lr_scheduler.decay_ratio = 0.95: 19 steps of decay and lr_scheduler.warmup_steps = 2 must not exceed training.steps = 20; nearest: 0.9",
-        ),
-        (
-            ["--lr_scheduler.decay_ratio=1", "--lr_scheduler.total_steps=30000", "--lr_scheduler.warmup_steps=1"],
-            1,
-            "--lr_scheduler.decay_ratio = 1.0: 30000 steps of decay and lr_scheduler.warmup_steps = 1 must not exceed lr_scheduler.total_steps = 30000; nearest: 0.9999",
-        ),
-        (
-            ["--lr_scheduler.total_steps=10"],
-            1,
-            "--lr_scheduler.total_steps = 10: training.steps = 20 would go on with a learning rate of 0; nearest: 20, or 0, or give lr_scheduler.min_lr_factor",
-        ),
-        (
-            ["--validation.enable", "--training.dataset_held_out=0"],
-            1,
-            "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03",
-        ),
-        (
-            ["--checkpoint.folder=gs://bucket/x"],
-            1,
-            (
-                '--checkpoint.folder = "gs://bucket/x": a URL; must be a folder of a mounted file system, local or shared: object stores are not '
-                'written to; nearest: "checkpoint"'
-            ),
-        ),
-        (
-            ["--checkpoint.initial_load_path=file:///mnt/runs/step-9"],
-            1,
-            (
-                '--checkpoint.initial_load_path = "file:///mnt/runs/step-9": a URL; must be a folder of a mounted file system, local or shared: '
-                'object stores are not written to; nearest: "/mnt/runs/step-9"'
-            ),
-        ),
-        (
-            ["--model.vocab_size=100"],
-            1,
-            "--model.vocab_size = 100: must hold the tokenizer's 259 ids; nearest: 259, or 0 for as many as it has",
-        ),
-        (
-            ["--job.dump_folder", "run.toml"],
-            1,
-            '--job.dump_folder = "run.toml": run.toml is a file, not a folder',
-        ),
-    ],
-)
-def test_what_contradicts_itself(folder: Path, argv: list[str], world_size: int, expected: str) -> None:
-    if "--job.dump_folder" in argv:
-        argv = ["--job.name", "x", *argv]
-        (folder / "run.toml").write_text(TOML, encoding="utf-8")
-        with pytest.raises(ConfigError) as error:
-            check(load(["run.toml", *argv]), world_size=world_size)
-        assert str(error.value) == expected
-        return
-    assert complaints(folder, *argv, world_size=world_size) == [expected]
+BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
+    "2 --training.global_batch_size=12": "--training.global_batch_size = 12: must be a multiple of 8: training.local_batch_size = 4 on 2 data-parallel ranks; nearest: 8 or 16",
+    "8 --parallelism.tensor_parallel_degree=8": "--parallelism.tensor_parallel_degree = 8: must divide model.n_kv_heads = 4; nearest: 4",
+    "2 --parallelism.tensor_parallel_degree=2 --training.seq_len=63": "--training.seq_len = 63: the ranks of parallelism.tensor_parallel_degree = 2 share it between blocks: must be a multiple of 2; nearest: 62 or 64",
+    "6 --parallelism.tensor_parallel_degree=2": "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 2 ranks can share evenly nor columns that 3 shards can; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
+    "1 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; nearest: false",
+    "2 --parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor; nearest: false",
+    "1 --training.global_batch_size=2": "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
+    "3 --parallelism.data_parallel_shard_degree=2": "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all that are left; or start 2 ranks (NPROC=2)",
+    "1 --training.steps=1": "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1",
+    "1 --lr_scheduler.decay_ratio=0.95": "--lr_scheduler.decay_ratio = 0.95: 19 steps of decay and lr_scheduler.warmup_steps = 2 must not exceed training.steps = 20; nearest: 0.9",
+    "1 --lr_scheduler.decay_ratio=1 --lr_scheduler.total_steps=30000 --lr_scheduler.warmup_steps=1": "--lr_scheduler.decay_ratio = 1.0: 30000 steps of decay and lr_scheduler.warmup_steps = 1 must not exceed lr_scheduler.total_steps = 30000; nearest: 0.9999",
+    "1 --lr_scheduler.total_steps=10": "--lr_scheduler.total_steps = 10: training.steps = 20 would go on with a learning rate of 0; nearest: 20, or 0, or give lr_scheduler.min_lr_factor",
+    "1 --validation.enable --training.dataset_held_out=0": "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03",
+    "1 --checkpoint.folder=gs://bucket/x": '--checkpoint.folder = "gs://bucket/x": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; nearest: "checkpoint"',
+    "1 --checkpoint.initial_load_path=file:///mnt/runs/step-9": '--checkpoint.initial_load_path = "file:///mnt/runs/step-9": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; nearest: "/mnt/runs/step-9"',
+    "1 --model.vocab_size=100": "--model.vocab_size = 100: must hold the tokenizer's 259 ids; nearest: 259, or 0 for as many as it has",
+    "1 --job.dump_folder run.toml": '--job.dump_folder = "run.toml": run.toml is a file, not a folder',
+}
 
 
-def cp(degree: int, *others: str) -> list[str]:
-    return [f"--parallelism.context_parallel_degree={degree}", *others]
+@pytest.mark.parametrize("case", BETWEEN_SECTIONS)
+def test_what_contradicts_itself(folder: Path, case: str) -> None:
+    world_size, *argv = case.split()
+    assert complaints(folder, *argv, world_size=int(world_size)) == [BETWEEN_SECTIONS[case]]
 
 
-@pytest.mark.parametrize(
-    ("argv", "world_size", "expected"),
-    [
-        (
-            cp(4, "--training.seq_len=60"),
-            4,
-            "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
-        ),
-        (
-            cp(4, "--training.seq_len=62", "--parallelism.context_parallel_load_balancer=none"),
-            4,
-            "--training.seq_len = 62: the ranks of parallelism.context_parallel_degree = 4 share it: must be a multiple of 4; nearest: 60 or 64",
-        ),
-        (
-            cp(2, "--training.seq_len=60", "--parallelism.tensor_parallel_degree=2"),
-            4,
-            "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 2 and parallelism.tensor_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
-        ),
-        (
-            cp(4, "--training.seq_len=3"),
-            4,
-            "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
-        ),
-        (
-            cp(2, "--parallelism.context_parallel_rotate_method=ring"),
-            2,
-            '--parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
-        ),
-        (
-            ["--training.enable_cpu_offload"],
-            1,
-            "--training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; nearest: false",
-        ),
-        (
-            ["--activation_checkpoint.mode=memory_budget"],
-            1,
-            '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"',
-        ),
-        (
-            ["--activation_checkpoint.selective_ac_option=2nd"],
-            1,
-            '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or the text of a number >= 1; nearest: "1"',
-        ),
-        (
-            [
-                "--activation_checkpoint.mode=full",
-                "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-            ],
-            2,
-            '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
-        ),
-        (
-            ["--float8.recipe_name=rowwise", "--float8.enable_fsdp_float8_all_gather"],
-            1,
-            '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" has no scale before rows are gathered; nearest: false',
-        ),
-        (
-            ["--float8.precompute_float8_dynamic_scale_for_fsdp"],
-            1,
-            "--float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; nearest: false",
-        ),
-    ],
-)
-def test_layouts_that_cannot_run(folder: Path, argv: list[str], world_size: int, expected: str) -> None:
-    assert complaints(folder, *argv, world_size=world_size, device_type="cpu") == [expected]
+CANNOT_RUN = {  # ranks and overrides -> the one message
+    "4 --parallelism.context_parallel_degree=4 --training.seq_len=60": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
+    "4 --parallelism.context_parallel_degree=4 --training.seq_len=62 --parallelism.context_parallel_load_balancer=none": "--training.seq_len = 62: the ranks of parallelism.context_parallel_degree = 4 share it: must be a multiple of 4; nearest: 60 or 64",
+    "4 --parallelism.context_parallel_degree=2 --training.seq_len=60 --parallelism.tensor_parallel_degree=2": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 2 and parallelism.tensor_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
+    "4 --parallelism.context_parallel_degree=4 --training.seq_len=3": "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
+    "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
+    "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; nearest: false",
+    "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"',
+    "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or the text of a number >= 1; nearest: "1"',
+    "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
+    "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" has no scale before rows are gathered; nearest: false',
+    "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; nearest: false",
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_RUN)
+def test_layouts_that_cannot_run(folder: Path, case: str) -> None:
+    world_size, *argv = case.split()
+    found = complaints(folder, *argv, world_size=int(world_size), device_type="cpu")
+    assert found == [CANNOT_RUN[case]]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +130,8 @@ def test_float8_needs_its_hardware(capability: tuple[int, int], has: str) -> Non
 
 
 def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
-    ring = cp(2, "--parallelism.context_parallel_rotate_method=ring", "--training.enable_cpu_offload")
-    assert complaints(folder, *ring, world_size=2, device_type="cuda") == []
+    cp = "--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_rotate_method=ring"
+    assert complaints(folder, *cp, "--training.enable_cpu_offload", world_size=2, device_type="cuda") == []
 
 
 @pytest.mark.parametrize(

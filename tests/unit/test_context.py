@@ -22,11 +22,8 @@ def test_every_position_is_with_one_rank_and_all_have_as_many(cp: int, load_bala
     assert all(torch.equal(mine, mine.sort().values) for mine in held)
 
 
-def test_one_piece_each() -> None:
-    assert [mine.tolist() for mine in positions(pieces_of_ranks(2, "none"), 4)] == [[0, 1], [2, 3]]
-
-
 def test_head_and_tail_give_every_rank_the_same_work() -> None:
+    assert [mine.tolist() for mine in positions(pieces_of_ranks(2, "none"), 4)] == [[0, 1], [2, 3]]
     held = positions(pieces_of_ranks(4, "headtail"), 32)
     assert held[1].tolist() == [4, 5, 6, 7, 24, 25, 26, 27]
     assert len({int((mine + 1).sum()) for mine in held}) == 1  # a query at position p attends to p + 1 keys

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import llama
-from models.llama_hf import Entry, entries, read_config, write_config
+from models.llama_hf import Entry, Published, entries, read_config, write_config
 
 SMALL = llama.Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
 # As published for Llama 3.2 1B.
@@ -112,21 +112,12 @@ def test_the_keys_of_transformers_5_say_the_same():
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_written_is_read_back(scaling: float, tied: bool):
     # rope_low_freq and the others of rope_scaling = 1 mean nothing, and are not written
-    config = (
-        SMALL if scaling == 1 else replace(SMALL, rope_scaling=scaling, rope_low_freq=2.0, rope_original_seq_len=99)
-    )
-    body = write_config(
-        config, vocab_size=61, tied=tied, dtype="float32", max_positions=77, special={"bos_token_id": 3}
-    )
+    stretched = {"rope_scaling": scaling, "rope_low_freq": 2.0, "rope_original_seq_len": 99}
+    config = SMALL if scaling == 1 else replace(SMALL, **stretched)
+    said: dict[str, Any] = {"tied": tied, "dtype": "float32", "max_positions": 77}
+    body = write_config(config, vocab_size=61, special={"bos_token_id": 3}, **said)
     assert body["bos_token_id"] == 3
-    found = read_config(body)
-    assert (found.config, found.tied, found.dtype, found.max_positions, found.unknown) == (
-        config,
-        tied,
-        "float32",
-        77,
-        (),
-    )
+    assert read_config(body) == Published(config, **said, unknown=())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

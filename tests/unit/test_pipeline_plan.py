@@ -82,14 +82,20 @@ def test_placement(tmp_path: Path) -> None:
     assert complaint(config, batch=1) == ""
 
 
-def test_a_stage_keeps_names_and_computes_its_piece() -> None:
-    torch.manual_seed(0)
-    model = llama.build(
-        llama.Config(dim=8, n_layers=3, n_heads=2, n_kv_heads=1, hidden_dim=8), vocab_size=11, max_seq_len=4
-    )
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("tok_embeddings layers.0", "layers.1", "layers.2 norm output"),
+        ("tok_embeddings layers.0", "layers.1 layers.2 norm output"),
+        ("tok_embeddings layers.0 layers.1", "layers.2 norm output"),
+    ],
+)
+def test_any_cut_into_stages_keeps_names_and_computes_the_same(texts: tuple[str, ...]) -> None:
+    sizes = llama.Config(dim=8, n_layers=3, n_heads=2, n_kv_heads=1, hidden_dim=8)
+    model = llama.build(sizes, vocab_size=11, max_seq_len=4)
     model.init_weights(0)
-    config = settings(3, module_fqns_per_model_part=("tok_embeddings layers.0", "layers.1", "layers.2 norm output"))
-    parts = [part for rank in range(3) for part in split(model, rank, config)]
+    config = settings(len(texts), module_fqns_per_model_part=texts)
+    parts = [part for rank in range(len(texts)) for part in split(model, rank, config)]
     names = [name for part in parts for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert all("freqs_cis" in dict(part.named_buffers()) for part in parts)
