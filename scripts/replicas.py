@@ -223,7 +223,7 @@ def main(argv: list[str]) -> int:
         # Else a job that goes on lost its token, and its groups their way back
         lock = RunLock(config.run_folder / "groups")
     except ValueError as error:
-        print(f"pharos: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     with closing(lock):
         env = environment(config.run_folder, number)

@@ -107,7 +107,7 @@ def test_a_first_start_checks_then_installs_what_a_lighthouse_needs(machine: Mac
     assert "-m venv" in calls and "-r " in calls and "requirements-lighthouse.lock" in calls
     assert "torch" not in calls and calls.endswith("-m ft.rpc.lighthouse_main --min_replicas 1")
     assert machine.venv.with_name(".venv-lighthouse").is_dir() and not machine.venv.exists()
-    (machine.folder / "calls").unlink()
+    machine.forget()
     assert machine.run(*N, script="run_lighthouse.sh")[0] == 0
     assert machine.calls() == ["-m ft.rpc.lighthouse_main --min_replicas 1"], "the second start goes straight to work"
 
