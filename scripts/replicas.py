@@ -218,7 +218,7 @@ class PendingSignals:
 
 
 def main(argv: list[str]) -> int:
-    from training.runlock import RunLock
+    from training.appended import RunLock
 
     try:
         number, rest = read_groups([word for word in argv if word != OPEN])

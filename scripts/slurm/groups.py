@@ -169,7 +169,7 @@ class SlurmStep(ReplicaSupervisor):
 
 
 def main(argv: list[str]) -> int:
-    from training.runlock import RunLock
+    from training.appended import RunLock
 
     pending_signals = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:

@@ -15,7 +15,7 @@ from ft.compat.lighthouse_server import LighthouseServer
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint
@@ -101,7 +101,7 @@ class Group(Trained):
         assert self.error is None or isinstance(self.error, GroupEnded | Stopped), repr(self.error)
         return self
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
         config = ReplicaGroupConfig(
@@ -154,7 +154,7 @@ class Group(Trained):
 
     def _copies(self, *, outer: bool) -> list[Tensor]:
         if outer:
-            return [p.detach().clone() for fragment in self.rounds._fragments for p in fragment.outer]
+            return [p.detach().clone() for fragment in self.rounds.fragments for p in fragment.outer]
         return [p.detach().clone() for p in self.model.parameters()]
 
 

@@ -18,14 +18,13 @@ from ft.gradients import Gradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.errors import GroupError
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from models import llama
-from parallelisms.layout import Layout
+from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
-from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_gradients import address, digest
 from training.loss import cross_entropy_sum
@@ -144,21 +143,19 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
 
 def fail(manager: Manager, how: str, *, first: bool) -> None:
     """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
-    wait, attempt = manager.gradients.wait, manager._attempt
+    wait, attempt = manager.gradients.wait, manager.status().at
 
     def in_vain() -> tuple[float, ...]:
         manager.gradients.wait = wait  # type: ignore[method-assign]
         tail = wait()
-        if (
-            manager._attempt == attempt
-        ):  # else others failed first, and this rank voted no without a wait: the next one holds
+        if manager.status().at == attempt:  # else others failed first, and this rank voted no without a wait
             raise GroupError("the connection broke behind the last byte")
         return tail
 
     if how == "behind the last bucket":
         manager.gradients.wait = in_vain  # type: ignore[method-assign]
     elif how == "before the last bucket" or (how == "of one rank" and first):
-        manager._group.interrupt("the connection broke")
+        manager.group.interrupt("the connection broke")
 
 
 @pytest.mark.timeout(300)

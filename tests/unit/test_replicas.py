@@ -29,7 +29,7 @@ from scripts.replicas import (
     token_file,
     visible_devices,
 )
-from training.runlock import RunLock
+from training.appended import RunLock
 
 
 def group(tmp_path: Path, program: str, restarts: int = 100) -> ReplicaSupervisor:

@@ -100,7 +100,7 @@ def _dtypes(job: ExplainedJob) -> Iterator[str]:
 
 def _mesh(degrees: Degrees) -> Iterator[str]:
     rows, stride = [("axis", "ranks", "first group", "what its ranks share")], degrees.world_size
-    for axis, size in zip(AXES, degrees.sizes, strict=True):
+    for axis, size in zip(AXES, degrees, strict=True):
         stride //= size
         if size > 1:
             group = [str(place * stride) for place in range(size)]
@@ -113,8 +113,8 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
     if degrees.world_size == 1:
         return
     n, rows = job.local_batch_size * job.passes, []
-    shown = [axis for axis, size in enumerate(degrees.sizes) if size > 1]
-    for rank, place in enumerate(product(*map(range, degrees.sizes))):
+    shown = [axis for axis, size in enumerate(degrees) if size > 1]
+    for rank, place in enumerate(product(*map(range, degrees))):
         dp_rank = degrees.coordinate(rank).dp_rank
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
         rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
@@ -212,7 +212,7 @@ def _sent(kind: str, size: int, n: int) -> int:
 
 
 def _ranks_of(axis: str, degrees: Degrees) -> int:
-    sizes = dict(zip(AXES, degrees.sizes, strict=True))
+    sizes = dict(zip(AXES, degrees, strict=True))
     return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
 
 
