@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by path, from any folder: our packages first, and not scripts/ itself, whose files could hide a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.plan import Plan  # noqa: E402
+from scripts.plan import Plan, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         if not alone:
             check(config, world_size=nproc * plan.nnodes)
     except ValueError as error:
-        print(f"pharos: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     logs = logs_folder(config)
     if alone:
@@ -92,27 +92,21 @@ def ranks_here(plan: Plan) -> int:
         if plan.nproc and plan.nproc > visible:
             raise ValueError(f"NPROC={plan.nproc}: more ranks than the {visible} GPUs that are visible here")
         return plan.nproc or visible
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "NoDevFiles"):
-        _refuse_unseen_gpus(torch.__version__, torch.version.cuda)
-    return plan.nproc or 1
-
-
-def _refuse_unseen_gpus(torch_version: str, cuda: str | None) -> None:
-    seen = [line for line in _nvidia_smi("-L").splitlines() if line.startswith("GPU")]
-    if not seen:
-        return
-    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    if cuda:
+    asked_for_none = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
+    gpus = 0 if asked_for_none else sum(line.startswith("GPU") for line in _nvidia_smi("-L").splitlines())
+    if gpus:
+        driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         remedy = (
             "it needs a newer driver, or another build: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
             "./scripts/run_train.sh ... takes one for older drivers"
+            if torch.version.cuda
+            else f"it is a CPU build: remove {sys.prefix} and start again on this machine"
         )
-    else:
-        remedy = f"it is a CPU build: remove {sys.prefix} and start again on this machine"
-    raise ValueError(
-        f"nvidia-smi sees {len(seen)} GPU{'s' * (len(seen) > 1)} (driver {driver}), but torch {torch_version} "
-        f"(CUDA {cuda or 'none'}) sees none: {remedy}; to train on the CPU all the same: CUDA_VISIBLE_DEVICES=-1"
-    )
+        raise ValueError(
+            f"nvidia-smi sees {gpus} GPU{'s' * (gpus > 1)} (driver {driver}), but torch {torch.__version__} "
+            f"(CUDA {torch.version.cuda or 'none'}) sees none: {remedy}; to train on the CPU all the same: CUDA_VISIBLE_DEVICES=-1"
+        )
+    return plan.nproc or 1
 
 
 def _nvidia_smi(*arguments: str) -> str:
@@ -127,9 +121,8 @@ def _nvidia_smi(*arguments: str) -> str:
 def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
     """Threads and the CUDA allocator, unless the user has said something. Before torch is imported.
 
-    Not set: TORCH_NCCL_AVOID_RECORD_STREAMS. torch 2.11 to 2.13 behave as with 1, and where it is set they warn: "is the
-    default now, this environment variable is thus deprecated" (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, the
-    constructor; seen in libtorch_cuda.so of 2.11.0 and 2.13.0).
+    Not TORCH_NCCL_AVOID_RECORD_STREAMS: torch 2.11 to 2.13 behave as with 1, and call it deprecated where it is set (the constructor in
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
     """
     env.setdefault("OMP_NUM_THREADS", threads_per_rank(nproc))
     # A waiting OpenMP thread spins this often, then sleeps. GNU's default is 300,000: beside other programs the spinning thread keeps

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,10 @@ from training.progress import duration
 from training.tokenizer import build_tokenizer
 
 TELL_EVERY_S = 10.0
+Draw = Callable[[Model, torch.Tensor, int], torch.Tensor]
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], *, draw: Draw = draw) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0 if argv else 2
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> int:
         print(f"make_seed_checkpoint: {error}", file=sys.stderr)
         return 2
     try:
-        make_seed(config, Log(colour=not config.metrics.disable_color_printing))
+        make_seed(config, Log(colour=not config.metrics.disable_color_printing), draw=draw)
     except ValueError as error:
         print(f"make_seed_checkpoint: {config.origin.explain(str(error))}", file=sys.stderr)
         return 2
@@ -70,7 +72,7 @@ def for_any_machine(config: Config) -> Config:
     return replace(config, parallelism=ParallelismConfig(), training=training, fault_tolerance=fault_tolerance)
 
 
-def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
     """Writes it. Raises ValueError where a run has begun, OSError or CheckpointFailed where it could not be written."""
     model = meta_model(config)
     tensors = model.state_dict(keep_vars=True)

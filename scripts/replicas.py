@@ -63,10 +63,14 @@ class ReplicaSupervisor:
     def here(
         name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path, restarts: int, devices: Sequence[str] = ()
     ) -> ReplicaSupervisor:
-        """A group of this machine, yet to be started. `argv`: of launch.py; `folder`: for its log; `devices`: all that it may see."""
-        command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv]
-        env = {**env, **seen(devices, name), "REPLICA_GROUP_ID": name}
-        return ReplicaSupervisor(name, command, env, folder / f"{name}.log", restarts)
+        """A group of this machine, yet to be started. `argv`: of launch.py; `folder`: for its log; `devices`: all that it may see. NCCL
+        refuses two ranks of one machine on one device, so groups that share theirs look like machines of their own to it."""
+        command, its = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv], {**env, "REPLICA_GROUP_ID": name}
+        if devices:
+            its["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            if os.environ.get(SHARED) == "1":
+                its["NCCL_HOSTID"] = os.environ.get("NCCL_HOSTID", f"pharos-{name}")
+        return ReplicaSupervisor(name, command, its, folder / f"{name}.log", restarts)
 
     def start(self) -> int:
         """Its process number."""
@@ -223,7 +227,7 @@ def main(argv: list[str]) -> int:
         # Else a job that goes on lost its token, and its groups their way back
         lock = RunLock(config.run_folder / "groups")
     except ValueError as error:
-        print(f"pharos: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     with closing(lock):
         env = environment(config.run_folder, number)
@@ -319,15 +323,6 @@ def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared:
             f"--groups {fit}; {SHARED}=1 lets groups share them"
         )
     return [[visible[(group * each + rank) % len(visible)] for rank in range(each)] for group in range(groups)]
-
-
-def seen(devices: Sequence[str], group: str) -> dict[str, str]:
-    """Environment in which a group sees its own devices alone. NCCL refuses two ranks of one machine on one device, so groups that share
-    theirs look like machines of their own to it."""
-    if not devices:
-        return {}
-    apart = {"NCCL_HOSTID": os.environ.get("NCCL_HOSTID", f"pharos-{group}")} if os.environ.get(SHARED) == "1" else {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **apart}
 
 
 def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None = None) -> tuple[Config, int, float]:

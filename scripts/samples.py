@@ -131,9 +131,6 @@ def read(path: Path) -> list[SampleRow]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the proof
-
-
 def prove(rows: Sequence[SampleRow]) -> SampleProof:
     """Holds every position against every other; `rows` is not empty."""
     last = rows[-1]
@@ -183,9 +180,6 @@ def without(ranges: Sequence[Range], taken: Sequence[Range]) -> Iterator[Range]:
             yield Range(first, end)
 
 
-# ------------------------------------------------------------------------------------------------ the table
-
-
 def eras(rows: Iterable[SampleRow]) -> list[Era]:
     found = list[Era]()
     for row in rows:
@@ -230,9 +224,6 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
     return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more])]
 
 
-# ------------------------------------------------------------------------------------------------ one of it
-
-
 def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | None, as_json: bool) -> int:
     """The slots of one step, or all that one position was in."""
     found: list[dict[str, Any]] = [
@@ -245,11 +236,11 @@ def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | No
     ]
     if as_json:
         print(json.dumps(found))
+    elif not found:
+        print(f"step {step} is not in it" if step is not None else f"position {position} was not trained on")
     else:
         for each in found:
             print(f"step {each.get('steps', each['step'])}: positions {each['positions']}, by {each['by']}")
-        if not found:
-            print(f"step {step} is not in it" if step is not None else f"position {position} was not trained on")
     return 0 if found else 1
 
 

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from scripts.launch import ranks_here, set_defaults
 from scripts.lib.lifeline import follow
-from scripts.plan import Plan
+from scripts.plan import Plan, how_ended
 from tools.cluster.settings import CheckSettings, RankPlace
 
 POLL_S = 0.05
@@ -36,9 +36,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings, place, plan = CheckSettings.parse(argv), RankPlace.read(os.environ), Plan.read(os.environ)
         if place is None and plan.nnodes > 1 and plan.node_rank is None:
-            raise ValueError(
-                f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, from 0 to {plan.nnodes - 1}"
-            )
+            legal = f"from 0 to {plan.nnodes - 1}"
+            raise ValueError(f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, {legal}")
         quiet_torch()
         set_defaults(os.environ, nproc=plan.nproc or 1)
         check_comm(settings)
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             exit_now(run_rank(settings, place))
         return start_ranks(settings, plan)
     except ValueError as error:
-        print(f"check_cluster: {error}", file=sys.stderr)
+        say(str(error))
         return 2
 
 
@@ -157,16 +156,16 @@ class ForkedRanks:
         while self.pids:
             for pid, rank in list(self.pids.items()):
                 done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-                if not done:
-                    continue
-                if os.WIFSTOPPED(status):
+                if done and os.WIFSTOPPED(status):
                     self.stopped.add(rank)
-                elif os.WIFCONTINUED(status):
+                elif done and os.WIFCONTINUED(status):
                     self.stopped.discard(rank)
-                else:
+                elif done:
                     del self.pids[pid]
-                    code = max(code, ended(rank, os.waitstatus_to_exitcode(status)))
                     end = min(end, time.monotonic() + settle_s)
+                    if (its_code := os.waitstatus_to_exitcode(status)) < 0:
+                        say(f"rank {rank} was {how_ended(its_code)}")
+                    code = max(code, its_code if its_code >= 0 else 1)
             if self.pids and (time.monotonic() > end or set(self.pids.values()) <= self.stopped):
                 for pid, rank in self.pids.items():
                     how = "is stopped (SIGSTOP)" if rank in self.stopped else "hangs"
@@ -183,14 +182,6 @@ class ForkedRanks:
                 os.kill(pid, signal.SIGKILL)
         while self.pids:
             os.waitpid(self.pids.popitem()[0], 0)
-
-
-def ended(rank: int, code: int) -> int:
-    """The exit code that stands for the rank's."""
-    if code < 0:
-        say(f"rank {rank} was ended by {signal.Signals(-code).name}")
-        return 1
-    return code
 
 
 def say(text: str) -> None:

@@ -46,17 +46,24 @@ def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Explain
     world_size, parallelism = LAYOUTS[layout]
     config = ParallelismConfig(**parallelism)
     sizes = replace(SIZES, n_layers=4) if config.pipeline_parallel_degree > 1 else SIZES
+    options = Layout(config, CHECKPOINTS[checkpoint], loss_chunk_tokens=chunk_tokens)
+    return explained(sizes, options, world_size, vocab_size=V, seq_len=T, batch=BATCH, passes=passes)
+
+
+def explained(
+    sizes: llama.Config, layout: Layout, world_size: int, *, vocab_size: int, seq_len: int, batch: int, passes: int = 1
+) -> ExplainedJob:
     return ExplainedJob(
-        title=layout,
-        build=lambda: llama.build(sizes, vocab_size=V, max_seq_len=T),
+        title="a.toml",
+        build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
         loss=cross_entropy_sum,
         optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
-        layout=Layout(config, CHECKPOINTS[checkpoint], loss_chunk_tokens=chunk_tokens),
-        degrees=degrees(config, world_size),
+        layout=layout,
+        degrees=degrees(layout.parallelism, world_size),
         device_type="cpu",
-        local_batch_size=BATCH,
+        local_batch_size=batch,
         passes=passes,
-        seq_len=T,
+        seq_len=seq_len,
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ft import LighthouseServer
-from tests.scripts.test_run_replicas import CONFIG
+from tests.scripts.tiny_job import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a" * 32

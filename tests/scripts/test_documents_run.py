@@ -12,22 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts.tiny_job import ENV, copy_repository
+
 pytestmark = pytest.mark.timeout(900)  # a dozen starts in one test, each with an import of torch
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
-COPIED = (
-    "train.py",
-    "configs",
-    "contrib",
-    "ft",
-    "models",
-    "parallelisms",
-    "scripts",
-    "tools",
-    "training",
-    "requirements.lock",
-    "pyproject.toml",
-)
 SMALL = """
 [model]
 dim = 32
@@ -93,14 +82,12 @@ def commands(page: str) -> list[str]:
 
 
 def test_the_commands_of_the_pages_work(tmp_path: Path):
-    for part in COPIED:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
-        copy(ROOT / part, tmp_path / part)
+    copy_repository(tmp_path)
     for name in ("llama", "mine"):
         (tmp_path / "configs" / f"{name}.toml").write_text(SMALL)
     shutil.copy2(ROOT / "README.md", tmp_path / "readme.txt")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # "python" is that of the environment
-    env = {**os.environ, "PATH": path, "PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **ENV, "PATH": path}
     done = set[str]()
     for page in PAGES:
         for command in commands(page):

@@ -27,18 +27,15 @@ def test_generate_reads_the_newest_whole_checkpoint(folder: Path):  # noqa: F811
     drawn = generate(run, "--prompt", "ab", "--tokens", "40", "--temperature", "0")
     assert drawn.returncode == 0, drawn.stderr
     assert drawn.stdout.startswith("ab") and "step-4: " in drawn.stderr
-    assert (
-        generate(run, "--tokens", "40", "--temperature", "0").stdout == drawn.stdout
-    )  # the run's own prompt is the same
+    own_prompt = generate(run, "--tokens", "40", "--temperature", "0")
+    assert own_prompt.stdout == drawn.stdout, "the run's own prompt is the same"
 
     damaged = next((run / "checkpoint" / "step-4").glob("*.distcp"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    fallen_back = generate(run, "--tokens", "4")
-    assert (
-        fallen_back.returncode == 0 and "step-4 is damaged" in fallen_back.stderr and "step-2: " in fallen_back.stderr
-    )
+    earlier = generate(run, "--tokens", "4")
+    assert earlier.returncode == 0 and "step-4 is damaged" in earlier.stderr and "step-2: " in earlier.stderr
 
     for options, message in [
         (("--step", "3"), f"generate: --step 3: {run}/checkpoint has 2, 4"),

@@ -78,6 +78,9 @@ class Machine:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
+    def forget(self) -> None:
+        (self.folder / "calls").unlink()
+
     def start(self, *arguments: str, script: str = "run_train.sh", **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [str(self.repository / "scripts" / script), *(arguments or ["job.toml"])],
@@ -134,20 +137,28 @@ def test_first_start_installs_and_second_does_not(machine: Machine):
     assert len([call for call in machine.calls() if "-m venv" in call]) == 1
     assert machine.calls()[-1].endswith("scripts/launch.py job.toml --training.steps 3")
     assert not list(machine.repository.glob(".venv.*")), "the lock and the mark of an unfinished installation are gone"
-    (machine.folder / "calls").unlink()
+    machine.forget()
     code, _, err = machine.run()
     assert (code, err) == (0, "")
     assert machine.calls() == [f"{machine.repository}/scripts/launch.py job.toml"]
 
 
-def test_a_changed_lock_file_is_installed_into_what_is_there(machine: Machine):
+@pytest.mark.parametrize(
+    ("script", "lock", "between"),
+    [("run_train.sh", "requirements.lock", []), ("run_tests.sh", "requirements-dev.lock", ["run_replicas.sh"])],
+)
+def test_a_changed_lock_file_is_installed_into_what_is_there(
+    machine: Machine, script: str, lock: str, between: list[str]
+):
     machine.has("python3.12")
-    machine.run()
-    with (machine.repository / "requirements.lock").open("a") as lock:
-        lock.write("added==1\n")
-    (machine.folder / "calls").unlink()
-    assert machine.run()[0] == 0
-    assert [call for call in machine.calls() if "-r " in call] and not [c for c in machine.calls() if "-m venv" in c]
+    assert machine.run(script=script)[0] == 0
+    with (machine.repository / lock).open("a") as opened:
+        opened.write("added==1\n")
+    assert all(machine.run(script=other)[0] == 0 for other in between)
+    machine.forget()
+    assert machine.run(script=script)[0] == 0
+    assert any("-r " in call and lock in call for call in machine.calls())
+    assert not any("-m venv" in call for call in machine.calls())
 
 
 def test_tests_install_both_lock_files_and_pass_arguments_on(machine: Machine):
@@ -162,13 +173,13 @@ def test_groups_of_one_machine_bring_their_lighthouse_and_leave_what_is_there(ma
     machine.has("python3.12")
     for script in ("run_train.sh", "run_tests.sh"):
         assert machine.run(script=script)[0] == 0
-    (machine.folder / "calls").unlink()
+    machine.forget()
     assert machine.run("job.toml", "--groups", "2", script="run_replicas.sh")[0] == 0
     [installs] = [call for call in machine.calls() if "-r " in call]
     assert "requirements.lock" in installs and "requirements-lighthouse.lock" in installs
     assert machine.calls()[-1].endswith("scripts/replicas.py job.toml --groups 2")
     assert not any("-m venv" in call for call in machine.calls())
-    (machine.folder / "calls").unlink()
+    machine.forget()
     for script in ("run_replicas.sh", "run_tests.sh", "run_train.sh"):
         assert machine.run("job.toml", "--groups", "2", script=script)[0] == 0
     assert len(machine.calls()) == 3, "nothing but what was to run"
@@ -185,23 +196,6 @@ def test_a_job_of_slurm_installs_before_its_groups_start(machine: Machine):
     assert_one_line(
         machine.run(script="slurm/train.sbatch", **job), 2, "this is a job's script: sbatch --nodes 2 scripts/slurm/"
     )
-
-
-def test_what_the_tests_need_is_installed_again_when_it_has_changed(machine: Machine):
-    machine.has("python3.12")
-    assert machine.run(script="run_tests.sh")[0] == 0
-    with (machine.repository / "requirements-dev.lock").open("a") as lock:
-        lock.write("added==1\n")
-    assert machine.run(script="run_replicas.sh")[0] == 0
-    (machine.folder / "calls").unlink()
-    assert machine.run(script="run_tests.sh")[0] == 0
-    assert any("requirements-dev.lock" in call for call in machine.calls())
-
-
-def test_groups_without_installing_say_that_the_lighthouse_lacks_something(machine: Machine):
-    machine.has("mine")
-    result = machine.run("job.toml", "--groups=2", script="run_replicas.sh", PHAROS_NO_INSTALL="1", PYTHON="mine")
-    assert_one_line(result, 2, "aiohttp>=3.11, prometheus-client>=0.21;")
 
 
 # which Python
@@ -337,10 +331,17 @@ def test_a_folder_that_is_no_environment_is_not_touched(machine: Machine):
 # without installing
 
 
-def test_no_install_says_what_is_missing(machine: Machine):
+@pytest.mark.parametrize(
+    ("arguments", "script", "lacks"),
+    [
+        ((), "run_train.sh", "lacks torch>=2.11,<2.14, torchdata>=0.11, numpy>=2,"),
+        (("job.toml", "--groups=2"), "run_replicas.sh", "aiohttp>=3.11, prometheus-client>=0.21;"),  # the lighthouse's
+    ],
+)
+def test_no_install_says_what_is_missing(machine: Machine, arguments: tuple[str, ...], script: str, lacks: str):
     machine.has("mine")
-    result = machine.run(PHAROS_NO_INSTALL="1", PYTHON="mine")
-    assert_one_line(result, 2, "lacks torch>=2.11,<2.14, torchdata>=0.11, numpy>=2,")
+    result = machine.run(*arguments, script=script, PHAROS_NO_INSTALL="1", PYTHON="mine")
+    assert_one_line(result, 2, lacks)
     assert not machine.venv.exists() and not any("pip" in call for call in machine.calls())
 
 

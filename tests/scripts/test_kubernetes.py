@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.samples import SampleProof, prove, read
 from tests.scripts.slurm_cluster import free_ports
-from tests.scripts.test_run_replicas import CONFIG
+from tests.scripts.tiny_job import CONFIG, assert_exact, newest, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
@@ -30,15 +29,11 @@ class Pods:
     """What a cluster would do for the manifest: names, ports, volumes and labels become those of this machine and this test."""
 
     def __init__(self, folder: Path) -> None:
-        (folder / "text").mkdir()
-        (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
         (folder / "secret").mkdir()
         (folder / "secret" / "token").write_text("t" * 32)
         (folder / "outputs").mkdir()
-        config = CONFIG.replace("text/*.txt", f"{folder}/text/*.txt").replace(
-            "[training]", "[training]\nsteps = 100000"
-        )
-        (folder / "tiny.toml").write_text(config)
+        config = CONFIG.replace("text/*.txt", f"{folder}/text/*.txt")
+        write_job(folder, config.replace("[training]", "[training]\nsteps = 100000"))
         text = (ROOT / "contrib" / "kubernetes" / "jobset.yaml").read_text()
         grpc, http = free_ports(2)
         for there, here in {
@@ -151,14 +146,12 @@ def test_a_group_dies_and_one_is_evicted_and_both_come_back(pods: Pods):
         group.terminate()
     assert [group.wait(WAIT_S) for group in groups] == [143, 143]
     assert all("SIGTERM: saving after this step" in pods.text(name) for name in "01")
-    saved = max(int(path.name.removeprefix("step-")) for path in (pods.run / "checkpoint").iterdir())
+    saved = newest(pods.run)
     config = pods.folder / "tiny.toml"
     config.write_text(config.read_text().replace("steps = 100000", f"steps = {saved + 20}"))
     groups = [pods.group(index) for index in range(2)]
     assert [group.wait(WAIT_S) for group in groups] == [0, 0]
-    rows = read(pods.run / "samples.jsonl")
-    assert [row.step for row in rows] == list(range(1, saved + 21))
-    assert prove(rows) == SampleProof(steps=saved + 20, sequences=rows[-1].positions[-1].end)
+    assert_exact(pods.run, saved + 20)
     assert server.poll() is None
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts.slurm_cluster import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 # Says who it is, then does what its argument says.
 TRAIN = """\
@@ -148,8 +150,8 @@ def test_one_rank_saves_on_sigterm(start: Start):
         ("job.toml", {"NPROC": "1", "NGPU": "2"}, "NPROC=1: differs from its alias NGPU=2; set one of them"),
         (
             "job.toml",
-            {"NNODES": "2", "RDZV_ENDPOINT": "here"},
-            "RDZV_ENDPOINT=here: with NNODES=2 it must be host:port of node 0",
+            {"NNODES": "2", "RDZV_ENDPOINT": "a"},
+            "RDZV_ENDPOINT=a: with NNODES=2 it must be host:port of node 0",
         ),
         ("job.toml", {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2: must be a whole number from 0 to 1"),
         ("job.toml", {"LOG_RANK": "first"}, 'LOG_RANK=first: must be ranks such as "0" or "0,3", or "all"'),
@@ -157,9 +159,8 @@ def test_one_rank_saves_on_sigterm(start: Start):
     ],
 )
 def test_bad_input_starts_no_rank(tree: Path, start: Start, config: str, env: dict[str, str], said: str):
-    process = start(config, "finish", **env)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (2, "", f"pharos: {said}\n")
+    code, out, err = end(start(config, "finish", **env))
+    assert (code, out, err) == (2, "", f"pharos: {said}\n")
     assert not (tree / "outputs").exists()
 
 
@@ -169,9 +170,8 @@ def test_a_gpu_that_torch_cannot_see(tree: Path, start: Start):
     (tree / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (tree / "bin" / "nvidia-smi").chmod(0o755)
     path = f"{tree}/bin:{os.environ['PATH']}"
-    process = start("job.toml", "finish", PATH=path)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (2, "") and err.count("\n") == 1
+    code, out, err = end(start("job.toml", "finish", PATH=path))
+    assert (code, out) == (2, "") and err.count("\n") == 1
     assert "nvidia-smi sees 1 GPU (driver 570.10), but torch 2.13.0+cpu (CUDA none) sees none: it is a CPU build" in err
     process = start("job.toml", "finish", PATH=path, CUDA_VISIBLE_DEVICES="-1")
     assert process.wait(timeout=30) == 0, "the way out that the message names"
@@ -179,33 +179,29 @@ def test_a_gpu_that_torch_cannot_see(tree: Path, start: Start):
 
 def test_more_ranks_than_gpus(tree: Path, start: Start):
     (tree / "torch.py").write_text(TORCH.replace("GPUS", "2"))
-    process = start("job.toml", "finish", NPROC="4")
-    _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (2, "pharos: NPROC=4: more ranks than the 2 GPUs that are visible here\n")
+    code, _, err = end(start("job.toml", "finish", NPROC="4"))
+    assert (code, err) == (2, "pharos: NPROC=4: more ranks than the 2 GPUs that are visible here\n")
 
 
 # two ranks, under torch's agent
 
 
 def test_two_ranks_finish_and_one_is_shown(tree: Path, start: Start):
-    process = start("job.toml", "finish", NPROC="2", LOG_RANK="1", OMP_NUM_THREADS="7")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
+    code, out, err = end(start("job.toml", "finish", NPROC="2", LOG_RANK="1", OMP_NUM_THREADS="7"))
+    assert (code, err) == (0, "")
     assert re.fullmatch(r"rank 1 is \d+ with 7 threads\n", out)
     logs = tree / "outputs" / "job" / "logs"
     assert [file.read_text()[:9] for file in sorted(logs.iterdir())] == ["rank 0 is", "rank 1 is"]
 
 
 def test_two_ranks_blame_the_input(start: Start):
-    process = start("job.toml", "bad", NPROC="2", LOG_RANK="1")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and err in ("", "pharos: training.steps = 0: must be > 0\n")  # "": rank 1 was first
+    code, _, err = end(start("job.toml", "bad", NPROC="2", LOG_RANK="1"))
+    assert code == 2 and err in ("", "pharos: training.steps = 0: must be > 0\n")  # "": rank 1 was first
 
 
 def test_a_rank_crashes(start: Start):
-    process = start("job.toml", "crash", NPROC="2")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    code, out, err = end(start("job.toml", "crash", NPROC="2"))
+    assert code == 1
     assert err == (
         "pharos: rank 1 failed (exit code 1): RuntimeError: the disk is full; log: outputs/job/logs/rank1.log\n"
     ), "the first to fail, not the one that was told to stop after it"
@@ -213,9 +209,8 @@ def test_a_rank_crashes(start: Start):
 
 
 def test_a_rank_that_crashes_is_started_again(tree: Path, start: Start):
-    process = start("job.toml", "crash", NPROC="1", MAX_RESTARTS="1")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "rank 0 failed" in err
+    code, out, err = end(start("job.toml", "crash", NPROC="1", MAX_RESTARTS="1"))
+    assert code == 1 and "rank 0 failed" in err
     assert len(re.findall("rank 0 is", out)) == 2
 
 
@@ -255,11 +250,17 @@ def test_ranks_end_with_a_launcher_that_is_killed(start: Start):
 
 
 def test_two_nodes_meet(tree: Path, start: Start):
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
     nodes = [start("job.toml", "finish", NNODES="2", NODE_RANK=str(n), RDZV_ENDPOINT=endpoint) for n in (0, 1)]
     shown = [node.communicate(timeout=60) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], shown
     assert [out[:9] for out, _ in shown] == ["rank 0 is", ""], "rank 0 is on node 0, and only it is shown"
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)"""
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
 
 
 def ranks_of(process: subprocess.Popen[str], count: int) -> list[int]:
@@ -275,11 +276,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -18,7 +18,7 @@ def plot(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[st
         "-S",
         SCRIPT,
         *arguments,
-    ]  # -S: no site-packages, as on a bare machine
+    ]  # -S: no packages, as on a bare machine
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -54,13 +54,14 @@ def test_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "curve.svg").exists() and not (run / "loss.svg").exists()
 
 
-def test_no_run_is_one_line(tmp_path: Path) -> None:
-    done = plot("outputs/llma", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "plot_loss: outputs/llma/metrics.jsonl: No such file or directory\n"
-
-
-def test_a_run_too_short_for_a_curve_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("outputs/llma", "outputs/llma/metrics.jsonl: No such file or directory"),
+        (".", "metrics.jsonl: 1 steps; a curve needs 2"),
+    ],
+)
+def test_no_curve_is_one_line(tmp_path: Path, run: str, said: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n')
-    done = plot(".", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "plot_loss: metrics.jsonl: 1 steps; a curve needs 2\n")
+    done = plot(run, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"plot_loss: {said}\n")

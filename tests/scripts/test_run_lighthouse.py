@@ -74,12 +74,10 @@ def test_bad_input_is_one_line_before_anything_is_installed(folder: Path, flags:
 def test_a_taken_port_is_told_before_anything_is_installed(folder: Path):
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
+        taken, free = f"127.0.0.1:{port}", "127.0.0.1:0"
         for flags, said in (
-            (
-                ["--bind", f"127.0.0.1:{port}"],
-                f"--bind 127.0.0.1:{port}: the port is in use; another lighthouse may be",
-            ),
-            (["--bind", "127.0.0.1:0", "--http", f"127.0.0.1:{port}"], f"--http 127.0.0.1:{port}: the port is in use"),
+            (["--bind", taken], f"--bind {taken}: the port is in use; another lighthouse may be"),
+            (["--bind", free, "--http", taken], f"--http {taken}: the port is in use"),
         ):
             code, _, err = _run(folder, *N, *flags)
             assert code == 2 and said in err and err.count("\n") == 1, err
@@ -107,7 +105,7 @@ def test_a_first_start_checks_then_installs_what_a_lighthouse_needs(machine: Mac
     assert "-m venv" in calls and "-r " in calls and "requirements-lighthouse.lock" in calls
     assert "torch" not in calls and calls.endswith("-m ft.rpc.lighthouse_main --min_replicas 1")
     assert machine.venv.with_name(".venv-lighthouse").is_dir() and not machine.venv.exists()
-    (machine.folder / "calls").unlink()
+    machine.forget()
     assert machine.run(*N, script="run_lighthouse.sh")[0] == 0
     assert machine.calls() == ["-m ft.rpc.lighthouse_main --min_replicas 1"], "the second start goes straight to work"
 

@@ -13,15 +13,13 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "samples.py"
 A, B, C = "0:3c1868b9", "1:77aa01f2", "2:5d0e9c4b"
 AGAIN = "1:e0b1f46d"  # the second life of B
+MISSING = "missing: positions {}, below the highest, and no holes of the last step"
+DOUBLED = "doubled: positions {}, trained on at step {} and at step {}"
 
 
 def row(step: int, slots: dict[int, str], *holes: int, slot_size: int = 4) -> dict[str, Any]:
-    return {
-        "step": step,
-        "slot_size": slot_size,
-        "slots": {str(s): owner for s, owner in slots.items()},
-        "holes": holes,
-    }
+    owners = {str(slot): owner for slot, owner in slots.items()}
+    return {"step": step, "slot_size": slot_size, "slots": owners, "holes": holes}
 
 
 def three_groups(steps: int) -> list[dict[str, Any]]:
@@ -49,19 +47,18 @@ def samples(folder: Path, rows: list[dict[str, Any]], *arguments: str, tail: str
 
 
 def test_a_hole_that_is_filled_later(tmp_path: Path):
-    assert samples(tmp_path, B_DIES) == (
-        0,
-        (
-            f"steps  positions     by, in their order                open holes\n"
-            f"1-3    0-35          {A} {B} {C}\n"
-            f"4      36-39, 44-47  {A} {C}             40-43\n"
-            f"5      40-43, 48-51  {A} {C}\n"
-            f"6-7    52-67         {A} {C}\n"
-            f"8-9    68-91         {A} {AGAIN} {C}\n"
-            "\n"
-            "exact: 92 sequences in 9 steps by 3 groups in 4 lives; every position from 0 to 91 was trained on once\n"
-        ),
-        "",
+    table = (
+        f"steps  positions     by, in their order                open holes\n"
+        f"1-3    0-35          {A} {B} {C}\n"
+        f"4      36-39, 44-47  {A} {C}             40-43\n"
+        f"5      40-43, 48-51  {A} {C}\n"
+        f"6-7    52-67         {A} {C}\n"
+        f"8-9    68-91         {A} {AGAIN} {C}\n"
+    )
+    exact = "exact: 92 sequences in 9 steps by 3 groups in 4 lives; every position from 0 to 91 was trained on once\n"
+    assert samples(tmp_path, B_DIES) == (0, f"{table}\n{exact}", "")
+    assert samples(tmp_path, B_DIES, tail='{"step": 8, "slo') == (0, f"{table}\n{exact}", ""), (
+        "a line that is being written"
     )
 
 
@@ -73,25 +70,14 @@ def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "wrong"),
     [
-        (
-            [*B_DIES[:4], row(5, {48: A, 52: C})],
-            ["missing: positions 40-43, below the highest, and no holes of the last step"],
-        ),
-        (
-            [*three_groups(2), row(3, {16: A, 24: C}), row(4, {28: A})],
-            ["doubled: positions 16-19, trained on at step 2 and at step 3"],
-        ),
-        (
-            [row(1, {0: A}, slot_size=8), row(2, {4: A, 12: B}, slot_size=4)],  # half of a slot, and a gap
-            [
-                "doubled: positions 4-7, trained on at step 1 and at step 2",
-                "missing: positions 8-11, below the highest, and no holes of the last step",
-            ],
-        ),
+        ([*B_DIES[:4], row(5, {48: A, 52: C})], [MISSING.format("40-43")]),
+        ([*three_groups(2), row(3, {16: A, 24: C}), row(4, {28: A})], [DOUBLED.format("16-19", 2, 3)]),
+        # half of a slot, and a gap
+        ([row(1, {0: A}, slot_size=8), row(2, {4: A, 12: B})], [DOUBLED.format("4-7", 1, 2), MISSING.format("8-11")]),
         ([row(1, {0: A, 4: B}, 4)], ["positions 4-7 are holes of the last step, and were trained on"]),
         ([row(1, {0: A}), row(3, {4: A})], ["step 3 comes after step 1"]),
         ([row(1, {0: A}), row(1, {4: A})], ["step 1 comes after step 1"]),
-        ([row(1, {4: A})], ["missing: positions 0-3, below the highest, and no holes of the last step"]),
+        ([row(1, {4: A})], [MISSING.format("0-3")]),
     ],
     ids=["missing", "doubled", "overlap", "hole", "step", "twice", "first"],
 )
@@ -128,23 +114,11 @@ def test_a_group_with_several_slots_is_named_once(tmp_path: Path):
     assert f"0-11       {A} x 2 {B}" in out
 
 
-def test_the_line_that_is_being_written_is_left_out(tmp_path: Path):
-    assert samples(tmp_path, B_DIES, tail='{"step": 8, "slo')[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("tail", "message"),
-    [
-        ('{"step": 8}\n', 'samples: run/samples.jsonl: line 10 is no line of samples.jsonl: {"step": 8}\n'),
-        ("[1]\n", "samples: run/samples.jsonl: line 10 is no line of samples.jsonl: [1]\n"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path: Path, tail: str, message: str):
-    assert samples(tmp_path, B_DIES, tail=tail) == (2, "", message)
+@pytest.mark.parametrize("tail", ['{"step": 8}\n', "[1]\n"])
+def test_bad_input_is_one_line(tmp_path: Path, tail: str):
+    said = f"samples: run/samples.jsonl: line 10 is no line of samples.jsonl: {tail}"
+    assert samples(tmp_path, B_DIES, tail=tail) == (2, "", said)
     assert samples(tmp_path, [], tail="")[::2] == (2, "samples: run/samples.jsonl: no step is in it\n")
-
-
-def test_no_run_is_one_line(tmp_path: Path):
-    command = [sys.executable, SCRIPT, "outputs/llma"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (2, "samples: outputs/llma/samples.jsonl: No such file or directory\n")
+    (tmp_path / "run" / "samples.jsonl").unlink()
+    done = subprocess.run([sys.executable, SCRIPT, "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "samples: run/samples.jsonl: No such file or directory\n")

@@ -17,7 +17,8 @@ import torch
 
 from bench.resume import checkpoint_digests
 from configs.load import load
-from models import llama
+from models.contract import Model
+from models.init import draw
 from scripts import make_seed_checkpoint as script
 from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
 from training.checkpoint_files import list_steps, read_manifest, verify
@@ -32,11 +33,11 @@ def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
     monkeypatch.chdir(folder)
 
 
-def seed(*overrides: str) -> int:
+def seed(*overrides: str, draw: script.Draw = draw) -> int:
     """The script in this process; the exit code."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        return script.main(["tiny.toml", *overrides])
+        return script.main(["tiny.toml", *overrides], draw=draw)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -106,21 +107,19 @@ def test_memory_is_that_of_a_tensor_not_of_the_model():
     assert peaks[1] - peaks[0] < 24 << 20  # of the 220 MiB; one tensor has 4
 
 
-def test_every_tensor_is_drawn_once_and_no_two_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_every_tensor_is_drawn_once_and_no_two_at_a_time():
     live: list[Callable[[], bool]] = []
     drawn = []
 
-    def draw(model: llama.Llama, tensor: torch.Tensor, at: int) -> torch.Tensor:
+    def watched(model: Model, tensor: torch.Tensor, at: int) -> torch.Tensor:
         assert not any(alive() for alive in live)
-        values = original(model, tensor, at)
+        values = draw(model, tensor, at)
         storage = torch.multiprocessing.reductions.StorageWeakRef(values.untyped_storage())
         live.append(lambda: not storage.expired())
         drawn.append(tuple(values.shape))
         return values
 
-    original = script.draw
-    monkeypatch.setattr(script, "draw", draw)
-    assert seed() == 0
+    assert seed(draw=watched) == 0
     assert len(drawn) == len(metadata(step_0("tiny")).state_dict_metadata) == 13
 
 
@@ -150,34 +149,30 @@ def test_bad_settings_are_told_but_neither_data_nor_machines_are_needed(capsys: 
     assert list_steps(step_0("tiny").parent) == [0]
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
-    assert seed() == 1
+def test_a_disk_without_room_is_told_before_anything_is_written(capsys: pytest.CaptureFixture[str]):
+    assert seed(f"--model.dim={1 << 20}", f"--model.hidden_dim={1 << 30}") == 1  # petabytes
     message = capsys.readouterr().err
     assert message.startswith("make_seed_checkpoint: outputs/tiny/checkpoint: ") and "GB are free" in message
     assert not Path("outputs/tiny/checkpoint").exists()
 
 
-def draw_that_kills(at: int, number: signal.Signals) -> Callable[..., torch.Tensor]:
-    """The script's `draw`; this process gets the signal when it is called the `at`-th time."""
-    original, calls = script.draw, []
+def draw_that_kills(at: int, number: signal.Signals) -> script.Draw:
+    """This process gets the signal when it is called the `at`-th time."""
+    calls = []
 
-    def draw(*arguments: Any) -> torch.Tensor:
+    def struck(*arguments: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == at:
             os.kill(os.getpid(), number)
-        return original(*arguments)
+        return draw(*arguments)
 
-    return draw
+    return struck
 
 
 KILL = """
 import signal
-from tests.scripts.test_seed_checkpoint import draw_that_kills, script
-script.draw = draw_that_kills(5, signal.SIGKILL)
-script.main(["tiny.toml"])
+from tests.scripts.test_seed_checkpoint import draw_that_kills, seed
+seed(draw=draw_that_kills(5, signal.SIGKILL))
 """
 
 
@@ -192,8 +187,7 @@ def test_a_kill_leaves_nothing_that_is_taken_for_a_checkpoint():
     verify(step_0("tiny"), read_manifest(step_0("tiny")))
 
 
-def test_a_signal_to_stop_frees_what_was_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(script, "draw", draw_that_kills(5, signal.SIGTERM))
-    assert seed() == 1
+def test_a_signal_to_stop_frees_what_was_written(capsys: pytest.CaptureFixture[str]):
+    assert seed(draw=draw_that_kills(5, signal.SIGTERM)) == 1
     assert "step 0 not saved" in capsys.readouterr().err
     assert list(Path("outputs/tiny/checkpoint").iterdir()) == []

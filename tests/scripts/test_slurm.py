@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.samples import SampleProof, prove, read
 from tests.scripts.slurm_cluster import ROOT, Cluster, Unavailable, fetch, free_ports, until
-from tests.scripts.test_run_replicas import CONFIG
+from tests.scripts.tiny_job import CONFIG, ENV, assert_exact, newest, write_job
 
 SBATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 ENDLESS = 100_000
@@ -53,20 +52,15 @@ class Job:
     def __init__(
         self, cluster: Cluster, folder: Path, *sbatch: str, more: str = "", words: Sequence[str] = (), **env: str
     ) -> None:
-        (folder / "text").mkdir()
-        (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
         self.cluster, self.folder, self.run, self._more = cluster, folder, folder / "outputs" / "tiny", more
         self.ends_at(ENDLESS)
-        given = {"PHAROS_ROOT": str(ROOT), "PHAROS_NO_INSTALL": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         command = ("sbatch", "--parsable", "--output=out", *sbatch, str(SBATCH), "tiny.toml", *words)
-        self.id = cluster.ask(*command, cwd=folder, **{**given, **env}).strip()
+        self.id = cluster.ask(*command, cwd=folder, **{"PHAROS_ROOT": str(ROOT), **ENV, **env}).strip()
         assert self.id, "sbatch has not taken it"
 
     def ends_at(self, step: int) -> None:
-        (self.folder / "tiny.toml").write_text(
-            CONFIG.replace("[training]", f"[training]\nsteps = {step}").replace("interval = 10", "interval = 1000")
-            + self._more
-        )
+        config = CONFIG.replace("[training]", f"[training]\nsteps = {step}").replace("interval = 10", "interval = 1000")
+        write_job(self.folder, config + self._more)
 
     @property
     def text(self) -> str:
@@ -79,9 +73,8 @@ class Job:
 
     def words(self) -> str:
         """For whoever asks why: without the lines of steps."""
-        return "\n".join(
-            [self.state, *(line for line in self.text.splitlines() if not re.search(r" loss | saved: ", line))]
-        )
+        lines = (line for line in self.text.splitlines() if not re.search(r" loss | saved: ", line))
+        return "\n".join([self.state, *lines])
 
     @property
     def state(self) -> str:
@@ -89,27 +82,18 @@ class Job:
 
     def both_train(self) -> None:
         """From now on: each has a line of a step."""
-        seen = len(self.text)
-        until(
-            "both",
-            lambda: set(re.findall(r"\[(\d)/0 \d+\] step \d+/", self.text[seen:])) == {"0", "1"},
-            lambda: self.text,
-        )
+        seen, line = len(self.text), r"\[(\d)/0 \d+\] step \d+/"
+        until("both", lambda: set(re.findall(line, self.text[seen:])) == {"0", "1"}, lambda: self.text)
 
     def finish(self, restarts: int) -> None:
         """It is queued again, with a last step that is near: the same run goes on to it, from what was saved."""
-        saved = max(int(path.name.removeprefix("step-")) for path in (self.run / "checkpoint").iterdir())
+        saved = newest(self.run)
         self.ends_at(last := saved + 20)
-        until(
-            "its end",
-            lambda: self.state.startswith(("COMPLETED", "FAILED", "CANCELLED")),
-            lambda: self.state + self.text,
-        )
+        ended = ("COMPLETED", "FAILED", "CANCELLED")
+        until("its end", lambda: self.state.startswith(ended), lambda: self.state + self.text)
         assert self.state == f"COMPLETED restarts {restarts} exit 0:0", self.words()[-4000:]
         assert f"loaded from outputs/tiny/checkpoint/step-{saved}" in self.text
-        rows = read(self.run / "samples.jsonl")
-        assert [row.step for row in rows] == list(range(1, last + 1))
-        assert prove(rows) == SampleProof(steps=last, sequences=rows[-1].positions[-1].end)
+        assert_exact(self.run, last)
 
 
 def test_a_job_loses_a_step_and_a_node_and_is_preempted_and_its_time_runs_out_and_it_finishes(
@@ -161,17 +145,10 @@ def readable_anywhere(secret: str) -> bool:
 
 def test_a_cluster_is_checked_by_ranks_of_srun(cluster: Cluster, tmp_path: Path):
     [port] = free_ports(1)
-    flags = ("--sizes", "1KiB", "--disk_mib", "0.1", "--slow", "0.02", "--folder", str(tmp_path))
-    command = (
-        sys.executable,
-        str(ROOT / "scripts" / "check_cluster.py"),
-        "--init_method",
-        f"tcp://127.0.0.1:{port}",
-        *flags,
-    )
-    said = cluster.ask(
-        "srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", *command, cwd=tmp_path, OMP_NUM_THREADS="1"
-    )
+    flags = ("--sizes", "1KiB", "--disk_mib", "0.1", "--slow", "0.02", "--init_method", f"tcp://127.0.0.1:{port}")
+    command = (sys.executable, str(ROOT / "scripts" / "check_cluster.py"), *flags, "--folder", str(tmp_path))
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", *command)
+    said = cluster.ask(*srun, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert "2 ranks" in said and "all is well" in said, said
 
 

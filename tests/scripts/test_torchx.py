@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.samples import SampleProof, prove, read
 from tests.rpc.peer import Unavailable, install
 from tests.scripts.slurm_cluster import free_ports
-from tests.scripts.test_run_replicas import CONFIG
+from tests.scripts.tiny_job import assert_exact, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENT = ROOT / "contrib" / "torchx_component.py"
@@ -49,31 +48,23 @@ def start(folder: Path, component: str, *arguments: str) -> subprocess.Popen[str
         packages = install(ROOT / ".venv-torchx", PINS)
     except Unavailable as error:
         pytest.skip(f"no TorchX: {error}")
+    command = [
+        "-m",
+        "torchx.cli.main",
+        "run",
+        "--wait",
+        "--scheduler=local_cwd",
+        f"{COMPONENT}:{component}",
+        *arguments,
+    ]
+    env = {**os.environ, "PYTHONPATH": str(packages), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     with (folder / f"{component}.txt").open("w") as out:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torchx.cli.main",
-                "run",
-                "--wait",
-                "--scheduler=local_cwd",
-                f"{COMPONENT}:{component}",
-                *arguments,
-            ],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(packages), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=out,
-            text=True,
-        )
+        return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=out, stderr=out, text=True)
 
 
 @pytest.mark.timeout(600)
 def test_a_lighthouse_and_two_groups(torchx: list[subprocess.Popen[str]], tmp_path: Path):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("all work and no play\n" * 3000)
-    (tmp_path / "tiny.toml").write_text(CONFIG)
+    write_job(tmp_path)
     (tmp_path / "token").write_text("t" * 32)
     [port] = free_ports(1)
     common = ("--token_file", "token", "--root", str(ROOT))
@@ -81,6 +72,5 @@ def test_a_lighthouse_and_two_groups(torchx: list[subprocess.Popen[str]], tmp_pa
     words = ("--config", "tiny.toml", "--lighthouse", f"http://127.0.0.1:{port}", "--groups", "2")
     torchx.append(groups := start(tmp_path, "groups", *common, *words, "--", "--training.steps=20"))
     assert groups.wait(WAIT_S) == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
-    rows = read(tmp_path / "outputs" / "tiny" / "samples.jsonl")
-    assert prove(rows) == SampleProof(steps=20, sequences=rows[-1].positions[-1].end)
+    rows = assert_exact(tmp_path / "outputs" / "tiny", 20)
     assert {owner.partition(":")[0] for row in rows for owner in row.slots.values()} == {"0", "1"}

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.scripts.tiny_job import ENV
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,11 +59,10 @@ class Job:
 
     def __init__(self, folder: Path, *overrides: str, nproc: int = 1) -> None:
         self.mark = uuid.uuid4().hex
-        environment = {**os.environ, "PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [str(ROOT / "scripts" / "run_train.sh"), "tiny.toml", *overrides],
             cwd=folder,
-            env={**environment, "NPROC": str(nproc), "PHAROS_TEST_MARK": self.mark},
+            env={**os.environ, **ENV, "NPROC": str(nproc), "PHAROS_TEST_MARK": self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,9 +141,8 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_signals_save(folder: Path, nproc: int):
-    job = Job(
-        folder, "--training.steps=100000", "--checkpoint.interval=100000", "--validation.enable=false", nproc=nproc
-    )
+    endless = ("--training.steps=100000", "--checkpoint.interval=100000", "--validation.enable=false")
+    job = Job(folder, *endless, nproc=nproc)
     job.wait_for(" step 2/")
     job.process.send_signal(signal.SIGUSR1)
     job.wait_for("checkpoint: step")  # saved, and it goes on

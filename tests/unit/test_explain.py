@@ -13,13 +13,12 @@ from configs.check import check_settings
 from configs.load import load
 from models import llama
 from parallelisms.layout import Layout, Precision
-from parallelisms.mesh import ParallelismConfig, degrees
+from parallelisms.mesh import ParallelismConfig
+from tests.multiproc.test_explain import explained
 from tools.explain.command import job_of, main, ranks_asked
 from tools.explain.memory import Ruler, Stretch, join
 from tools.explain.rank import ExplainedJob, ranks
 from tools.explain.report import WIDTH, explain
-from training.loss import cross_entropy_sum
-from training.optimizer import OptimizerConfig, build_optimizer
 
 MIB = 1 << 18  # fp32 elements
 SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96)
@@ -29,18 +28,9 @@ UNEVEN = ("tok_embeddings layers.0", "layers.1 layers.2 layers.3 norm output")
 
 def job(world_size: int, *, batch: int = 4, device_type: str = "cuda", **parallelism: object) -> ExplainedJob:
     config = ParallelismConfig(**parallelism)  # type: ignore[arg-type]
-    return ExplainedJob(
-        title="a.toml",
-        build=lambda: llama.build(SIZES, vocab_size=V, max_seq_len=T),
-        loss=cross_entropy_sum,
-        optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
-        layout=Layout(config, precision=Precision(compute=torch.bfloat16)),
-        degrees=degrees(config, world_size),
-        device_type=device_type,  # type: ignore[arg-type]
-        local_batch_size=batch,
-        passes=1,
-        seq_len=T,
-    )
+    layout = Layout(config, precision=Precision(compute=torch.bfloat16))
+    made = explained(SIZES, layout, world_size, vocab_size=V, seq_len=T, batch=batch)
+    return replace(made, device_type=device_type)  # type: ignore[arg-type]
 
 
 # The ruler

@@ -141,14 +141,9 @@ class Work(threading.Thread):
         self.control.meet("join the process group", self.settings.start_s)
         device = pick_device(self.place.local_rank, keep_memory=False)
         backend = device.differences.backend if self.settings.backend == "auto" else self.settings.backend
-        join(
-            backend,
-            dist.PrefixStore("group", self._connection),
-            global_rank=self.place.rank,
-            world_size=self.place.world_size,
-            timeout=timedelta(seconds=self.settings.op_s),
-        )
-        self.team = Team(tuple(range(self.place.world_size)), self.place.rank, device.torch_device)
+        store, rank, size = dist.PrefixStore("group", self._connection), self.place.rank, self.place.world_size
+        join(backend, store, global_rank=rank, world_size=size, timeout=timedelta(seconds=self.settings.op_s))
+        self.team = Team(tuple(range(size)), rank, device.torch_device)
         self.figures |= {"device": device.name, "backend": backend}
 
     def clocks(self) -> str:
@@ -251,18 +246,17 @@ class Work(threading.Thread):
             looks.append(probes.matmul_flops(self.team))
             return looks[-1][0]
 
-        best = self._confirmed("compute", look, verdicts.slow_ranks)
+        self._confirm("compute", look, verdicts.slow_ranks)
         self.figures["matmul_flops"], share = max(looks)
         if not DIFFERENCES[self.team.device.type].queues_work:  # else the thread only waits
             self.figures["core_share"] = share
-        return f"rank 0: {best / 1e9:.4g} GFLOP/s"
+        return f"rank 0: {self.figures['matmul_flops'] / 1e9:.4g} GFLOP/s"
 
-    def _confirmed(self, what: str, rate: Callable[[], float], judge: Callable[..., list[Finding]]) -> float:
-        """The best of one measurement, or of several where some rank looks slow."""
+    def _confirm(self, what: str, rate: Callable[[], float], judge: Callable[..., list[Finding]]) -> None:
+        """Measures once, or several times where some rank looks slow by its best."""
 
         def is_slow(said: list[float]) -> bool:
-            rates = dict(enumerate(said))
-            return bool(judge(self.names, rates, what=what, unit="", share=self.settings.slow))
+            return bool(judge(self.names, dict(enumerate(said)), what=what, unit="", share=self.settings.slow))
 
         best = 0.0
         for _ in range(1 + AGAIN):
@@ -270,7 +264,6 @@ class Work(threading.Thread):
             best = max(best, rate())
             if not self.control.agree(f"{what}: end", best, is_slow):
                 break
-        return best
 
     def disk(self) -> str:
         """A checkpoint into the folder of runs, and back."""
@@ -286,15 +279,13 @@ class Work(threading.Thread):
             return size / attempts[-1]["write_s"]
 
         try:
-            self._confirmed("disk", attempt, verdicts.slow_hosts)
+            self._confirm("disk", attempt, verdicts.slow_hosts)
         except CheckpointException as error:
             self.figures["disk"] = {"failures": {rank: _line(cause[0]) for rank, cause in error.failures.items()}}
             return "failed"
         finally:
             if self.place.rank == 0:
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                )  # one that cannot be removed could not be written, which is told
+                shutil.rmtree(folder, ignore_errors=True)  # if it stays, it could not be written either, which is told
         self.figures["disk"] = {
             "write_bytes_s": size / min(row["write_s"] for row in attempts),
             "read_bytes_s": size / min(row["read_s"] for row in attempts),

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import permutations
 from typing import Any
 
 from bench.pairs import table
@@ -39,12 +40,14 @@ def tell(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Seque
 def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
     """Everything, in seconds, bytes and bytes a second; ranks and sizes are keys of text, as JSON has it."""
     some = next(iter(said.values()))
-    slowest: dict[str, dict[str, float]] = {}  # by operation and size: the seconds of the slowest rank
-    for words in said.values():
-        for op, sizes in words["figures"]["seconds"].items():
-            for bytes_, taken in sizes.items():
-                by_size = slowest.setdefault(op, {})
-                by_size[bytes_] = max(by_size.get(bytes_, 0.0), taken)
+    operations: dict[
+        str, dict[str, dict[str, float]]
+    ] = {}  # by operation and size: the slowest rank, and what the busiest link then carried
+    for op, sizes in ((op, sizes) for words in said.values() for op, sizes in words["figures"]["seconds"].items()):
+        for bytes_, taken in sizes.items():
+            row = operations.setdefault(op, {}).setdefault(bytes_, {"seconds": 0.0, "bus_bytes_s": 0.0})
+            if taken > row["seconds"]:
+                row.update(seconds=taken, bus_bytes_s=int(bytes_) * bus_factor(op, len(hosts)) / taken)
     return {
         "good": not found,
         "findings": [asdict(finding) for finding in found],
@@ -55,13 +58,7 @@ def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Se
         "torch": some["torch"],
         "slow": settings.slow,
         "ranks": {str(rank): dict(words) for rank, words in sorted(said.items())},
-        "operations": {  # and what the busiest link then carried
-            op: {
-                bytes_: {"seconds": taken, "bus_bytes_s": int(bytes_) * bus_factor(op, len(hosts)) / taken}
-                for bytes_, taken in sizes.items()
-            }
-            for op, sizes in slowest.items()
-        },
+        "operations": operations,
     }
 
 
@@ -91,18 +88,12 @@ def text(report: Mapping[str, Any]) -> str:
 
 def _operations_text(operations: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     sizes = list(next(iter(operations.values())))
-    header = ["operation", *(f"{_size(int(size))}: ms, MB/s" for size in sizes)]
-    rows = [
-        [
-            op,
-            *(
-                f"{figure(by[size]['seconds'] * 1e3)}, {figure(by[size]['bus_bytes_s'] / 1e6)}" if size in by else "-"
-                for size in sizes
-            ),
-        ]
-        for op, by in operations.items()
-    ]
-    return table(header, rows)
+
+    def cell(row: Mapping[str, float] | None) -> str:
+        return f"{figure(row['seconds'] * 1e3)}, {figure(row['bus_bytes_s'] / 1e6)}" if row else "-"
+
+    rows = [[op, *(cell(by.get(size)) for size in sizes)] for op, by in operations.items()]
+    return table(["operation", *(f"{_size(int(size))}: ms, MB/s" for size in sizes)], rows)
 
 
 def _links_text(hosts: Sequence[str], ranks: Mapping[str, Any]) -> str:
@@ -110,28 +101,24 @@ def _links_text(hosts: Sequence[str], ranks: Mapping[str, Any]) -> str:
     rows = []
     for rank in everyone:
         links = ranks[rank]["figures"]["links"] if rank in ranks else {}
-        cells = [figure(links[peer]["bytes_s"] / 1e6) if peer in links else "-" for peer in everyone]
         latest = max((row["latency_s"] for row in links.values()), default=0.0)
-        rows.append([rank, *cells, figure(latest * 1e6)])
+        rows.append([rank, *(_mega(links.get(peer, {}), "bytes_s") for peer in everyone), figure(latest * 1e6)])
     return table(["from", *everyone, "latency"], rows)
 
 
 def _ranks_text(hosts: Sequence[str], ranks: Mapping[str, Any]) -> str:
-    header = ["rank", "host", "GFLOP/s", "clock, ms", "write, MB/s", "read, MB/s"]
     rows = []
     for rank, host in enumerate(hosts):
         figures = ranks.get(str(rank), {}).get("figures", {})
-        disk, clock = figures.get("disk", {}), figures.get("clock")
-        rows.append(
-            [
-                str(rank),
-                host or "?",
-                figure(figures["matmul_flops"] / 1e9) if "matmul_flops" in figures else "-",
-                f"{clock['ahead_s'] * 1e3:+.2f} +-{clock['error_s'] * 1e3:.2f}" if clock else "-",
-                *(figure(disk[key] / 1e6) if key in disk else "-" for key in ("write_bytes_s", "read_bytes_s")),
-            ]
-        )
-    return table(header, rows)
+        clock, disk = figures.get("clock"), figures.get("disk", {})
+        ahead = f"{clock['ahead_s'] * 1e3:+.2f} +-{clock['error_s'] * 1e3:.2f}" if clock else "-"
+        written, read = (_mega(disk, f"{way}_bytes_s") for way in ("write", "read"))
+        rows.append([str(rank), host or "?", _mega(figures, "matmul_flops", 1e9), ahead, written, read])
+    return table(["rank", "host", "GFLOP/s", "clock, ms", "write, MB/s", "read, MB/s"], rows)
+
+
+def _mega(figures: Mapping[str, float], key: str, unit: float = 1e6) -> str:
+    return figure(figures[key] / unit) if key in figures else "-"
 
 
 def _size(size: int) -> str:
@@ -156,42 +143,37 @@ def draw(report: Mapping[str, Any]) -> str:
         *_draw_operations(report["operations"]),
         *_draw_bars(report, bars_top),
         *(_text(24, words_top + 20 * at, line, "bad") for at, line in enumerate(findings)),
+        *([] if findings else [_text(24, words_top, "all is well", "head")]),
     ]
-    if not findings:
-        parts.append(_text(24, words_top, "all is well", "head"))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _draw_links(report: Mapping[str, Any]) -> list[str]:
     """A square of squares: the more of the best link's rate, the fuller the colour; red with a rank that a finding names."""
-    size, ranks = report["world_size"], report["ranks"]
+    size = report["world_size"]
     cell = SIDE / size
     rates = {
         (int(rank), int(peer)): row["bytes_s"]
-        for rank, words in ranks.items()
+        for rank, words in report["ranks"].items()
         for peer, row in words["figures"]["links"].items()
     }
     best = max(rates.values(), default=1.0)
     named = [set(finding["ranks"]) for finding in report["findings"] if "link" in finding["what"]]
     parts = [_text(24, TOP - 30, "links, MB/s: from the rank at the left to that above", "head")]
-    for a in range(size):
-        for b in range(size):
-            if a == b:
-                continue
-            rate = rates.get((a, b))
+    for a, b in permutations(range(size), 2):
+        kind, fill, told, rate = "none", "", "not measured", rates.get((a, b))
+        x, y = LEFT + b * cell, TOP + a * cell
+        if rate is not None:
             bad = any(({a, b} <= ranks if len(ranks) > 1 else {a, b} & ranks) for ranks in named)
-            kind = "none" if rate is None else "bad" if bad else "good"
-            fill = "" if rate is None else f' fill-opacity="{0.25 + 0.75 * (1.0 if bad else rate / best):.2f}"'
-            x, y = LEFT + b * cell, TOP + a * cell
-            told = "not measured" if rate is None else f"{rate / 1e6:.4g} MB/s"
-            parts.append(
-                f'<rect class="{kind}" x="{x + 1:.1f}" y="{y + 1:.1f}" width="{cell - 2:.1f}" height="{cell - 2:.1f}" rx="2"{fill}>'
-                f"<title>{a} to {b}: {told}</title></rect>"
-            )
-            if rate is not None and size <= 8:
-                parts.append(_text(x + cell / 2, y + cell / 2 + 4, figure(rate / 1e6), "small head", "middle"))
-    every = math.ceil(size / 16)
-    for rank in range(0, size, every):
+            kind, told = "bad" if bad else "good", f"{rate / 1e6:.4g} MB/s"
+            fill = f' fill-opacity="{0.25 + 0.75 * (1.0 if bad else rate / best):.2f}"'
+        parts.append(
+            f'<rect class="{kind}" x="{x + 1:.1f}" y="{y + 1:.1f}" width="{cell - 2:.1f}" height="{cell - 2:.1f}" rx="2"{fill}>'
+            f"<title>{a} to {b}: {told}</title></rect>"
+        )
+        if rate is not None and size <= 8:
+            parts.append(_text(x + cell / 2, y + cell / 2 + 4, figure(rate / 1e6), "small head", "middle"))
+    for rank in range(0, size, math.ceil(size / 16)):
         at = (rank + 0.5) * cell
         parts.append(_text(LEFT - 8, TOP + at + 4, str(rank), anchor="end"))
         parts.append(_text(LEFT + at, TOP - 8, str(rank), anchor="middle"))
@@ -200,49 +182,39 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
 
 def _draw_operations(operations: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
     """Each one's milliseconds at its smallest size, and its rate at its largest as a bar."""
-    left, top, width = 640, TOP, 130
+    left, width = 640, 130
     parts = [_text(480, TOP - 30, "operations: smallest message, ms; largest, MB/s", "head")]
     largest = {op: by[max(by, key=int)]["bus_bytes_s"] for op, by in operations.items()}
     best = max(largest.values(), default=1.0)
     for row, (op, rate) in enumerate(largest.items()):
-        y = top + 30 * row
-        smallest = operations[op][min(operations[op], key=int)]["seconds"]
+        y, smallest = TOP + 30 * row, operations[op][min(operations[op], key=int)]["seconds"]
         parts += [_text(480, y + 13, op), _text(left - 8, y + 13, f"{smallest * 1e3:.3g}", anchor="end")]
-        parts.append(
-            f'<rect class="good" x="{left}" y="{y}" width="{max(1.0, width * rate / best):.1f}" height="17" rx="2"/>'
-        )
+        parts.append(_bar("good", left, y, width * rate / best, 17))
         parts.append(_text(left + width + 8, y + 13, figure(rate / 1e6)))
     return parts
 
 
 def _draw_bars(report: Mapping[str, Any], top: float) -> list[str]:
     """Each rank's matrix products; of many ranks the slowest."""
-    flops = {
-        int(rank): words["figures"]["matmul_flops"]
-        for rank, words in report["ranks"].items()
-        if "matmul_flops" in words["figures"]
-    }
-    best = max(flops.values(), default=1.0)
-    shown: Sequence[int] = range(report["world_size"])
-    if len(shown) > 16:
-        shown = sorted(sorted(shown, key=lambda rank: flops.get(rank, 0.0))[:16])
+    ranks, hosts = report["ranks"], report["hosts"]
+    flops = {int(rank): words["figures"].get("matmul_flops") for rank, words in ranks.items()}
+    best = max(filter(None, flops.values()), default=1.0)
+    shown = sorted(sorted(range(len(hosts)), key=lambda rank: flops.get(rank) or 0.0)[:16])
     named = {rank for finding in report["findings"] for rank in finding["ranks"]}
     parts = [_text(24, top, "ranks: matrix products, GFLOP/s", "head")]
     for row, rank in enumerate(shown):
         y, rate = top + 12 + 17 * row, flops.get(rank)
-        host = report["hosts"][rank] or "?"
-        parts.append(_text(24, y + 11, f"{rank}  {host[:28]}", "bad" if rank in named else ""))
+        parts.append(_text(24, y + 11, f"{rank}  {(hosts[rank] or '?')[:28]}", "bad" if rank in named else ""))
         if rate is None:
-            parts.append(
-                _text(260, y + 11, "said nothing" if str(rank) not in report["ranks"] else "not measured", "bad")
-            )
-            continue
-        kind = "bad" if rank in named else "good"
-        parts.append(
-            f'<rect class="{kind}" x="260" y="{y}" width="{max(1.0, 500 * rate / best):.1f}" height="13" rx="2"/>'
-        )
-        parts.append(_text(268 + 500 * rate / best, y + 11, f"{rate / 1e9:.4g}"))
+            parts.append(_text(260, y + 11, "not measured" if rank in flops else "said nothing", "bad"))
+        else:
+            parts.append(_bar("bad" if rank in named else "good", 260, y, 500 * rate / best, 13))
+            parts.append(_text(268 + 500 * rate / best, y + 11, f"{rate / 1e9:.4g}"))
     return parts
+
+
+def _bar(kind: str, x: float, y: float, width: float, height: int) -> str:
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{max(1.0, width):.1f}" height="{height}" rx="2"/>'
 
 
 def figure(value: float) -> str:

@@ -7,7 +7,7 @@ What is usual is a median over ranks, so one bad rank does not move it; what is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from tools.cluster.settings import CheckSettings
 
 Link = tuple[int, int]  # from, to
+IsBad = Callable[[float, float], bool]  # of a figure and the usual one
 LATENCY_TIMES, LATENCY_MORE_S = 5.0, 2e-3  # a link is late that takes so many times, and so much more than, the usual
 
 
@@ -118,10 +119,7 @@ def slow_ranks(
 
 def slow_hosts(names: Names, rates: Mapping[int, float], *, what: str, unit: str, share: float) -> list[Finding]:
     """Hosts whose best rank is below `share` of the median host: for what the ranks of a host share."""
-    best: dict[str, int] = {}
-    for rank, rate in rates.items():
-        if rate > rates.get(best.get(names.hosts[rank], -1), -1.0):
-            best[names.hosts[rank]] = rank
+    best = {names.hosts[rank]: rank for rank in sorted(rates, key=lambda rank: rates[rank])}
     return slow_ranks(names, {rank: rates[rank] for rank in best.values()}, what=what, unit=unit, share=share)
 
 
@@ -137,29 +135,41 @@ def clocks(names: Names, ahead: Mapping[int, tuple[float, float]], *, limit_s: f
 
 def slow_links(names: Names, bytes_s: Mapping[Link, float], *, share: float, least: float = 0.0) -> list[Finding]:
     """Links below `share` of what is usual, on one host or between hosts; `least` (bytes/s) is asked of each."""
-    found = []
-    for kind in (True, False):
-        rates = {link: rate for link, rate in bytes_s.items() if _one_host(names, link) is kind}
-        usual = _usual(rates)
-        bad = {link for link, rate in rates.items() if rate < max(share * usual, least)}
-        for ranks, links, who in blame(names, rates, bad):
-            rate = median(rates[link] for link in links)
-            text = f"{who}: slow links: {rate / 1e6:.4g} MB/s, where {usual / 1e6:.4g} is usual ({len(links)} of them)"
-            found.append(Finding("slow link", ranks, text))
-    return found
+    told = "{:.4g} MB/s, where {:.4g} is usual"
+    return _judged(names, "slow link", bytes_s, 1, lambda rate, usual: rate < max(share * usual, least), told, 1e6)
 
 
 def late_links(names: Names, latency_s: Mapping[Link, float]) -> list[Finding]:
     """Links whose messages take several times as long as is usual, and milliseconds more."""
+    told = "{:.3g} ms, where {:.3g} is usual"
+    return _judged(
+        names,
+        "late link",
+        latency_s,
+        -1,
+        lambda s, usual: s > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S),
+        told,
+        1e-3,
+    )
+
+
+def _judged(
+    names: Names, what: str, figures: Mapping[Link, float], power: int, is_bad: IsBad, told: str, unit: float
+) -> list[Finding]:
+    """Compares links on one host with each other, and those between hosts. `power`: of a figure, which makes it the better the larger."""
     found = []
     for kind in (True, False):
-        times = {link: taken for link, taken in latency_s.items() if _one_host(names, link) is kind}
-        usual = 1 / _usual({link: 1 / taken for link, taken in times.items()}) if times else 0.0
-        bad = {link for link, taken in times.items() if taken > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S)}
-        for ranks, links, who in blame(names, times, bad):
-            taken = median(times[link] for link in links)
-            text = f"{who}: late links: {taken * 1e3:.3g} ms, where {usual * 1e3:.3g} is usual ({len(links)} of them)"
-            found.append(Finding("late link", ranks, text))
+        own = {
+            link: figure for link, figure in figures.items() if (names.hosts[link[0]] == names.hosts[link[1]]) is kind
+        }
+        # The median over ranks of each one's best link. Not over links: of three hosts a bad one has two of the three links.
+        best: dict[int, float] = {}
+        for link, figure in own.items():
+            best |= {rank: max(best.get(rank, 0.0), figure**power) for rank in link}
+        usual = median(best.values()) ** power if best else 0.0
+        for ranks, links, who in blame(names, own, {link for link, figure in own.items() if is_bad(figure, usual)}):
+            text = told.format(median(own[link] for link in links) / unit, usual / unit)
+            found.append(Finding(what, ranks, f"{who}: {what}s: {text} ({len(links)} of them)"))
     return found
 
 
@@ -182,8 +192,8 @@ def blame(
         still_bad -= its
     rest: dict[tuple[Any, ...], list[Link]] = {}
     for a, b in sorted(still_bad):
-        ends = (a, b) if _one_host(names, (a, b)) else (names.hosts[a], names.hosts[b])
-        rest.setdefault(tuple(sorted(ends)), []).append((a, b))
+        hosts = (names.hosts[a], names.hosts[b])
+        rest.setdefault(tuple(sorted((a, b) if hosts[0] == hosts[1] else hosts)), []).append((a, b))
     for its_links in rest.values():
         ranks = tuple(sorted({rank for link in its_links for rank in link}))
         sides = [{link[side] for link in its_links} for side in (0, 1)]
@@ -214,23 +224,12 @@ def _worst(names: Names, links: set[Link], bad: set[Link]) -> tuple[frozenset[in
 
 
 def _links_of(party: Collection[int], way: str, links: Collection[Link]) -> set[Link]:
-    """Links between it and others: those on which it sends, receives, or both."""
-    out = {link for link in links if link[0] in party and link[1] not in party}
-    into = {link for link in links if link[1] in party and link[0] not in party}
-    return {"out": out, "in": into, "both": out | into}[way]
-
-
-def _one_host(names: Names, link: Link) -> bool:
-    return names.hosts[link[0]] == names.hosts[link[1]]
-
-
-def _usual(rates: Mapping[Link, float]) -> float:
-    """The median over ranks of each one's best link. Not over links: of three hosts a bad one has two of the three links."""
-    best: dict[int, float] = {}
-    for link, rate in rates.items():
-        for rank in link:
-            best[rank] = max(best.get(rank, 0.0), rate)
-    return median(best.values()) if best else 0.0
+    """Links between it and others: those on which it sends ("out"), receives ("in"), or both."""
+    return {
+        (a, b)
+        for a, b in links
+        if (way != "in" and a in party and b not in party) or (way != "out" and b in party and a not in party)
+    }
 
 
 def bad_links(settings: CheckSettings, names: Names, rows: Mapping[Link, Mapping[str, float]]) -> list[Finding]:

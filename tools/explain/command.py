@@ -67,19 +67,12 @@ def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
 def ranks_asked(config: ParallelismConfig) -> int:
     """WORLD_SIZE, or NPROC (or NGPU) times NNODES, where one is set; else as many as the degrees multiply to."""
     nproc = os.environ.get("NPROC", os.environ.get("NGPU", ""))
-    for asked in (os.environ.get("WORLD_SIZE", ""), nproc):
+    for asked, nnodes in ((os.environ.get("WORLD_SIZE", ""), "1"), (nproc, os.environ.get("NNODES", "1"))):
         if asked.isdecimal() and int(asked):
-            nnodes = os.environ.get("NNODES", "1") if asked is nproc else "1"
             return int(asked) * int(nnodes if nnodes.isdecimal() else "1")
-    return prod(
-        (
-            config.pipeline_parallel_degree,
-            config.data_parallel_replicate_degree,
-            max(1, config.data_parallel_shard_degree),
-            config.context_parallel_degree,
-            config.tensor_parallel_degree,
-        )
-    )
+    shards, replicas = max(1, config.data_parallel_shard_degree), config.data_parallel_replicate_degree
+    others = (config.pipeline_parallel_degree, config.context_parallel_degree, config.tensor_parallel_degree)
+    return shards * replicas * prod(others)
 
 
 def _without_devices(config: Config) -> Config:
@@ -87,9 +80,13 @@ def _without_devices(config: Config) -> Config:
     rotated = replace(
         config.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
     )
-    training, fault_tolerance = config.training, replace(config.fault_tolerance, process_group="auto")
-    config = replace(config, parallelism=rotated, training=replace(training, enable_cpu_offload=False))
-    return replace(config, fault_tolerance=fault_tolerance, float8=type(config.float8)())
+    return replace(
+        config,
+        parallelism=rotated,
+        training=replace(config.training, enable_cpu_offload=False),
+        fault_tolerance=replace(config.fault_tolerance, process_group="auto"),
+        float8=type(config.float8)(),
+    )
 
 
 def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:

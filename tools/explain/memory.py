@@ -14,7 +14,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from operator import add
 from typing import Any, Literal, cast
@@ -90,12 +90,12 @@ class MeasuredStep:
 
 def join(stretches: Iterable[Stretch]) -> Stretch:
     """One after the other as one."""
-    level, most, collectives = (0, 0), (0, 0), Counter[Collective]()
+    whole = Stretch()
     for stretch in stretches:
-        most = _pairwise(max, most, _pairwise(add, level, stretch.most))
-        level = _pairwise(add, level, stretch.change)
-        collectives += stretch.collectives
-    return Stretch("", level, most, collectives)
+        whole.most = _pairwise(max, whole.most, _pairwise(add, whole.change, stretch.most))
+        whole.change = _pairwise(add, whole.change, stretch.change)
+        whole.collectives += stretch.collectives
+    return whole
 
 
 def _pairwise(function: Callable[[int, int], int], a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -210,7 +210,11 @@ def measure(
     microbatches: Sequence[tuple[Tensor, Tensor]],
 ) -> MeasuredStep:
     """One step over `microbatches`: forward, backward, and the optimizer's update with the making of its state."""
-    with _no_collector(), Ruler() as ruler:
+    gc.collect()  # it frees what lies in cycles at moments of its own: without it two equal steps count the same
+    with ExitStack() as stack, Ruler() as ruler:
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
         optimizer = make_optimizer(parallel.parts)
         for inputs, targets in microbatches:
             parallel.forward_backward(inputs, targets)
@@ -227,19 +231,6 @@ def measure(
     stretches = ruler.stretches(set().union(*gradients), constant)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
     return MeasuredStep(tuple(held), tuple(stretches), labels)
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Python's collector frees what lies in cycles at moments of its own: without it two equal steps count the same."""
-    gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -350,14 +341,12 @@ class Ruler(TorchDispatchMode):
     def _note(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name.partition("::")[2]
         kind = next((kind for key, kind in _KINDS if key in name), None)
-        if kind is None:
-            return
-        group = next((a for a in reversed(args) if isinstance(a, str)), None) or _group_name(args)
-        tensors = [leaf for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor)]
-        size = max(t.numel() * t.itemsize for t in tensors)
-        if name == "all_gather_into_tensor":  # the functional form is given the part alone
-            size *= args[1]
-        self.events.append(Collective(kind, group, size))
+        if kind is not None:
+            group = next((a for a in reversed(args) if isinstance(a, str)), None) or _group_name(args)
+            size = max(leaf.numel() * leaf.itemsize for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
+            if name == "all_gather_into_tensor":  # the functional form is given the part alone
+                size *= args[1]
+            self.events.append(Collective(kind, group, size))
 
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)

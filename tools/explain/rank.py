@@ -28,7 +28,7 @@ from parallelisms.layout import CompileConfig, Layout, LossFunction
 from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
-from parallelisms.pipeline_schedule import Action, Table, table
+from parallelisms.pipeline_schedule import Action, table
 from tools.explain.memory import (
     Collective,
     DeviceType,
@@ -199,11 +199,8 @@ def by_axis(step: MeasuredStep, axes: Mapping[str, str]) -> MeasuredStep:
     """Its messages with the axis for the group; without those of a rank with itself."""
     stretches = []
     for stretch in step.stretches:
-        named = Counter[Collective]()
-        for collective, count in stretch.collectives.items():
-            if collective.group in axes:
-                named[replace(collective, group=axes[collective.group])] += count
-        stretches.append(replace(stretch, collectives=named))
+        named = ((replace(c, group=axes[c.group]), n) for c, n in stretch.collectives.items() if c.group in axes)
+        stretches.append(replace(stretch, collectives=sum((Counter({c: n}) for c, n in named), Counter())))
     return replace(step, stretches=tuple(stretches))
 
 
@@ -251,10 +248,20 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
             seen[kind] = _act(_alone(job, modules), pp_rank=index)
         stage, step = seen[kind]
         acted.append((replace(stage, modules=tuple(names)), step))
-    return [
-        _pipeline_rank(job, pp_rank, rows, {index: acted[index] for index in mine})
-        for pp_rank, mine in enumerate(placement(config, len(modules)))
-    ]
+    profiles = []
+    for pp_rank, mine in enumerate(placement(config, len(modules))):
+        stages = {index: acted[index] for index in mine}
+        # Messages between two stages of one rank are assignments
+        unsent = {index: {"SEND_F", "RECV_B"} if index + 1 in stages else set[str]() for index in stages}
+        for index in stages:
+            unsent[index] |= {"RECV_F", "SEND_B"} if index - 1 in stages else set()
+        scenes = {index: _Scene(step, job.microbatches, unsent[index]) for index, (_, step) in stages.items()}
+        parts = [scene.buffers() for scene in scenes.values()]
+        for action in (action for cell in rows[pp_rank] for action in cell):
+            parts += scenes[action.stage].play(action)
+        parts += [stretch for scene in scenes.values() for stretch in scene.end()]
+        profiles.append(_rank(job, pp_rank, stages, join(parts)))
+    return profiles
 
 
 def _alone(job: ExplainedJob, modules: list[list[str]]) -> ExplainedJob:
@@ -272,24 +279,6 @@ def _alone(job: ExplainedJob, modules: list[list[str]]) -> ExplainedJob:
         degrees=job.degrees._replace(pp=len(modules)),
         local_batch_size=2 * config.pipeline_parallel_microbatch_size,
     )
-
-
-def _pipeline_rank(
-    job: ExplainedJob, pp_rank: int, rows: Table, stages: dict[int, tuple[Stage, MeasuredStep]]
-) -> RankProfile:
-    """The rank's row of the table, each action as it was seen."""
-    scenes = {}
-    for index, (_, step) in stages.items():
-        # Messages between two stages of one rank are assignments
-        unsent = {"SEND_F", "RECV_B"} if index + 1 in stages else set[str]()
-        unsent |= {"RECV_F", "SEND_B"} if index - 1 in stages else set()
-        scenes[index] = _Scene(step, job.microbatches, unsent)
-    parts = [scene.buffers() for scene in scenes.values()]
-    for action in (action for cell in rows[pp_rank] for action in cell):
-        parts += scenes[action.stage].play(action)
-    # The optimizer
-    parts += [stretch for scene in scenes.values() for stretch in scene.end()]
-    return _rank(job, pp_rank, stages, join(parts))
 
 
 class _Scene:

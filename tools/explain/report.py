@@ -5,10 +5,13 @@ tools/explain/command.py (flags and settings) -> here -> rank.py (what each rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from itertools import groupby, product
 from math import prod
 from textwrap import wrap
+
+import torch
 
 from parallelisms.device import DIFFERENCES
 from parallelisms.mesh import AXES, Degrees
@@ -57,11 +60,11 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
 
 
 def _head(job: ExplainedJob) -> Iterator[str]:
-    where = DIFFERENCES[job.device_type].words
     n = job.degrees.world_size
     yield from _wrapped(
-        f"{job.title}: {n} rank{'s' * (n > 1)} {where}, {job.degrees}. Nothing was started: ranks were acted out by tensors without "
-        "memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an uneven cut have less."
+        f"{job.title}: {n} rank{'s' * (n > 1)} {DIFFERENCES[job.device_type].words}, {job.degrees}. Nothing was started: ranks were acted "
+        "out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an uneven cut "
+        "have less."
     )
 
 
@@ -86,14 +89,13 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
 
 def _dtypes(job: ExplainedJob) -> Iterator[str]:
     precision = job.layout.precision
-    names = [str(dtype).removeprefix("torch.") for dtype in (precision.master, precision.compute, precision.reduce)]
-    rows = [
-        ("parameters the optimizer updates, its state", names[0]),
-        ("gathered weights, matrix products, activations, messages of tp, cp and pp", names[1]),
-        ("norms, rotations, softmax and loss, inside", "float32"),
-        ("sums of gradients over ranks and microbatches", names[2]),
-    ]
-    yield from _table(rows)
+    rows = {
+        "parameters the optimizer updates, its state": precision.master,
+        "gathered weights, matrix products, activations, messages of tp, cp and pp": precision.compute,
+        "norms, rotations, softmax and loss, inside": torch.float32,
+        "sums of gradients over ranks and microbatches": precision.reduce,
+    }
+    yield from _table((what, str(dtype).removeprefix("torch.")) for what, dtype in rows.items())
 
 
 def _mesh(degrees: Degrees) -> Iterator[str]:
@@ -110,16 +112,14 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
     degrees = job.degrees
     if degrees.world_size == 1:
         return
-    shown = [axis for axis, size in zip(AXES, degrees, strict=True) if size > 1]
-    rows = []
-    for rank in range(degrees.world_size):
-        left, place = rank, {}
-        for axis, size in reversed(list(zip(AXES, degrees, strict=True))):
-            left, place[axis] = divmod(left, size)
-        dp_rank, n = degrees.coordinate(rank).dp_rank, job.local_batch_size * job.passes
+    n, rows = job.local_batch_size * job.passes, []
+    shown = [axis for axis, size in enumerate(degrees) if size > 1]
+    for rank, place in enumerate(product(*map(range, degrees))):
+        dp_rank = degrees.coordinate(rank).dp_rank
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
         rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
-    yield from _table([("rank", *shown, "which of the step's sequences, if dealt in order"), *_ends_of_rows(rows)])
+    head = ("rank", *(AXES[axis] for axis in shown), "which of the step's sequences, if dealt in order")
+    yield from _table([head, *_ends_of_rows(rows)])
 
 
 def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
@@ -150,20 +150,16 @@ def _parameters(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str
 
 def _cut(kind: ParameterKind, degrees: Degrees) -> str:
     """Which axis has cut what: "rows: dp_shard, tp"."""
-    parts = {
-        dim: [plain(axis, dp_shard=degrees.dp_shard, cp=degrees.cp) for axis, cut in kind.cuts if cut == dim]
-        for dim in (0, 1)
-    }
-    texts = [f"{('rows', 'columns')[dim]}: {', '.join(axes)}" for dim, axes in parts.items() if axes]
+    texts = []
+    for dim, what in enumerate(("rows", "columns")):
+        axes = [plain(axis, dp_shard=degrees.dp_shard, cp=degrees.cp) for axis, cut in kind.cuts if cut == dim]
+        texts += [f"{what}: {', '.join(axes)}"] if axes else []
     return "; ".join(texts) or "whole"
 
 
 def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
-    for rank in acted:
-        held = rank.held
-        figures = (held.parameters, held.gradients, held.optimizer, rank.activations, rank.peak)
-        rows.append((_who(rank, acted), *(_size(figure) for figure in figures)))
+    rows += [(_who(rank, acted), *map(_size, (*astuple(rank.held), rank.activations, rank.peak))) for rank in acted]
     yield from _table(rows, right=range(1, 6))
     yield from _wrapped(
         "activations: the most that they, gathered weights, gradients on their way and buffers come to at one instant; peak: the most "
@@ -192,13 +188,14 @@ def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[
     rank = max(acted, key=sent)
     if not rank.collectives:
         return
-    rows = [("axis", "kind", "times", "each, up to", "together", "sent")]
+    rows: list[tuple[str, ...]] = [("axis", "kind", "times", "each, up to", "together", "sent")]
+    figures: dict[tuple[str, str], list[int]] = {}
+    for c, n in rank.collectives.items():
+        row = figures.setdefault((c.group, c.kind), [0, 0, 0])
+        row[:] = row[0] + n, max(row[1], c.bytes), row[2] + c.bytes * n
     order = {axis: index for index, axis in enumerate(AXES)}
-    items = sorted(rank.collectives.items(), key=lambda item: (order.get(item[0].group, 9), item[0].kind))
-    for (axis, kind), same in groupby(items, key=lambda item: (item[0].group, item[0].kind)):
-        counts = list(same)
-        total = sum(c.bytes * n for c, n in counts)
-        times, largest = sum(n for _, n in counts), max(c.bytes for c, _ in counts)
+    for axis, kind in sorted(figures, key=lambda key: (order.get(key[0], 9), key[1])):
+        times, largest, total = figures[axis, kind]
         sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
         rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
     if len(acted) > 1:
@@ -244,8 +241,7 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
 def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
     """Collectives that FSDP issued in the first forward and backward, by the profiler's record."""
     letters = {"all_gather": "G", "post_forward": "F", "post_backward_accumulate": "B", "post_backward_reduce": "R"}
-    forward: list[str] = []
-    backward: list[str] = []
+    forward, backward = list[str](), list[str]()
     now = forward
     for label in labels:
         what, _, name = label.removeprefix("FSDP::").partition(" (")
@@ -263,42 +259,35 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    pp = job.degrees.pp
-    if pp == 1:
-        return
-    schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
-    for line in picture(schedule, pp, n_stages, job.microbatches).splitlines():
-        yield from [_narrow(line)] if line.startswith("rank ") else _wrapped(line)
+    if job.degrees.pp > 1:
+        schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
+        for line in picture(schedule, job.degrees.pp, n_stages, job.microbatches).splitlines():
+            yield from [_narrow(line)] if line.startswith("rank ") else _wrapped(line)
 
 
 def _narrow(line: str) -> str:
     """A row of a picture, without the slots in its middle for which there is no room."""
-    head, row = line[: line.index("  ") + 2], line[line.index("  ") + 2 :]
     if len(line) <= WIDTH - 2:
         return line
-    cells = row.split()
-    width = max(map(len, cells)) + 1
-    half = (WIDTH - 2 - len(head) - 3) // width // 2
-    kept = [*cells[:half], "...", *cells[-half:]]
-    return head + " ".join(cell.ljust(width - 1) for cell in kept)
+    head, cells = line[: line.index("  ") + 2], line[line.index("  ") + 2 :].split()
+    width = max(map(len, cells))
+    half = (WIDTH - 2 - len(head) - 3) // (width + 1) // 2
+    return head + " ".join(cell.ljust(width) for cell in (*cells[:half], "...", *cells[-half:]))
 
 
 def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    for warning in (*_warn_pipeline(job, acted), *_warn_layout(job, acted), *_warn_figures(job)):
+    for warning in (*_layout_warnings(job, acted), *_figure_warnings(job)):
         yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
 
 
-def _warn_pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    pp = job.degrees.pp
-    if pp == 1:
-        return
-    n_stages = sum(len(rank.stages) for rank in acted)
-    if job.microbatches < n_stages:
+def _layout_warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    d, config, n_stages = job.degrees, job.layout.parallelism, sum(len(rank.stages) for rank in acted)
+    if d.pp > 1 and job.microbatches < n_stages:
         yield (
             f"{job.microbatches} microbatches for {n_stages} stages: the pipeline is never full; raise training.local_batch_size or "
             "lower parallelism.pipeline_parallel_microbatch_size"
         )
-    share = bubble(schedule_of(job.layout.parallelism), pp, n_stages, job.microbatches)
+    share = bubble(schedule_of(config), d.pp, n_stages, job.microbatches) if d.pp > 1 else 0.0
     if share > 0.25:
         yield f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller"
     blocks = [len(stage.modules) for rank in acted for stage in rank.stages]
@@ -307,10 +296,6 @@ def _warn_pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[
     peaks = [rank.peak for rank in acted]
     if max(peaks) > 1.25 * min(peaks):
         yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
-
-
-def _warn_layout(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    d, config = job.degrees, job.layout.parallelism
     kinds = {kind.name: kind for rank in acted for stage in rank.stages for kind in stage.kinds}
     uneven = [
         f"{name} ({kind.shape[dim]:,})"
@@ -329,18 +314,19 @@ def _warn_layout(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[st
         yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
 
 
-def _warn_figures(job: ExplainedJob) -> Iterator[str]:
-    if job.degrees.cp > 1 and job.layout.parallelism.context_parallel_rotate_method == "ring":
+def _figure_warnings(job: ExplainedJob) -> Iterator[str]:
+    layout, on_cuda = job.layout, job.device_type == "cuda"
+    if job.degrees.cp > 1 and layout.parallelism.context_parallel_rotate_method == "ring":
         yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
-    if job.layout.compile.enable:
+    if layout.compile.enable:
         yield "compile.enable: fused blocks keep less than these figures, which are of eager mode"
-    if job.layout.float8.enable:
+    if layout.float8.enable:
         yield "float8.enable: these figures are those without it"
-    if job.layout.activation_checkpoint.mode == "memory_budget":
+    if layout.activation_checkpoint.mode == "memory_budget":
         yield "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing"
-    if job.device_type == "cuda" and job.layout.precision.compute.itemsize == 4:
+    if on_cuda and layout.precision.compute.itemsize == 4:
         yield "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against"
-    if job.device_type == "cuda":
+    if on_cuda:
         yield (
             "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
             "is none unless metrics.peak_tflops says it"
@@ -350,15 +336,15 @@ def _warn_figures(job: ExplainedJob) -> Iterator[str]:
 # Text
 
 
-def _table(rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
+def _table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> Iterator[str]:
     """Columns as wide as their widest cell; the last one is wrapped."""
-    rows, right = list(rows), set(right)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    indent = " " * (sum(widths[:-1]) + 2 * len(widths[:-1]))
     for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         line = "  ".join(cells).rstrip()
-        indent = sum(widths[:-1]) + 2 * len(widths[:-1])
-        yield from [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2, subsequent_indent=" " * indent)
+        yield from [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2, subsequent_indent=indent)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -1,0 +1,66 @@
+"""A tiny job of replica groups for tests that start one, and the proof that each sequence was trained on exactly once."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from scripts.samples import SampleProof, SampleRow, prove, read
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of run_train.sh and those that become it
+ENV = {"PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
+CONFIG = """
+[model]
+dim = 32
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+hidden_dim = 64
+
+[training]
+dataset = "files"
+dataset_path = "text/*.txt"
+local_batch_size = 2
+seq_len = 32
+
+[lr_scheduler]
+warmup_steps = 2
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+
+[checkpoint]
+interval = 10
+keep_latest_k = 2
+"""
+
+
+def write_job(folder: Path, config: str = CONFIG) -> None:
+    """tiny.toml and its text."""
+    (folder / "text").mkdir(exist_ok=True)
+    (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
+    (folder / "tiny.toml").write_text(config)
+
+
+def copy_repository(to: Path) -> None:
+    """All that the commands of the pages use."""
+    packages = ("configs", "contrib", "ft", "models", "parallelisms", "scripts", "tools", "training")
+    for part in (*packages, "train.py", "requirements.lock", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+        copy(ROOT / part, to / part)
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max(int(path.name.removeprefix("step-")) for path in (run / "checkpoint").iterdir())
+
+
+def assert_exact(run: Path, steps: int) -> list[SampleRow]:
+    """Holds the record of the run against `steps` steps; returns it."""
+    rows = read(run / "samples.jsonl")
+    assert [row.step for row in rows] == list(range(1, steps + 1))
+    assert prove(rows) == SampleProof(steps=steps, sequences=rows[-1].positions[-1].end)
+    return rows
