@@ -19,6 +19,7 @@ that need a network of their own are left out, and named, where there is no root
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -28,7 +29,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
@@ -62,18 +62,8 @@ DEFAULTS = {  # overrides on the command line come after these
 KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whoever is there: equal things are compared
 
 
-@dataclass(frozen=True)
-class DrillRequest:
-    config: str
-    overrides: list[str]
-    groups: int
-    minutes: float
-    kinds: list[str]
-    seed: int
-    brief: bool
-    twin: bool
-    times_s: tuple[float, float, float]  # away, full, pair
-    under: list[str]
+class DrillRequest(argparse.Namespace):
+    """The command line, and `overrides`, `kinds`, `under`: a command that becomes the one behind it."""
 
     @property
     def most_groups(self) -> int:
@@ -124,19 +114,17 @@ def read_arguments(argv: Sequence[str]) -> DrillRequest:
     flags.add_argument("config")
     words = "groups and lighthouse have 256 descriptors; groups of child processes share 64 MB"
     flags.add_argument("--under", choices=UNDER, help=words)
-    given, overrides = flags.parse_known_args(argv)
-    kinds = given.faults.split(",")
-    if unknown := [kind for kind in kinds if kind not in all_kinds]:
+    asked, overrides = flags.parse_known_args(argv, DrillRequest())
+    asked.overrides = overrides
+    asked.kinds = asked.faults.split(",")
+    if unknown := [kind for kind in asked.kinds if kind not in all_kinds]:
         raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(all_kinds)}")
-    if given.groups < 1:
-        raise ValueError(f"--groups {given.groups}: a whole number from 1")
-    under = list(UNDER[given.under]) if given.under else []
-    if given.under == "shm":
-        overrides.append("--fault_tolerance.process_group=baby_gloo")
-    times_s, twin = (given.away, given.full, given.pair), not given.no_twin
-    return DrillRequest(
-        given.config, overrides, given.groups, given.minutes, kinds, given.seed, given.brief, twin, times_s, under
-    )
+    if asked.groups < 1:
+        raise ValueError(f"--groups {asked.groups}: a whole number from 1")
+    if asked.under == "shm":
+        asked.overrides.append("--fault_tolerance.process_group=baby_gloo")
+    asked.under = UNDER.get(asked.under, [])
+    return asked
 
 
 def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, bool, dict[str, str]]:
@@ -180,7 +168,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
         verdicts.append(rules.in_time(job.diaries, incidents, job.config.fault_tolerance))
     if disk:
         verdicts.append(rules.figures_complete(job.run))
-    if asked.twin and not failed:
+    if not asked.no_twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
         try:
             verdicts.append(rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
@@ -229,7 +217,7 @@ def open_job(
     if disk and own:
         disk.callback(own.close)
     job = DrillJob(argv, asked.groups, network=network, disk=own, under=asked.under)
-    job.away_s, job.full_s, job.pair_s = asked.times_s
+    job.away_s, job.full_s, job.pair_s = asked.away, asked.full, asked.pair
     return job
 
 
