@@ -223,7 +223,7 @@ def open_job(
 
 def finish(asked: DrillRequest) -> Verdict:
     """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
-    said, problem = dict[str, str](), ""
+    early = list[str]()  # groups that said so too early
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
         job.together()
         _, _, step = killed_in_a_save(job)
@@ -231,20 +231,19 @@ def finish(asked: DrillRequest) -> Verdict:
         job.gone |= set(job.groups)  # they may end
 
         def over() -> bool:
-            nonlocal problem
             whole = job.has(step)
             for name, group in job.groups.items():
-                said[name] = group.log.read_text(errors="replace")
-                if not whole and ("finished" in said[name] or group.code == 0):
-                    problem = (
-                        problem or f"group {name} says that it has finished, and there is no checkpoint of step {step}"
-                    )
+                said = "finished" in group.log.read_text(errors="replace") or group.code == 0
+                early.extend([name] if said and not whole else [])
             return all(group.code == 0 for group in job.groups.values())
 
+        problem = ""
         try:
             job.until("the end of all groups", over)
         except Failed as why:
-            problem = problem or str(why)
+            problem = str(why)
+    if early:
+        problem = f"group {early[0]} says that it has finished, and there is no checkpoint of step {step}"
     if whole_then:
         problem = "the checkpoint stood before its writer was killed: try again"
     words = problem or f"of step {step}, by another group than the one that was killed in it"
@@ -282,9 +281,8 @@ def report(
         print(f"left out: {kind}, {why}")
     cores, load = os.cpu_count(), os.getloadavg()[0]
     steps = max(diary.step for diary in job.diaries.values())
-    print(
-        f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {len(incidents)} faults in {steps} steps; {cores} cores, load {load:.1f}"
-    )
+    seen = f"{len(incidents)} faults in {steps} steps; {cores} cores, load {load:.1f}"
+    print(f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {seen}")
     for verdict in verdicts:
         print(verdict)
     told = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}
