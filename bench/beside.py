@@ -8,7 +8,6 @@ are new / old of a time, taken inside a pair; the interval is the 95 % one of th
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -17,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.pairs import table
+from bench.job import ROOT
+from bench.pairs import in_turns, parser, table
 
-HERE = Path(__file__).resolve().parents[1]
 MEDIAN, UPPER = 1.02, 1.05  # bounds: of the median of ratios, and of its interval's upper end
 TRAIN = "train.py configs/llama.toml --training.steps 40 --checkpoint.enable false --job.dump_folder {out} --job.name beside"
 
@@ -61,29 +61,21 @@ MEASURES: dict[str, tuple[str, dict[str, Callable[[str, Path], float]]]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("--pairs", type=int, default=11)
-    parser.add_argument("--only", default=",".join(MEASURES))
-    options = parser.parse_args(argv)
+    flags = parser(__doc__, pairs=11, only=",".join(MEASURES))
+    flags.add_argument("old", type=Path)
+    options = flags.parse_args(argv)
     rows, slower = list[list[str]](), False
     for name in options.only.split(","):
-        ratios: dict[str, list[float]] = {}
-        times: dict[str, list[float]] = {}
-        for pair in range(options.pairs + 1):  # the first warms up
-            trees = (options.old.resolve(), HERE)
-            found = {tree: _times(tree, name) for tree in (trees if pair % 2 else reversed(trees))}
-            for figure, value in found[HERE].items() if pair else ():
-                ratios.setdefault(figure, []).append(value / found[trees[0]][figure])
-                times.setdefault(figure, []).append(value)
-            print(f"{name}: pair {pair} of {options.pairs}", file=sys.stderr, flush=True)
-        for figure, found_ratios in ratios.items():
-            low, high = interval(found_ratios)
-            median = statistics.median(found_ratios)
+        trees = {"new": partial(_times, ROOT, name), "old": partial(_times, options.old.resolve(), name)}
+        found = in_turns(trees, options.pairs, warm=1)
+        for figure in MEASURES[name][1]:
+            new, old = ([times[figure] for times in found[tree]] for tree in ("new", "old"))
+            ratios = [a / b for a, b in zip(new, old, strict=True)]
+            (low, high), median = interval(ratios), statistics.median(ratios)
             verdict = "no slower" if median <= MEDIAN and high < UPPER else "SLOWER, or not known"
             slower |= verdict != "no slower"
-            new = statistics.median(times[figure])
-            rows.append([f"{name}, {figure}", f"{new:.4g}", f"{median:.3f}", f"{low:.3f}-{high:.3f}", verdict])
+            now = f"{statistics.median(new):.4g}"
+            rows.append([f"{name}, {figure}", now, f"{median:.3f}", f"{low:.3f}-{high:.3f}", verdict])
     print(table(["", "now", "of before", "95 % of the median", ""], rows))
     return int(slower)
 
@@ -92,20 +84,14 @@ def _times(tree: Path, name: str) -> dict[str, float]:
     command, figures = MEASURES[name]
     with tempfile.TemporaryDirectory() as out:
         bench = "bench" if (tree / "bench").is_dir() else "benchmarks"
-        words = command.format(bench=bench, out=out).split(" ")
-        run = subprocess.run(
-            [sys.executable, *words],
-            cwd=tree,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        words, env = command.format(bench=bench, out=out).split(" "), {**os.environ, "OMP_NUM_THREADS": "1"}
+        run = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=env, check=False)
+        print(f"{name}: {tree}", file=sys.stderr, flush=True)
         try:
             return {figure: read(run.stdout, Path(out)) for figure, read in figures.items()}
         except (IndexError, ValueError, KeyError):
-            raise SystemExit(
-                f"{' '.join(words)} in {tree}: no figure (exit code {run.returncode})\n{run.stdout}{run.stderr}"
-            ) from None
+            said = f"no figure (exit code {run.returncode})\n{run.stdout}{run.stderr}"
+            raise SystemExit(f"{' '.join(words)} in {tree}: {said}") from None
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

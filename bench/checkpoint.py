@@ -9,7 +9,6 @@ nothing and hashes nothing but computes the zip format's CRC-32, which ours leav
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import statistics
@@ -33,6 +32,7 @@ from ft.materialise import materialise
 from training import checkpoint_dcp
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_files import FileRecord
+from training.log import Log
 
 Turn = Callable[[], float]  # does it once; seconds
 
@@ -91,7 +91,7 @@ class Bench:
         self.step = 0
 
     def checkpointer(self, **settings: Any) -> Checkpointer:
-        log = logging.getLogger("benchmark")
+        log = Log(global_rank=1)  # who says nothing of each checkpoint
         return Checkpointer(CheckpointConfig(**settings), self.folder / "run", self.states, log=log)
 
     def save(self) -> float:

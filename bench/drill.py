@@ -19,6 +19,7 @@ that need a network of their own are left out, and named, where there is no root
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -28,7 +29,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
@@ -62,18 +62,8 @@ DEFAULTS = {  # overrides on the command line come after these
 KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whoever is there: equal things are compared
 
 
-@dataclass(frozen=True)
-class DrillRequest:
-    config: str
-    overrides: list[str]
-    groups: int
-    minutes: float
-    kinds: list[str]
-    seed: int
-    brief: bool
-    twin: bool
-    times_s: tuple[float, float, float]  # away, full, pair
-    under: list[str]
+class DrillRequest(argparse.Namespace):
+    """The command line, and `overrides`, `kinds`, `under`: a command that becomes the one behind it."""
 
     @property
     def most_groups(self) -> int:
@@ -124,19 +114,17 @@ def read_arguments(argv: Sequence[str]) -> DrillRequest:
     flags.add_argument("config")
     words = "groups and lighthouse have 256 descriptors; groups of child processes share 64 MB"
     flags.add_argument("--under", choices=UNDER, help=words)
-    given, overrides = flags.parse_known_args(argv)
-    kinds = given.faults.split(",")
-    if unknown := [kind for kind in kinds if kind not in all_kinds]:
+    asked, overrides = flags.parse_known_args(argv, DrillRequest())
+    asked.overrides = overrides
+    asked.kinds = asked.faults.split(",")
+    if unknown := [kind for kind in asked.kinds if kind not in all_kinds]:
         raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(all_kinds)}")
-    if given.groups < 1:
-        raise ValueError(f"--groups {given.groups}: a whole number from 1")
-    under = list(UNDER[given.under]) if given.under else []
-    if given.under == "shm":
-        overrides.append("--fault_tolerance.process_group=baby_gloo")
-    times_s, twin = (given.away, given.full, given.pair), not given.no_twin
-    return DrillRequest(
-        given.config, overrides, given.groups, given.minutes, kinds, given.seed, given.brief, twin, times_s, under
-    )
+    if asked.groups < 1:
+        raise ValueError(f"--groups {asked.groups}: a whole number from 1")
+    if asked.under == "shm":
+        asked.overrides.append("--fault_tolerance.process_group=baby_gloo")
+    asked.under = UNDER.get(asked.under, [])
+    return asked
 
 
 def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, bool, dict[str, str]]:
@@ -180,7 +168,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
         verdicts.append(rules.in_time(job.diaries, incidents, job.config.fault_tolerance))
     if disk:
         verdicts.append(rules.figures_complete(job.run))
-    if asked.twin and not failed:
+    if not asked.no_twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
         try:
             verdicts.append(rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
@@ -229,13 +217,13 @@ def open_job(
     if disk and own:
         disk.callback(own.close)
     job = DrillJob(argv, asked.groups, network=network, disk=own, under=asked.under)
-    job.away_s, job.full_s, job.pair_s = asked.times_s
+    job.away_s, job.full_s, job.pair_s = asked.away, asked.full, asked.pair
     return job
 
 
 def finish(asked: DrillRequest) -> Verdict:
     """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
-    said, problem = dict[str, str](), ""
+    early = list[str]()  # groups that said so too early
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
         job.together()
         _, _, step = killed_in_a_save(job)
@@ -243,20 +231,19 @@ def finish(asked: DrillRequest) -> Verdict:
         job.gone |= set(job.groups)  # they may end
 
         def over() -> bool:
-            nonlocal problem
             whole = job.has(step)
             for name, group in job.groups.items():
-                said[name] = group.log.read_text(errors="replace")
-                if not whole and ("finished" in said[name] or group.code == 0):
-                    problem = (
-                        problem or f"group {name} says that it has finished, and there is no checkpoint of step {step}"
-                    )
+                said = "finished" in group.log.read_text(errors="replace") or group.code == 0
+                early.extend([name] if said and not whole else [])
             return all(group.code == 0 for group in job.groups.values())
 
+        problem = ""
         try:
             job.until("the end of all groups", over)
         except Failed as why:
-            problem = problem or str(why)
+            problem = str(why)
+    if early:
+        problem = f"group {early[0]} says that it has finished, and there is no checkpoint of step {step}"
     if whole_then:
         problem = "the checkpoint stood before its writer was killed: try again"
     words = problem or f"of step {step}, by another group than the one that was killed in it"
@@ -294,9 +281,8 @@ def report(
         print(f"left out: {kind}, {why}")
     cores, load = os.cpu_count(), os.getloadavg()[0]
     steps = max(diary.step for diary in job.diaries.values())
-    print(
-        f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {len(incidents)} faults in {steps} steps; {cores} cores, load {load:.1f}"
-    )
+    seen = f"{len(incidents)} faults in {steps} steps; {cores} cores, load {load:.1f}"
+    print(f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {seen}")
     for verdict in verdicts:
         print(verdict)
     told = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}

@@ -125,8 +125,8 @@ def _speeds(good: Mapping[str, Row], sizes: Mapping[str, Mapping[str, int]], nam
         side["graphs"] = max(side["graphs"], row.get("graphs", 0))
     peak = known_peak_tflops(name) if name else None
     for side in found.values():
-        side["speeds"], size = list(side["by_round"].values()), sizes[side["size"]]
-        flops = our_llama(dict(size)).flops_per_token(size["seq"]) if peak else 0
+        side["speeds"], shape = list(side["by_round"].values()), sizes[side["size"]]
+        flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
         side["mfu"] = flops * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
     return found
 

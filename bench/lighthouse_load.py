@@ -7,7 +7,6 @@ as well: on few cores a load that is busy all the time sets the pace, and not th
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import statistics
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 
 import grpc.aio
 
-from bench.job import LighthouseProcess, cpu_s, our_lighthouse, their_lighthouse
+from bench.job import Forked, LighthouseProcess, cpu_s, our_lighthouse, their_lighthouse
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
@@ -191,21 +190,12 @@ def addresses(i: int) -> tuple[str, str]:
 @contextmanager
 def beside(target: Callable[..., None], *arguments: object) -> Iterator[Callable[[], Any]]:
     """`target(*arguments, pipe)` in a process of its own, which says when it is under way, and answers what this gives to call."""
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=target, args=(*arguments, there), daemon=True)
-    process.start()
-    here.recv()
-
-    def ask() -> Any:
-        here.send("tell")
-        return here.recv()
-
+    process = Forked((), target, *arguments)
     try:
-        yield ask
+        process.hear()
+        yield process.ask
     finally:
         process.kill()
-        process.join()
 
 
 def read_events(page: str, watchers: int, pipe: Any) -> None:

@@ -203,18 +203,14 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
 
     def row(side: JobSide) -> list[str]:
-        calm, _, _, _ = stormy(side, options, kills=False)
-        steps, count, lost, ends = stormy(side, options, kills=True)
-        good, differ = steps / calm, not equal(ends)
-        figures = [str(calm), str(steps), str(count), f"{good:.2f}", str(lost), "differ" if differ else "equal"]
-        return [
-            *figures,
-            verdict(side, {"1 - goodput": (1 - good, 0.07), "lost": (lost, 0), "weights differ": (differ, 0)}),
-        ]
+        calm, steps = stormy(side, options, 3, lambda groups: []), stormy(side, options, 3, list)
+        good = steps.steps / calm.steps
+        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (steps.lost, 0), "weights differ": (not steps.equal, 0)}
+        figures = [str(calm.steps), str(steps.steps), str(steps.kills), f"{good:.2f}", str(steps.lost), steps.weights]
+        return [*figures, verdict(side, bounds)]
 
-    print_rows(
-        ["", "steps, calm", "with kills", "kills", "goodput", "lost", "weights", "bounds"], row, sides * options.rounds
-    )
+    header = ["", "steps, calm", "with kills", "kills", "goodput", "lost", "weights", "bounds"]
+    print_rows(header, row, sides * options.rounds)
 
 
 def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides: Sequence[JobSide]) -> None:
@@ -229,67 +225,67 @@ def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides
     print(table(header, rows))
 
 
-def stormy(side: JobSide, options: argparse.Namespace, *, kills: bool) -> tuple[int, int, int, list[DiaryLine]]:
-    """Steps in the time, kills, refused steps, and how the groups ended."""
-    draw, count = random.Random(options.seed), 0
-    with RecoveryJob(side, 3, step_ms=options.step_ms) as job:
+@dataclass
+class Storm:
+    """What came of a time of kills. Steps and lost ones are of that time."""
+
+    steps: int
+    kills: int
+    lost: int
+    seconds: float
+    ends: list[DiaryLine]
+    groups: list[ReplicaGroup]
+    longest_s: float  # in which nobody committed
+
+    @property
+    def equal(self) -> bool:
+        return equal(self.ends)
+
+    @property
+    def weights(self) -> str:
+        return "equal" if self.equal else "differ"
+
+
+Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups those that a kill may take
+
+
+def stormy(side: JobSide, options: argparse.Namespace, groups: int, victims: Victims) -> Storm:
+    draw, kills = random.Random(options.seed), 0
+    with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
         job.start()
-        job.steps(STEADY, 3)
+        job.steps(STEADY, groups)
         began_s, first = time.monotonic(), max(group.step for group in job.groups)
-        end_s = began_s + 60 * options.minutes
-        while time.monotonic() < end_s:
-            job.wait(min(options.every, end_s - time.monotonic()))
-            if kills and end_s - time.monotonic() > options.every / 2:
-                victim = draw.choice(job.groups)
+        while (left_s := began_s + 60 * options.minutes - time.monotonic()) > 0:
+            job.wait(min(options.every, left_s))
+            if left_s > 1.5 * options.every and (may := victims(job.groups)):
+                victim = draw.choice(may)
                 victim.kill()
                 victim.start()
-                count += 1
+                kills += 1
         steps, lost = max(group.step for group in job.groups) - first, refused(job.groups, began_s)
-        job.steps(STEADY, 3)
-        return steps, count, lost, job.finish()
+        job.steps(STEADY, groups)
+        ends, seconds = job.finish(), time.monotonic() - began_s
+    commits = sorted(line.at_s for group in job.groups for line in group.since(began_s, "commit"))
+    return Storm(steps, kills, lost, seconds, ends, job.groups, max(b - a for a, b in pairwise(commits)))
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Four groups and no rest; then every step must be somebody's, once, and all weights equal and what they must be."""
 
     def row(side: JobSide) -> list[str]:
-        draw, count = random.Random(options.seed), 0
-        with RecoveryJob(side, 4, step_ms=options.step_ms) as job:
-            job.start()
-            job.steps(STEADY, 4)
-            began_s = time.monotonic()
-            while time.monotonic() < began_s + 60 * options.minutes:
-                job.wait(options.every)
-                victim = draw.choice(expendable(job.groups))
-                victim.kill()
-                victim.start()
-                count += 1
-            job.steps(STEADY, 4)
-            ends, lost = job.finish(), refused(job.groups, began_s)
-            wrong = unaccounted(job.groups, ends)
-            rate = job.groups[0].step / (time.monotonic() - began_s)
-            commits = sorted(
-                (line for one in job.groups for line in one.since(began_s, "commit")), key=lambda line: line.at_s
-            )
+        seen = stormy(side, options, 4, expendable)
+        wrong, last = unaccounted(seen.groups, seen.ends), seen.ends[0].step
         for words in wrong[:20]:
             print(f"{side.name}: {words}", file=sys.stderr)
-        differ = not equal(ends)
-        bounds = verdict(side, {"unaccounted": (len(wrong), 0), "weights differ": (differ, 0)})
-        figures = [
-            str(count),
-            str(ends[0].step),
-            f"{rate:.1f}",
-            f"{max(gaps(commits)):.2f}",
-            str(lost),
-            str(len(wrong)),
-        ]
-        return [*figures, "differ" if differ else "equal", bounds]
+        bounds = verdict(side, {"unaccounted": (len(wrong), 0), "weights differ": (not seen.equal, 0)})
+        figures = [str(seen.kills), str(last), f"{last / seen.seconds:.1f}", f"{seen.longest_s:.2f}", str(seen.lost)]
+        return [*figures, str(len(wrong)), seen.weights, bounds]
 
     header = ["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights", "bounds"]
     print_rows(header, row, sides)
 
 
-def expendable(groups: Sequence[ReplicaGroup]) -> list[ReplicaGroup]:
+def expendable(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     """Whom a kill may take: never the last that has the newest step, or the one before it, whose sums it may still wait for."""
     newest = max(group.step for group in groups)
     have = [group for group in groups if group.step >= newest - 1]

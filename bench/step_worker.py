@@ -61,6 +61,7 @@ def pharos(
 
     cleanup.enter_context(process_group(CommConfig()))
     words = setting.split()
+    [chunked] = [word for word in words if word.startswith("chunked")] or ["chunked=0"]
     float8 = Float8Config(enable="float8" in words)
     float8.check()
     layout = Layout(
@@ -69,7 +70,7 @@ def pharos(
         CompileConfig(enable=bool(backend := _backend(setting)), backend=backend or "inductor"),
         float8,
         Precision(*(torch.bfloat16 if word in words else torch.float32 for word in ("weights", "bf16"))),
-        loss_chunk_tokens=_chunk_tokens(words),
+        loss_chunk_tokens=int(chunked.partition("=")[2] or CHUNK),
     )
     with patch("models.llama.normal_", draw_on_device):
         parallel = parallelize(
@@ -100,11 +101,6 @@ def _backend(setting: str) -> str:
     """Settings of torch.compile, by the word compile or compile=BACKEND; "": none."""
     [word] = [word for word in setting.split() if word.startswith("compile")] or [""]
     return word.partition("=")[2] or ("inductor" if word else "")
-
-
-def _chunk_tokens(words: list[str]) -> int:
-    [asked] = [word for word in words if word.startswith("chunked")] or ["chunked=0"]
-    return int(asked.partition("=")[2] or CHUNK)
 
 
 def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
@@ -193,7 +189,8 @@ def _peer_step(
 
 
 class StepSide:
-    """Answers with the seconds and CPU seconds that so many steps took, and memory and compiled graphs so far."""
+    """Answers with the seconds and CPU seconds that so many steps took, and so far the peak of resident memory, or of what the caching
+    allocator of a GPU had to hand out, and the graphs that torch.compile has made."""
 
     def __init__(self, step: Step, sizes: dict[str, int], device: torch.device) -> None:
         self.step, self.sizes, self.device = step, sizes, device
@@ -204,11 +201,14 @@ class StepSide:
         for _ in range(steps):
             tokens = torch.randint(0, self.sizes["vocab"], shape, device=self.device)
             self.step(tokens[:, :-1], tokens[:, 1:])
-        if self.device.type == "cuda":
+        cuda, dynamo = self.device.type == "cuda", sys.modules.get("torch._dynamo.utils")
+        if cuda:
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(self.device) / 2**20}
-        return {**figures, "graphs": _graphs()}
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
+        graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": peak_mib, "graphs": graphs}
 
 
 def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
@@ -221,19 +221,6 @@ def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # weights were made in fp32
     serve(side, side.run(1))
-
-
-def _graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
-def _peak_bytes(device: torch.device) -> float:
-    """The process' peak resident size on a CPU; what the caching allocator had to hand out at most on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":
