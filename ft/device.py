@@ -24,8 +24,7 @@ def streams_of(device: torch.device) -> Any:
 
 
 def on_host(values: Tensor) -> Tensor:
-    """`values` in host memory, once the device has computed them. Every wait of a step for a device's values is a call of this, by whom
-    tests/dryrun counts it."""
+    """`values` in host memory, once the device has computed them."""
     return values.cpu()
 
 
