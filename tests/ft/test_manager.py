@@ -276,7 +276,7 @@ def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
         assert rank.join().error is None
         assert [step for step, _, _ in rank.commits] == [1, 2, 3, 4]
         assert [slots for _, slots in rank.computed] == [(0,), (SLOT,), (2 * SLOT,), (3 * SLOT,)], "each but once"
-        assert not rank.manager.gradients._hooks, "a manager that is closed holds no gradients"
+        assert not rank.manager.gradients.is_attached, "a manager that is closed holds no gradients"
 
 
 def test_ranks_of_a_group_take_the_same_way():

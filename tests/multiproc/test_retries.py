@@ -85,7 +85,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
                 failures
             ):  # a rank that hears of a failure before it has computed gives its slots back: not the case meant here
                 all_here(store.underlying_store, f"{lighthouse}/{deal.step}")
-            fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
+            fail(manager, between, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))
             assert commit is not None and commit.contributors == (0, 1), commit
             optimizer.step()
@@ -141,7 +141,7 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
                 parallel.forward_backward(inputs, labels)
 
 
-def fail(manager: Manager, how: str, *, first: bool) -> None:
+def fail(manager: Manager, between: ProcessGroupGloo, how: str, *, first: bool) -> None:
     """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
     wait, attempt = manager.gradients.wait, manager._attempt
 
@@ -157,7 +157,7 @@ def fail(manager: Manager, how: str, *, first: bool) -> None:
     if how == "behind the last bucket":
         manager.gradients.wait = in_vain  # type: ignore[method-assign]
     elif how == "before the last bucket" or (how == "of one rank" and first):
-        manager._group.interrupt("the connection broke")
+        between.interrupt("the connection broke")
 
 
 @pytest.mark.timeout(300)
