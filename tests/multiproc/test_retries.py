@@ -50,7 +50,11 @@ class Trained:
 
 
 class Counting(ProcessGroupGloo):
-    count = 0
+    count = generations = 0
+
+    def configure(self, *given: Any, **more: Any) -> None:
+        self.generations += 1
+        super().configure(*given, **more)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         self.count += 1
@@ -141,16 +145,16 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
                 parallel.forward_backward(inputs, labels)
 
 
-def fail(manager: Manager, between: ProcessGroupGloo, how: str, *, first: bool) -> None:
+def fail(manager: Manager, between: Counting, how: str, *, first: bool) -> None:
     """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
-    wait, attempt = manager.gradients.wait, manager._attempt
+    wait, generation = manager.gradients.wait, between.generations
 
     def in_vain() -> tuple[float, ...]:
         manager.gradients.wait = wait  # type: ignore[method-assign]
         tail = wait()
         if (
-            manager._attempt == attempt
-        ):  # else others failed first, and this rank voted no without a wait: the next one holds
+            between.generations == generation
+        ):  # else others failed first, and this rank voted no without a wait: this one holds
             raise GroupError("the connection broke behind the last byte")
         return tail
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,15 +320,3 @@ def test_of_nothing_nothing_is_sent():
     tensors = [torch.empty(0, 4) for _ in range(2)]
     world = summed(tensors, [None] * 2)
     assert not any(group.started for group in world.groups)
-
-
-def test_a_lanes_thread_is_on_the_gpu_of_its_maker(monkeypatch: pytest.MonkeyPatch):
-    numbers: list[tuple[str, int]] = []
-    monkeypatch.setattr("ft.quantized.current_device", lambda: 3)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda number: numbers.append((threading.current_thread().name, number))
-    )
-    lane = CollectiveQueue(SimpleNamespace(rank=lambda: 0, size=lambda: 1))  # type: ignore[arg-type]
-    lane.close()
-    lane.join()
-    assert numbers == [("ft-quantized", 3)]
