@@ -255,7 +255,8 @@ class Gradients:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
             for user in step.users:
                 self._send_user(attempt, user, after_buckets=False)
-            self._send_all_but_last(attempt, zeros=zeros)
+            while attempt.sent < len(attempt.missing) - 1:
+                self._send(attempt, zeros=zeros)
             for user in step.users:
                 self._send_user(attempt, user, after_buckets=True)
             bucket = self._layout.buckets[-1]
