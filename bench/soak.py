@@ -135,19 +135,19 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                 "lives": self.lives,
                 "problem": self.problem,
                 "commits": dict(self.commits),
-                "phase": manager._machine.phase.value,
+                "phase": manager.status().phase.value,
             }
 
         def held(self) -> dict[str, int]:
             """By its server, and in its store."""
-            mine = self.manager._membership
+            mine = self.manager.membership
             if not mine.server or not mine.rendezvous:
                 return {}
             return {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
 
         def cut(self) -> int:
             """All connections of this group to others end, as a network lets them; how many."""
-            generation = self.manager._group._generation
+            generation = self.manager.group._generation
             engine: Any = generation and generation.engine
             return sockets.shut(near=engine.near, far=engine.far) if engine else 0
 

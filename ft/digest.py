@@ -1,6 +1,6 @@
 """Digest of a rank's weights, by which groups compare them: a few numbers that change with any bit.
 
-Flow: manager.py asks for it where the machine wants it in a tail; step_control.py draws the conclusion. Every 64-bit word counts in
+Flow: manager.py asks for it where the machine wants it in a tail; compare.py draws the conclusion. Every 64-bit word counts in
 the sum of its block, every block's sum in the tensor's, times an odd number that tells where it lies; all modulo 2**64, so in whatever
 order a device adds, the result is the same. Any change of one word changes it, for certain, and what more changes could cancel must lie in
 one block. It guards against accidents of memory and arithmetic, not against people.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ft.device import on_host
 from ft.grad_buffers import local_of
-from ft.protocol.step_control import FIGURES
+from ft.protocol.compare import FIGURES
 
 BLOCK = 1 << 13  # words: 64 KiB, of which a device has many at once
 

@@ -62,6 +62,9 @@ class FragmentGradients(Gradients):
     begin, last_pass, send, launch = map(_of_turn, ("begin", "last_pass", "send", "launch"))
     wait, give_up, all_reduce = map(_of_turn, ("wait", "give_up", "all_reduce"))
 
+    def deliver(self, held: int | None = None) -> None:
+        (self._turn if held is None else self._holders.pop(held)).deliver(held)
+
     @property
     def can_repeat(self) -> bool:
         return self._turn.can_repeat

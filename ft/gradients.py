@@ -172,11 +172,6 @@ class Gradients:
         while self._hooks:
             self._hooks.pop().remove()
 
-    @property
-    def is_attached(self) -> bool:
-        """True from `attach` to `close`: parameters hold this object, and its buffers."""
-        return bool(self._hooks)
-
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:

@@ -27,7 +27,8 @@ log = logging.getLogger("pharos.healing")
 
 class Healer:
     """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources have a state of another layout
-    than ours. `end_offer` may come from any; everything else belongs to the trainer's."""
+    than ours. `ask`: for the address of a source's state, of its group's server; "": it does not say. `end_offer` may come from any thread;
+    everything else belongs to the trainer's."""
 
     def __init__(
         self,
@@ -39,10 +40,11 @@ class Healer:
         grace_s: float,
         hear: Callable[[m.Event], None],
         unlike: Callable[[str], None] = lambda why: None,
+        ask: Callable[[str], str] | None = None,
     ) -> None:
-        self._state, self._transport = state, transport
+        self._state, self.transport = state, transport
         self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
-        self._unlike = unlike
+        self._unlike, self._ask = unlike, ask or self._ask_server
         self._fetching: threading.Thread | None = None
         self._ended_quorum = 0  # the newest that was said to be over
         self._over = threading.Event()  # the fetch is of no use any more
@@ -54,32 +56,32 @@ class Healer:
     @property
     def address(self) -> str:
         """The address for a rank that heals from this one."""
-        return self._transport.address
+        return self.transport.address
 
     def offer(self, part: m.Part) -> None:
         """Serves the state as it stands, at a step's boundary, to those who are to fetch it here; or nothing, if nobody is."""
         if part.heals:
             readers = [part.members[rank] for rank in part.heals]
             snapshot = self._state.snapshot()
-            self._transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
+            self.transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
             if part.quorum_id <= self._ended_quorum:  # said before there was an offer to end
-                self._transport.end_offer(part.quorum_id, "its quorum is over")
+                self.transport.end_offer(part.quorum_id, "its quorum is over")
         else:
-            self._transport.withdraw("nobody was to need it any more")
+            self.transport.withdraw("nobody was to need it any more")
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
         """Ends the offer of that quorum: its readers are dead, or heal anew in the next one. A commit that waits for one goes on."""
         self._ended_quorum = max(self._ended_quorum, quorum_id)
-        self._transport.end_offer(quorum_id, reason)
+        self.transport.end_offer(quorum_id, reason)
 
     @property
     def all_is_sent(self) -> bool:
         """True when the peer healing from this rank has received the full state: it installs it by this commit or soon after."""
-        return self._transport.is_taken
+        return self.transport.is_taken
 
     def fence(self) -> None:
         """The state is about to change."""
-        outcome = self._transport.fence()
+        outcome = self.transport.fence()
         log.debug("fence: %s", outcome.value)
 
     def fetch(self, part: m.Part) -> None:
@@ -104,23 +106,30 @@ class Healer:
             self.progress = (0, 0)
             self._over.set()
             while self._fetching.is_alive():  # it may be between two tries, where `stop` finds nothing
-                self._transport.stop("the heal is over")
+                self.transport.stop("the heal is over")
                 self._fetching.join(AGAIN_S)
             self._fetching = None
         self._arrived = None
 
     def close(self) -> None:
         self.drop()
-        self._transport.close()
+        self.transport.close()
 
     # ---- the fetch's thread
 
     def _fetch(self, part: m.Part, into: StateSnapshot, over: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
+        names = tuple([part.members[source.replica_rank] for source in part.sources])
+        asked = {"quorum_id": part.quorum_id, "step": part.reference[0]}
         while True:
-            sources = self._sources(part)
+            found = [self._ask(source.address) for source in part.sources]
+            sources = [StateSource(name, at) for name, at in zip(names, found, strict=True) if at]
             try:
-                values = self._try(part, sources, into)
+                if not sources:
+                    raise HealFailed("no source says where its state is", touched=False)
+                chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
+                values = self.transport.fetch(chosen, into, **asked, progress=self._set_progress)
+                self.transport.tell_done(spared, **asked)
                 break
             except (HealFailed, FormatError) as error:
                 log.warning("the state of step %d has not come: %s", part.reference[0], error)
@@ -129,35 +138,19 @@ class Healer:
                     self._unlike(str(error))
                 if unlike or over.is_set() or time.monotonic() > until_s:
                     if not over.is_set():
-                        self._transport.tell_done(sources, quorum_id=part.quorum_id, step=part.reference[0])
-                    blame = tuple(part.members[source.replica_rank] for source in part.sources)
-                    return self._hear(m.HealEnded(part.quorum_id, ok=False, reason=str(error), blame=blame))
+                        self.transport.tell_done(sources, **asked)
+                    return self._hear(m.HealEnded(part.quorum_id, ok=False, reason=str(error), blame=names))
             if over.wait(AGAIN_S):
                 return self._hear(m.HealEnded(part.quorum_id, ok=False, reason="the heal is over"))
-        log.info("healed from %s in %.2f s", " and ".join(self._names(part)), time.monotonic() - began_s)
+        log.info("healed from %s in %.2f s", " and ".join(names), time.monotonic() - began_s)
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values
         self._hear(m.HealEnded(part.quorum_id, ok=True, state=values[MACHINE]))
 
-    def _sources(self, part: m.Part) -> list[StateSource]:
-        """The sources that say where their state is."""
-        found = [self._ask(source.address) for source in part.sources]
-        return [StateSource(name, at) for name, at in zip(self._names(part), found, strict=True) if at]
-
-    def _try(self, part: m.Part, sources: list[StateSource], into: StateSnapshot) -> dict[str, Any]:
-        """Raises HealFailed, FormatError."""
-        if not sources:
-            raise HealFailed("no source says where its state is", touched=False)
-        chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
-        asked = {"quorum_id": part.quorum_id, "step": part.reference[0]}
-        values = self._transport.fetch(chosen, into, **asked, progress=self._has_come)
-        self._transport.tell_done(spared, **asked)
-        return values
-
-    def _has_come(self, done_bytes: int, total_bytes: int) -> None:
+    def _set_progress(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)
 
-    def _ask(self, address: str) -> str:
+    def _ask_server(self, address: str) -> str:
         """The address where that group's rank of our number serves its state. Empty: it does not say."""
         try:
             with closing(GroupClient(address, self._group_rank, self._access)) as client:
@@ -165,6 +158,3 @@ class Healer:
         except (TimeoutError, RuntimeError, ValueError) as error:
             log.warning("%s does not say where its state is: %s", address, error)
             return ""
-
-    def _names(self, part: m.Part) -> list[str]:
-        return [part.members[source.replica_rank] for source in part.sources]

@@ -5,14 +5,18 @@
     group's server --notices, in a thread--------+                                              ---> Healer        offers and fetches state
                                                                                                 ---> GroupClient   quorum calls and votes
 
-The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts its wait for
-peers. So forward, backward and optimizer never race with a rebuild or a heal.
+Any thread may tell the machine what it has seen: notices come from the stream's thread, a heal's end from the fetch's, the rest from the
+trainer's own. The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts
+its wait for peers. So forward, backward and optimizer never race with a rebuild or a heal.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,9 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from ft.agreement import Agreement
 from ft.digest import digest
-from ft.effect_queue import EffectQueue
 from ft.gradients import Gradients
-from ft.group_calls import GroupCalls, ServersWord
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import State
 from ft.healing.http_transport import HttpTransport
@@ -35,11 +37,12 @@ from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
+from ft.protocol.compare import in_tail
 from ft.protocol.ledger import Ledger
 from ft.protocol.messages import VOID
 from ft.protocol.step import Phase, Step, StepConfig
-from ft.protocol.step_control import in_tail
-from ft.rpc.clients import GroupClient
+from ft.rpc.access import Access
+from ft.rpc.clients import GroupClient, Refused
 from ft.rpc.driver import Seen
 from ft.seam import (
     BadInput,
@@ -52,7 +55,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
+from ft.telemetry import NOWHERE, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Stands, Status, ignore_event
 
 HEALS = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)
@@ -63,6 +66,7 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's 
     m.LoadState: "heal",
     m.DropHeld: "heal",
 }
+TICK_S = 0.5  # the machine is told that time goes by
 STRANGERS_KEPT = 64
 PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for so long is cut; the rest is for the probe to begin
 CLOSE_S = 1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), for which nobody waits
@@ -88,6 +92,17 @@ class ManagerOptions(StepConfig):
     dies_with_group: bool = True  # the group's server may kill this process; False where it has several groups
 
 
+@dataclass(frozen=True)
+class ManagerStatus:
+    """Where a manager is, at one moment: for logs, and for tests."""
+
+    phase: Phase
+    step: int  # of the machine's state, VOID where it has none; the trainer's, `Manager.step`, may be behind by held steps
+    at: tuple[int, int, int]  # quorum, attempt and step (Step.at)
+    server_gone: bool  # its group's server has ended, or has ended this group
+    closed: bool
+
+
 class Manager:
     """The Seam (seam.py) of a rank whose job has several replica groups.
 
@@ -95,7 +110,7 @@ class Manager:
     it has several ranks. `restore`: loads the newest valid checkpoint and with it this manager's state (load_state_dict), or does nothing
     where there is none. `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the
     group's server. `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine
-    with its effects.
+    with its effects. `connect`: makes the connection to the group's server, of its address and this rank's number.
 
     Raises RuntimeError where the group's server does not start.
     """
@@ -115,12 +130,13 @@ class Manager:
         phase_timer: PhaseTimer | None = None,
         on_event: OnEvent = ignore_event,
         seen: Seen | None = None,
+        connect: Callable[[str, int, Access], GroupClient] = GroupClient,
     ) -> None:
-        self._group, self._config, self._options = group, config, options
-        self._shape, self._restore = tuple(shape), restore
+        self.group, self._config, self._options = group, config, options
+        self._shape, self._restore = shape, restore
         self._telemetry = ManagerTelemetry(
             config.group_rank,
-            lambda: self._step * options.inner_steps,
+            lambda: self.step * options.inner_steps,
             phase_timer or NoPhaseTimer(),
             on_event,
             lambda *what: self._client.happened(*what),
@@ -132,26 +148,26 @@ class Manager:
             shared=group.IN_CHILD,
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
-        self._state = State()
-        self._membership = join(config, store)
-        self.replica_id = self._membership.replica_id
+        self.state = State()
+        self.membership = join(config, store)
+        self.replica_id = self.membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
         self._prober = Prober(config.host, PROBE * config.times.heartbeat_timeout_s)
         self.healer = Healer(
-            self._state,
+            self.state,
             transport or HttpTransport(config.host, self.replica_id, config.access, heal),
             group_rank=config.group_rank,
             access=config.access,
             grace_s=config.times.heal_grace_s,
-            hear=lambda event: self._effects.hear(event),
+            hear=self._hear,
             unlike=self._meet_unlike_state,
         )
-        self._closed, self._gone = threading.Event(), threading.Event()  # this manager; its group's server
-        self._client = GroupClient(self._membership.address, config.group_rank, config.access)
-        self._word = ServersWord(config.group_rank)
-        self._calls = GroupCalls(self._client, config, self._gone, self._word, agreement)
-        self._step, self._commit_id = 0, ""  # of the trainer's state: the machine may be ahead by held steps
-        self._part: m.Part | None = None
+        self._closed = threading.Event()
+        self._client = connect(self.membership.address, config.group_rank, config.access)
+        self._agreement = agreement
+        self.step = 0  # of the trainer's state: the machine may be ahead by held steps
+        self.commit_id = ""  # of that state: groups with equal ids hold equal weights
+        self.part: m.Part | None = None  # this group's place in the newest quorum
         self._launched = 0  # reductions in the newest quorum
         self._has_formed = False  # a generation, at least once
         self._has_committed = False  # a step, at least once
@@ -169,7 +185,7 @@ class Manager:
         self.settled = 0  # the newest step of which no other version can exist
         self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
         self.left = False  # the others know that this group leaves, and the step is committed: close
-        self._carry: dict[type[m.Effect], Callable[[Any], None]] = {
+        self._carry: dict[type[m.Effect], Callable[[Any], m.Event | None]] = {
             m.AskQuorum: self._ask_quorum,
             m.Configure: self._configure,
             m.Compute: self._take_compute,
@@ -196,28 +212,27 @@ class Manager:
             restores=restore is not None,
         )
         self._machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
-        self._effects = EffectQueue(self._machine, self._interrupt, seen)
-        self._state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine loads it by itself
+        self._seen = seen
+        self._news = threading.Condition()  # the machine's lock, too
+        self._effects: deque[m.Effect] = deque()  # for the trainer's thread
+        self._error: BaseException | None = None  # of another thread, for the trainer's
+        self.state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine loads it by itself
         self._prober.start(lambda: group.waits_since_s, self._cut)
         pid = None if options.dies_with_group else 0
-        self._client.watch(self._hear, self._ended, pid=pid, on_waits=self._word.hear)
+        self._client.watch(self._on_notice, self._ended, pid=pid)
         threading.Thread(
             target=self._telemetry.report_for_ever,
-            args=(config.times.beat_s, self._closed, self._report, self._news),
+            args=(config.times.beat_s, self._closed, self._report, self._urgent),
             name="ft-report",
             daemon=True,
         ).start()
 
     # ------------------------------------------------------------------------------------------------ the seam
 
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def commit_id(self) -> str:
-        """Names the state that the trainer holds: groups with equal ids hold equal weights."""
-        return self._commit_id
+    def status(self) -> ManagerStatus:
+        """From any thread."""
+        machine, held = self._machine, VOID if self._machine.void else self._machine.step
+        return ManagerStatus(machine.phase, held, machine.at, self._client.gone.is_set(), self._closed.is_set())
 
     @property
     def slot_size(self) -> int:
@@ -227,7 +242,7 @@ class Manager:
     @property
     def writes(self) -> tuple[str, int] | None:
         """Epoch and quorum id, if this group is the writer: the first that held the state when the quorum was formed, and still does."""
-        part = self._part
+        part = self.part
         if part is None or part.participants[:1] != (part.replica_id,) or self._machine.void:
             return None
         return part.epoch, part.quorum_id
@@ -237,13 +252,8 @@ class Manager:
         """Nothing of a step is under way, and this rank holds the state of the last one."""
         return self._machine.phase is Phase.BOUNDARY and not self._machine.void
 
-    @property
-    def part(self) -> m.Part | None:
-        """This group's place in the newest quorum."""
-        return self._part
-
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        self._state.register(name, get, set)
+        self.state.register(name, get, set)
 
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
@@ -267,10 +277,10 @@ class Manager:
         """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
         if self._assignment is None:
             if until is not None and until != self._until:
-                self._effects.feed(m.Leaving(until))
+                self._feed(m.Leaving(until))
                 self._until = until
-            if self._machine.phase is Phase.BOUNDARY and self._effects.next() is None:
-                self._effects.feed(m.Begin())
+            if self._machine.phase is Phase.BOUNDARY and not self._effects:
+                self._feed(m.Begin())
             turn = self._pump()
             assert turn is not None
             if isinstance(turn, m.Compute):
@@ -293,19 +303,19 @@ class Manager:
         would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
         turn = self._turn
         if isinstance(turn, m.Compute | m.LaunchTail):
-            assert self._part is not None
+            assert self.part is not None
             self._turn = None
             if failure:
-                self._effects.feed(m.ReduceFailed(self._part.quorum_id, turn.attempt, turn.step, failure))
+                self._feed(m.ReduceFailed(self.part.quorum_id, turn.attempt, turn.step, failure))
             if isinstance(turn, m.Compute):
-                if self._part.heals and self.healer.all_is_sent:
+                if self.part.heals and self.healer.all_is_sent:
                     # Their own announcement comes a step later: they launched this one's zeros before they had the state.
                     why = "the groups that heal from this one have received the state"
-                    self._effects.feed(m.ChangeAnnounced(self._part.quorum_id, why))
-                self._effects.feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
+                    self._feed(m.ChangeAnnounced(self.part.quorum_id, why))
+                self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
             elif not failure:
                 self._zeros_sent = (turn.quorum_id, turn.step)
-                self._launch(turn)
+                self._feed(self._launch(turn))
             turn = self._pump(before_vote=True)
         if turn is None:
             tail = self._machine.tail
@@ -322,9 +332,11 @@ class Manager:
             return None
         if assignment and assignment.slots and not {slot for slot, _ in turn.slots}.intersection(assignment.slots):
             self._telemetry.lost()
-        self._turn, self._step, self._commit_id = None, turn.step, turn.commit_id
+        self._turn, self.step, self.commit_id = None, turn.step, turn.commit_id
         self._has_committed = True
-        self._telemetry.committed(turn.mean_loss)
+        telemetry, now_s = self._telemetry, time.monotonic()
+        telemetry.step_seconds.append(now_s - telemetry.committed_s)
+        telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, turn.mean_loss
         self.left = self.left or turn.leave
         return Commit(
             turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size, slots=turn.slots, holes=turn.holes
@@ -335,20 +347,20 @@ class Manager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = from_checkpoint(state)
-        self._step, self._commit_id = self._restored["step"], self._restored["commit_id"]
+        self.step, self.commit_id = self._restored["step"], self._restored["commit_id"]
         if self._machine.phase is Phase.BOUNDARY:
-            self._effects.feed(m.Restored(self._restored))
+            self._feed(m.Restored(self._restored))
 
     @property
     def confirmed_s(self) -> float:
-        return self._word.heard_s
+        return self._client.heard_s
 
     def want_to_leave(self) -> None:
         self._client.want_to_leave()
 
     def leave(self) -> None:
         """Announces with the next step that this group leaves; then `left` is True. To be called by all its ranks at the same step."""
-        self._effects.feed(m.Leaving())
+        self._feed(m.Leaving())
 
     @property
     def is_broken(self) -> bool:
@@ -372,7 +384,7 @@ class Manager:
 
     def tell(self, lane: str, words: str) -> None:
         """Shows a line on the live page. From any thread; it may get lost."""
-        self._client.happened(lane, max(0, self._step), words)
+        self._client.happened(lane, max(0, self.step), words)
 
     def close(self) -> None:
         if self._closed.is_set():
@@ -386,32 +398,78 @@ class Manager:
         self._prober.close()
         self.healer.close()
         with suppress(MustExit):
-            self._group.shutdown(CLOSE_S)
+            self.group.shutdown(CLOSE_S)
         self.gradients.close()  # its hooks on parameters that live on would keep it and its buffers
-        self._membership.close()
+        self.membership.close()
+
+    # ------------------------------------------------------------------------------------------------ the machine
+
+    def _feed(self, event: m.Event) -> None:
+        """Tells the machine, from any thread. Its effects wait for the trainer's thread, but for InterruptCollectives, which is carried out
+        here: the trainer's thread may be the one that waits."""
+        with self._news:
+            now_s = time.monotonic()
+            out = self._machine.handle(event, now_s)
+            if self._seen:
+                self._seen(now_s, event, out)
+            self._effects += [effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives)]
+            self._news.notify_all()
+        for effect in out.effects:
+            if isinstance(effect, m.InterruptCollectives):
+                self._interrupt(effect.quorum_id, effect.reason)
+
+    def _hear(self, event: m.Event) -> None:
+        """`_feed` for threads that have nobody to raise to: the trainer's thread gets what goes wrong."""
+        try:
+            self._feed(event)
+        except BaseException as error:  # noqa: BLE001 (raised by `_wait`)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The trainer's thread gets this with its next effect, or in its wait for one."""
+        with self._news:
+            self._error = self._error or error
+            self._news.notify_all()
+
+    def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
+        """Waits for an effect and lets the machine's time go by. False: there is none, and after some event `enough` holds. Raises what
+        `_fail` was given."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
+                if self._error is not None:
+                    raise self._error
+                if self._effects or enough():
+                    return bool(self._effects)
+            self._feed(m.Tick())
+
+    def _pump(self, *, before_vote: bool = False) -> Turn | None:
+        """Carries out effects, and tells the machine what came of each, until it is the trainer's turn; returns what for. before_vote: or
+        until all that is left is this rank's own vote that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
+        phase_timer, machine = self._telemetry.phase_timer, self._machine
+        while self._turn is None:
+            if before_vote and machine.phase is Phase.VOTING and self._effects:
+                effect = self._effects[0]
+                if isinstance(effect, m.CastVote) and effect.vote.kind == "commit" and effect.vote.verdict == "yes":
+                    break
+            if self._error or not self._effects:
+                with phase_timer.phase("heal") if machine.phase in HEALS else nullcontext():
+                    self._wait()
+            effect = self._effects.popleft()
+            account = PHASE_OF.get(type(effect))
+            with phase_timer.phase(account) if account else nullcontext():
+                event = self._carry[type(effect)](effect)
+            if event is not None:
+                self._feed(event)
+        return self._turn
 
     # ------------------------------------------------------------------------------------------------ carrying out
 
-    def _pump(self, *, before_vote: bool = False) -> Turn | None:
-        """Carries out effects until it is the trainer's turn, and returns what for. before_vote: or until all that is left is this rank's
-        own vote that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
-        telemetry, machine = self._telemetry, self._machine
-        while self._turn is None:
-            vote = self._effects.next() if before_vote and machine.phase is Phase.VOTING else None
-            if isinstance(vote, m.CastVote) and vote.vote.kind == "commit" and vote.vote.verdict == "yes":
-                break
-            with telemetry.spends("heal") if machine.phase in HEALS else nullcontext():
-                effect = self._effects.take()
-            kind = type(effect)
-            with telemetry.spends(PHASE_OF[kind]) if kind in PHASE_OF else nullcontext():
-                self._carry[kind](effect)
-        return self._turn
-
     def _take_compute(self, effect: m.Compute) -> None:
-        assert self._part is not None
-        self._open((self._part.quorum_id, effect.attempt, effect.step))
-        if not self._has_committed:
-            self._telemetry.computes()
+        assert self.part is not None
+        self._open((self.part.quorum_id, effect.attempt, effect.step))
+        if self._telemetry.first_began_s is None:
+            self._telemetry.first_began_s = time.monotonic()
         self._turn = effect
 
     def _take_commit(self, effect: m.CommitStep) -> None:
@@ -424,9 +482,9 @@ class Manager:
 
     # ---- quorum
 
-    def _ask_quorum(self, effect: m.AskQuorum) -> None:
+    def _ask_quorum(self, effect: m.AskQuorum) -> m.Event | None:
         self.gradients.prepare()
-        self._group.prepare()
+        self.group.prepare()
         member = replace(
             effect.call.member,
             shrink_only=self.shrink_only,
@@ -441,33 +499,35 @@ class Manager:
             shape=self._alike,
             blame=self._blame,
         )
-        event = self._calls.quorum(call, self.quorum_s)
+        try:
+            event = self._client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
+        except Refused as error:
+            raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
         if isinstance(event, m.Go):
             raise Going(holds=not self._machine.void)
-        if event is not None:
-            self._effects.feed(event)
+        return event
 
-    def _configure(self, effect: m.Configure) -> None:
+    def _configure(self, effect: m.Configure) -> m.Event:
         """The fetch begins last: its start takes milliseconds, and the others wait for the process group, not for the state."""
-        part = self._part = effect.part
+        part = self.part = effect.part
         self.replica_id = part.replica_id
         self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
         self._telemetry.quorum(part)
-        with self._telemetry.spends("heal"):
+        with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(part)
         if not part.known:
             self._launched = 0
         configured = m.Configured(part.quorum_id, ok=True) if part.known else self._form(part)
-        self._membership.sweep(part.quorum_id)
+        self.membership.sweep(part.quorum_id)
         if part.heal:
-            with self._telemetry.spends("heal"):
+            with self._telemetry.phase_timer.phase("heal"):
                 self.healer.fetch(part)
-        self._effects.feed(configured)
+        return configured
 
     def _form(self, part: m.Part) -> m.Configured:
         store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._config.group_rank}"
         try:
-            self._group.configure(
+            self.group.configure(
                 store,
                 part.replica_rank,
                 len(part.members),
@@ -504,9 +564,7 @@ class Manager:
         if self._has_committed:
             log.error("%s: this group waits until the others' state is like its own", why)
         else:
-            self._effects.fail(
-                BadInput(f"group {self._config.name} cannot take part, its state is not the others': {why}")
-            )
+            self._fail(BadInput(f"group {self._config.name} cannot take part, its state is not the others': {why}"))
 
     @property
     def _alike(self) -> m.Shape:
@@ -518,73 +576,82 @@ class Manager:
         """Members that this rank cannot work with now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._strangers]))
 
-    def _interrupt(self, effect: m.InterruptCollectives) -> None:
+    def _interrupt(self, quorum_id: int, reason: str) -> None:
         """Wakes waits on that generation, however late the notice comes. What is complete stays complete. From any thread."""
-        self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
-        self._group.interrupt(effect.reason, effect.quorum_id)
+        self._stopped_quorum = max(self._stopped_quorum, quorum_id)
+        self.group.interrupt(reason, quorum_id)
 
     def _cut(self, members: tuple[str, ...]) -> None:
         """Interrupts a generation with members that cannot be connected: no wait on it would end by itself. In the prober's thread."""
-        part = self._part
+        part = self.part
         if part is not None and set(members) <= set(part.members):
             why = f"{' and '.join(members)} cannot be connected"
             log.warning("%s", why)
-            self._group.interrupt(why, part.quorum_id)
+            self.group.interrupt(why, part.quorum_id)
 
     def _abandon(self, effect: m.AbandonGeneration) -> None:
         self._telemetry.failed(self._machine.reason)
         free = self.gradients.give_up() if self._attempt else None
         self._attempt = None
-        self._group.abandon(f"quorum {effect.quorum_id} failed", then=free)
+        self.group.abandon(f"quorum {effect.quorum_id} failed", then=free)
 
     # ---- the step's collectives and votes
 
     def _open(self, attempt: Attempt, *, contributes: bool = True) -> None:
-        assert self._part is not None
+        assert self.part is not None
         if self._attempt != attempt:  # an earlier one on this generation was complete, and did not hold
-            count = len(self._part.participants)
-            self.gradients.open(self._group, count, contributes=contributes, step=attempt[2])
+            count = len(self.part.participants)
+            self.gradients.open(self.group, count, contributes=contributes, step=attempt[2])
             self._attempt = attempt
 
-    def _take_zeros(self, effect: m.LaunchTail) -> None:
+    def _take_zeros(self, effect: m.LaunchTail) -> m.Event | None:
         """Once for each quorum and step zeros are the trainer's turn, as soon as the state that this group heals has come; the rest is
         launched at once."""
         machine = self._machine
         if not effect.zeros or machine.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
-            self._launch(effect)
-            return
+            return self._launch(effect)
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
 
         def heal_is_over() -> bool:
             return not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id
 
-        with self._telemetry.spends("heal"):
-            while (other := self._effects.take_unless(heal_is_over)) is not None:
-                self._carry[type(other)](other)
+        with self._telemetry.phase_timer.phase("heal"):
+            while self._wait(heal_is_over):
+                other = self._effects.popleft()
+                if (event := self._carry[type(other)](other)) is not None:
+                    self._feed(event)
         if machine.void:
-            why = "the state did not come"
-            self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, why))
-        else:
-            self._turn = effect
+            return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
+        self._turn = effect
+        return None
 
-    def _launch(self, effect: m.LaunchTail) -> None:
-        self._open((effect.quorum_id, effect.attempt, effect.step))
+    def _launch(self, effect: m.LaunchTail) -> m.Event:
+        attempt, telemetry = (effect.quorum_id, effect.attempt, effect.step), self._telemetry
+        if self._attempt != attempt:
+            self._open(attempt)
         self._launched += 1
         try:
             tail = self._with_digest(effect) if effect.digest_at else effect.tail
             self.gradients.launch(tail, zeros=effect.zeros)
         except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
-            self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
+            self._feed(m.ReduceFailed(*attempt, str(error)))
             self._assignment = None
             raise
+        telemetry.sums_began_s = began_s = time.monotonic()
+        telemetry.stands = Stands("sums", began_s)
+        account = "heal" if self._machine.void else "waiting"
         try:
-            with self._telemetry.waits("heal" if self._machine.void else "waiting"):
+            with telemetry.phase_timer.phase(account):
                 tail = self.gradients.wait()
         except GroupError as error:
-            self._effects.feed(m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, str(error)))
-        else:
-            self._effects.feed(m.Reduced(effect.quorum_id, effect.attempt, effect.step, tail))
+            return m.ReduceFailed(*attempt, str(error))
+        finally:
+            telemetry.stands = NOWHERE
+        telemetry.waits.append(time.monotonic() - began_s)
+        # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
+        telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
+        return m.Reduced(*attempt, tail)
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         """The tail with the digest of this rank's weights, which groups compare in this step."""
@@ -598,30 +665,32 @@ class Manager:
         self._telemetry.lost()
 
     def _tell_of_difference(self, effect: m.WeightsDiffer) -> None:
-        assert self._part is not None
-        self._telemetry.difference(effect, self._part.members)
+        assert self.part is not None
+        self._telemetry.difference(effect, self.part.members)
 
-    def _cast_vote(self, effect: m.CastVote) -> None:
+    def _cast_vote(self, effect: m.CastVote) -> m.Outcome | None:
         """Waits for the group's outcome; in another thread where other ranks may need this one first (Step.votes_in_background), or where
         another effect is due."""
-        vote = effect.vote
-        aside, busy = self._machine.votes_in_background(vote), self._effects.next() is not None
-        outcome = None
-        with self._telemetry.votes() if vote.kind == "commit" else nullcontext():
-            if self._machine.is_for_all(vote):
-                outcome = self._calls.agreed(vote, able=not busy)
-            if outcome is None and not aside and not busy:
-                outcome = self._calls.outcome(vote)
-        if outcome is not None:
-            self._effects.feed(outcome)
-        else:
+        vote, telemetry = effect.vote, self._telemetry
+        busy, outcome = bool(self._effects), None
+        if vote.kind == "commit":
+            telemetry.stands = Stands("vote", telemetry.sums_began_s)
+        try:
+            if self._agreement and self._machine.is_for_all(vote):
+                outcome = self._agreement.outcome(self._client, vote, able=not busy)
+            if outcome is None and not busy and not self._machine.votes_in_background(vote):
+                outcome = self._client.outcome(vote)
+        finally:
+            telemetry.stands = NOWHERE
+        if outcome is None:
             threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
+        return outcome
 
     def _vote_aside(self, vote: m.Vote) -> None:
         try:
-            self._effects.hear(self._calls.outcome(vote))
+            self._hear(self._client.outcome(vote))
         except RuntimeError as error:
-            self._effects.fail(error)
+            self._fail(error)
 
     # ---- state
 
@@ -639,47 +708,46 @@ class Manager:
         self.healer.drop()
 
     def _load_state(self, effect: m.LoadState) -> None:
-        assert self._part is not None
+        assert self.part is not None
         self.healer.load()
-        self._step, self._commit_id = effect.step, self._part.reference[2]
+        self.step, self.commit_id = effect.step, self.part.reference[2]
         self._telemetry.healed(self.healer.received_bytes)
 
-    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
+    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> m.Event:
         self.healer.drop()
         self._restored = None
         if self._restore:
             self._restore()
-        self._effects.feed(m.Restored(self._restored))
+        return m.Restored(self._restored)
 
     def _settle(self, effect: m.Settled) -> None:
         self.settled = effect.step
 
     def _give_up(self, effect: m.GiveUp) -> None:
-        assert self._part is not None
-        self._client.give_up(self._part.quorum_id, effect.reason)
+        assert self.part is not None
+        self._client.give_up(self.part.quorum_id, effect.reason)
 
     def _stop(self, effect: m.Stop) -> None:
         raise Stopped(effect.reason, effect.slots)
 
     # ------------------------------------------------------------------------------------------------ beside the step
 
-    def _hear(self, event: m.Event) -> None:
+    def _on_notice(self, event: m.Event) -> None:
         """Ends the offer of a generation that is over, lest a commit waits for readers that are dead. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
-        self._effects.hear(event)
+        self._hear(event)
 
     def _ended(self, why: str) -> None:
         """The server is gone, or has ended the group: every wait ends. In the stream's thread."""
         if not self._closed.is_set():
             log.error("this rank ends: %s", why)
-            if self._part is not None:
-                self.healer.end_offer(self._part.quorum_id, why)
-            self._group.interrupt(why)
-            self._effects.fail(GroupEnded(why))
-            self._gone.set()
+            if self.part is not None:
+                self.healer.end_offer(self.part.quorum_id, why)
+            self.group.interrupt(why)
+            self._fail(GroupEnded(why))
 
-    def _news(self, status: Status) -> object:
+    def _urgent(self, status: Status) -> object:
         """Values that are sent at once when they change: heal progress, the reduction that is waited for, unreachable members."""
         return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 

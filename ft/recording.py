@@ -63,19 +63,20 @@ class RecordingManager(Manager):
         super()._drop_gradients(effect)
         self._thrown = True
 
-    def _configure(self, effect: m.Configure) -> None:
-        super()._configure(effect)
-        part = effect.part
+    def _configure(self, effect: m.Configure) -> m.Event:
+        event, part = super()._configure(effect), effect.part
         names = [replica_id.partition(":")[0] for replica_id in part.participants]
         self._write_line("quorum", quorum_id=part.quorum_id, participants=names, heals=part.heal)
+        return event
 
     def _load_state(self, effect: m.LoadState) -> None:
         super()._load_state(effect)
         self._write_line("healed")
 
-    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> None:
-        super()._load_checkpoint(effect)
+    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> m.Event:
+        event = super()._load_checkpoint(effect)
         self._write_line("restored")
+        return event
 
     def _write_commit(self) -> None:
         if self._untold is not None:

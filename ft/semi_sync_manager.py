@@ -50,7 +50,7 @@ class SemiSyncManager:
         self._manager, self._gradients = manager, manager.gradients
         self._schedule, self._outer = schedule, outer
         self.inner_steps = schedule.inner_steps
-        self._fragments: list[Fragment] = []
+        self.fragments: list[Fragment] = []
         self._round = 0  # that is computed
         self._done = 0  # optimizer steps of it
         self._window: tuple[int, ...] = ()  # the slot that it is, for the protocol
@@ -101,8 +101,8 @@ class SemiSyncManager:
         ]
         for members in cut(named, self._schedule.fragments):
             optimizer = self._outer([parameter for _, parameter in members])
-            self._fragments.append(Fragment(members, optimizer, alpha=self._schedule.alpha))
-        self._manager.attach(self._fragments)
+            self.fragments.append(Fragment(members, optimizer, alpha=self._schedule.alpha))
+        self._manager.attach(self.fragments)
         self._manager.register("outer", self._state, self._heal)
 
     def last_pass(self, slot: int) -> AbstractContextManager[None]:
@@ -122,7 +122,7 @@ class SemiSyncManager:
         """The inner optimizer has made a step of this round."""
         self._done += 1
         if self._done == self.inner_steps - self._schedule.delay:
-            fragment = self._fragments[self._round % len(self._fragments)]
+            fragment = self.fragments[self._round % len(self.fragments)]
             for outer, gradient in zip(fragment.outer, fragment.pseudo_gradients(), strict=True):
                 outer.grad = like(outer, gradient)
             self._gradients.send()
@@ -138,7 +138,7 @@ class SemiSyncManager:
         commit = self._manager.commit(sums)
         if commit is None:
             return None
-        fragment = self._fragments[(self._manager.step - 1) % len(self._fragments)]
+        fragment = self.fragments[(self._manager.step - 1) % len(self.fragments)]
         if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
             self.reset()
         means = [local_of(_gradient(outer)) for outer in fragment.outer]
@@ -179,12 +179,12 @@ class SemiSyncManager:
     @contextmanager
     def use_global_weights(self) -> Iterator[None]:
         """Inside, between two rounds, the model has the outer weights: for a look at what groups agree on."""
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.swap()
         try:
             yield
         finally:
-            for fragment in self._fragments:
+            for fragment in self.fragments:
                 fragment.swap()
 
     def checkpoint_state(self, model: Stateful) -> dict[str, Stateful]:
@@ -193,30 +193,30 @@ class SemiSyncManager:
         in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
         states: dict[str, Stateful] = {
             "model": _State(
-                lambda: {**model.state_dict(), **_merged(fragment.weights() for fragment in self._fragments)},
+                lambda: {**model.state_dict(), **_merged(fragment.weights() for fragment in self.fragments)},
                 partial(self._load_model, model),
             ),
             "outer_optimizer": _State(
-                lambda: _merged(fragment.optimizer_state() for fragment in self._fragments), self._load_optimizer
+                lambda: _merged(fragment.optimizer_state() for fragment in self.fragments), self._load_optimizer
             ),
         }
-        if len(self._fragments) > 1 or self._schedule.alpha:
+        if len(self.fragments) > 1 or self._schedule.alpha:
             states["local_model"] = _State(self._local_state, self._load_local)
         return states
 
     def _load_model(self, model: Stateful, state: dict[str, Any]) -> None:
-        names = {name for fragment in self._fragments for name in fragment.names}
+        names = {name for fragment in self.fragments for name in fragment.names}
         model.load_state_dict({name: value for name, value in state.items() if name not in names})
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.load_weights(state)
         self._resets = True  # unless local weights come, too
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.load_optimizer_state(state)
 
     def _local_state(self) -> dict[str, Any]:
-        named = (zip(fragment.names, fragment.local, strict=True) for fragment in self._fragments)
+        named = (zip(fragment.names, fragment.local, strict=True) for fragment in self.fragments)
         return {name: local.detach() for pairs in named for name, local in pairs}
 
     @torch.no_grad()
@@ -226,16 +226,16 @@ class SemiSyncManager:
         self._resets = self._gradients.dropped = False
 
     def _state(self) -> dict[str, Any]:
-        return {str(place): fragment.state_dict() for place, fragment in enumerate(self._fragments)}
+        return {str(place): fragment.state_dict() for place, fragment in enumerate(self.fragments)}
 
     def _heal(self, state: dict[str, Any]) -> None:
-        for place, fragment in enumerate(self._fragments):
+        for place, fragment in enumerate(self.fragments):
             fragment.load_state_dict(state[str(place)])
         self.reset()
 
     def reset(self) -> None:
         """Local weights are the outer ones again: what was computed since leaves no trace."""
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.reset()
         self._resets = self._gradients.dropped = False
 

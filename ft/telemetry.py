@@ -85,9 +85,8 @@ def ignore_event(event: str, step: int, **what: object) -> None:
 class Stands:
     """A rank's wait: its place, and since when (time.monotonic())."""
 
-    where: Literal[
-        "", "sums", "vote"
-    ]  # nowhere; for other groups, in a reduction; for its own, whose others may be in one
+    # nowhere; for other groups, in a reduction; for its own, whose others may be in one
+    where: Literal["", "sums", "vote"]
     since_s: float = math.inf
 
 
@@ -108,8 +107,8 @@ class Status:
 class ManagerTelemetry:
     """`step`: of the state that the trainer holds. `inner_steps`: that a commit stands for, where the protocol counts commits.
     `long_phase_s`: the most that a phase may take whose length has nothing to do with a step's, the first step among them; 0: not told.
-    `tell`: a lane of the lighthouse's page, the protocol's step, and words. All of it is the trainer's thread's, but for `report_for_ever`,
-    which only reads."""
+    `tell`: a lane of the lighthouse's page, the protocol's step, and words. `clock`: seconds, as time.monotonic. All of it is the trainer's
+    thread's, but for `report_for_ever`, which only reads. The manager writes down where it is as it goes, without a call."""
 
     def __init__(
         self,
@@ -120,77 +119,42 @@ class ManagerTelemetry:
         tell: Callable[[str, int, str], None],
         inner_steps: int = 1,
         long_phase_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._group_rank, self._step, self._phase_timer, self._on_event = group_rank, step, phase_timer, on_event
+        self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
         self._tell, self._inner_steps, self._long_phase_s = tell, inner_steps, long_phase_s
-        self._stands = NOWHERE
-        self._sums_began_s = 0.0
-        self._first_began_s: float | None = None  # the first step, until it is committed
+        self._clock = clock
+        self.stands = NOWHERE
+        self.sums_began_s = 0.0
+        self.first_began_s: float | None = None  # the first step; infinite once a step is committed
         self._sends: tuple[float, float] | None = None  # a commit waits for readers: since when, and how long it may
-        self._waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
-        self._steps: deque[float] = deque(maxlen=KEPT)  # seconds
-        self._began_s = self._committed_s = time.monotonic()
+        self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
+        self.step_seconds: deque[float] = deque(maxlen=KEPT)
+        self._began_s = self.committed_s = clock()
+        self.mean_loss = 0.0  # of the newest step
         self._told_cost = False
-        self._mean_loss = 0.0
 
     # ---- time
 
     @property
     def median_step_s(self) -> float:
         """0: no step was made."""
-        return statistics.median(self._steps) if self._steps else 0.0
-
-    def spends(self, account: str) -> AbstractContextManager[None]:
-        """Time inside is that account's."""
-        return self._phase_timer.phase(account)
-
-    @contextmanager
-    def waits(self, account: str) -> Iterator[None]:
-        """Around the wait for a step's sums."""
-        self._sums_began_s = began_s = time.monotonic()
-        self._stands = Stands("sums", began_s)
-        try:
-            with self._phase_timer.phase(account):
-                yield
-        finally:
-            self._stands = NOWHERE
-        self._waits.append(time.monotonic() - began_s)
-        # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
-        self._phase_timer.move(min(self._waits), account, "reduce")
-
-    @contextmanager
-    def votes(self) -> Iterator[None]:
-        """Around the wait for the group's word on a step whose sums this rank has."""
-        self._stands = Stands("vote", self._sums_began_s)
-        try:
-            yield
-        finally:
-            self._stands = NOWHERE
+        return statistics.median(self.step_seconds) if self.step_seconds else 0.0
 
     @contextmanager
     def sends(self, limit_s: float) -> Iterator[None]:
         """Around the wait of a commit until others have this group's state, or enough of it."""
-        self._sends = (time.monotonic(), limit_s)
+        self._sends = (self._clock(), limit_s)
         try:
             yield
         finally:
             self._sends = None
 
-    def computes(self) -> None:
-        if self._first_began_s is None:
-            self._first_began_s = time.monotonic()
-
-    def committed(self, mean_loss: float) -> None:
-        now_s = time.monotonic()
-        self._first_began_s = math.inf
-        self._steps.append(now_s - self._committed_s)
-        self._mean_loss, self._committed_s = mean_loss, now_s
-
     # ---- what happened
 
     def lost(self) -> None:
         """Counts what was computed for this step as lost."""
-        self._phase_timer.lose()
+        self.phase_timer.lose()
         self.event("lost work")
 
     def event(self, name: str, **what: object) -> None:
@@ -233,10 +197,10 @@ class ManagerTelemetry:
 
     def cost_of_digests(self, digest: Callable[[], object], interval: int) -> None:
         """Once, when there is a step to compare it with."""
-        if not self._told_cost and self._steps:
-            self._told_cost, began_s = True, time.monotonic()
+        if not self._told_cost and self.step_seconds:
+            self._told_cost, began_s = True, self._clock()
             digest()  # after the first, which on a GPU has waited for the backward
-            cost_s = time.monotonic() - began_s
+            cost_s = self._clock() - began_s
             percent = 100 * cost_s / interval / self.median_step_s
             every = interval * self._inner_steps
             log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", every, 1e3 * cost_s, percent)
@@ -245,7 +209,7 @@ class ManagerTelemetry:
 
     def status(self, beat_s: float) -> Status:
         """A wait counts from half a beat on: nearly every step has a shorter one."""
-        now_s, stands = time.monotonic(), self._stands
+        now_s, stands = self._clock(), self.stands
         waiting = now_s - stands.since_s > beat_s / 2
         phase, seconds = self._long_phase(now_s) or ("", 0.0)
         most_s = self._long_phase_s
@@ -255,9 +219,9 @@ class ManagerTelemetry:
         return Status(waiting, waiting and stands.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
     def _long_phase(self, now_s: float) -> tuple[str, float] | None:
-        if (phase := self._phase_timer.long_phase()) is not None:
+        if (phase := self.phase_timer.long_phase()) is not None:
             return phase
-        first_s = self._first_began_s
+        first_s = self.first_began_s
         return None if first_s is None or first_s == math.inf else ("first step", now_s - first_s)
 
     def report_for_ever(
@@ -271,14 +235,14 @@ class ManagerTelemetry:
         a beat cost their group's server more than all else that it does."""
         sent, sent_s = object(), -math.inf
         while not closed.wait(beat_s / 2):
-            now_s, status = time.monotonic(), self.status(beat_s)
+            now_s, status = self._clock(), self.status(beat_s)
             said = (status, news(status))
             if said == sent and now_s - sent_s < (0.9 * beat_s if self._group_rank == 0 else SELDOM_S):
                 continue
             sent, sent_s = said, now_s
             figures = {
-                "goodput_s": self._phase_timer.goodput_s,
+                "goodput_s": self.phase_timer.goodput_s,
                 "wall_s": now_s - self._began_s,
-                "mean_loss": self._mean_loss,
+                "mean_loss": self.mean_loss,
             }
             send(figures, status)

@@ -47,9 +47,9 @@ class _Syncs:
         bucket_mb: float,
         quantized: bool = False,
     ) -> None:
-        self._manager, self._fragments, self._optimizer = manager, fragments, optimizer
+        self._manager, self.fragments, self._optimizer = manager, fragments, optimizer
         self._inner_steps, self._delay, self._bucket_bytes = inner_steps, delay, int(bucket_mb * (1 << 20))
-        self._done = 0  # optimizer steps since the last sum
+        self.inner_steps_done = 0  # optimizer steps since the last sum
         self._buckets: list[Tensor] = []  # on their way
         self._works: list[dist.Work] = []
         self._pieces: list[Tensor] = []  # of them, by parameter
@@ -72,21 +72,21 @@ class _Syncs:
             self._hooks.pop().remove()
 
     def _stepped(self) -> None:
-        self._done += 1
-        if self._done == self._inner_steps - self._delay:
+        self.inner_steps_done += 1
+        if self.inner_steps_done == self._inner_steps - self._delay:
             self._manager.start_quorum()
             self._send(self._turn)
-        if self._done == self._inner_steps:
-            self._done = 0
-            self._finish(self._fragments[self._turn])
+        if self.inner_steps_done == self._inner_steps:
+            self.inner_steps_done = 0
+            self._finish(self.fragments[self._turn])
 
     @property
     def _turn(self) -> int:
-        return self._manager.current_step() % len(self._fragments)
+        return self._manager.current_step() % len(self.fragments)
 
     def _send(self, turn: int) -> None:
         """Whole buckets, in one order, each of one dtype on one device; so do all groups, also one that gives nothing."""
-        self._pieces, self._buckets = _in_buckets(self._fragments[turn].pseudo_gradients(), self._bucket_bytes)
+        self._pieces, self._buckets = in_buckets(self.fragments[turn].pseudo_gradients(), self._bucket_bytes)
         feedback = self._feedback[turn] = self._feedback[turn] or [Feedback() for _ in self._buckets]
         self._works = [
             self._manager.allreduce(bucket, self._quantized, feedback=own)
@@ -101,8 +101,8 @@ class _Syncs:
         self._works, self._buckets, self._pieces = [], [], []
 
     def _heal(self, turn: int, state: dict[str, Any]) -> None:
-        self._fragments[turn].load_state_dict(state)
-        self._fragments[turn].reset()
+        self.fragments[turn].load_state_dict(state)
+        self.fragments[turn].reset()
         self._feedback[turn] = []
 
 
@@ -167,7 +167,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def _in_buckets(tensors: Sequence[Tensor], most_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
+def in_buckets(tensors: Sequence[Tensor], most_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
     """Copies of the tensors, as pieces of few flat ones; and those. In the order given, kind by kind; one larger than `most_bytes` is
     alone."""
     kinds: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -175,7 +176,7 @@ class Manager:
             ("enable_error_bus", enable_error_bus, "every group is told at once of a death, always"),
         ):
             if value is not None:
-                _say_once(f"Manager({name}={value}) changes nothing: {why}")
+                say_once(f"Manager({name}={value}) changes nothing: {why}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
         self._parameters: list[nn.Parameter] = []
         self._batches = 0  # that are in the weights
@@ -200,7 +201,7 @@ class Manager:
     ) -> None:
         """Returns when this group has a place in a quorum and its state is whole. The lighthouse is asked only if something has changed."""
         if not allow_heal:
-            _say_once(
+            say_once(
                 "start_quorum(allow_heal=False) changes nothing: a group that is behind cannot go on without healing"
             )
         if self._body and not self._over and not self._used:
@@ -221,7 +222,7 @@ class Manager:
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """True where the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
         if timeout is not None:
-            _say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
+            say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
         if not self._body:
             raise RuntimeError("should_commit without start_quorum")
         self._decide()
@@ -255,7 +256,7 @@ class Manager:
             work = self.core.gradients.all_reduce(
                 tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback
             )
-        return _Told(work, self.report_error)
+        return ReportingWork(work, self.report_error)
 
     # ------------------------------------------------------------------------------------------------ where things stand
 
@@ -458,7 +459,7 @@ class Manager:
         self._batches = int(batches)
 
 
-class _Told(dist.Work):
+class ReportingWork(dist.Work):
     """Raises nothing: where it takes longer than its caller waits, that is reported."""
 
     def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
@@ -523,10 +524,6 @@ def _store(config: ReplicaGroupConfig, address: str, port: int | None) -> Store 
     return TCPStore(address, port, None, False, wait_for_workers=False)
 
 
-_SAID: set[str] = set()
-
-
-def _say_once(what: str) -> None:
-    if what not in _SAID:
-        _SAID.add(what)
-        log.warning("%s", what)
+@lru_cache(None)  # once a process
+def say_once(what: str) -> None:
+    log.warning("%s", what)

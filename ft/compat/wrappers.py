@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         outputs = self.module(*inputs, **more)
         self._in_backward = False  # one that raised has not ended
         if self._sums and torch.is_grad_enabled():
-            for tensor in _tensors(outputs):
+            for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_reached)
         return outputs
@@ -74,19 +74,19 @@ class DistributedDataParallel(nn.Module):
         self._manager.backward_ended()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Wherever they are in what a module returned."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
 
 
 class Optimizer(torch.optim.Optimizer):

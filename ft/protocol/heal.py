@@ -1,4 +1,4 @@
-"""A group that is behind: its state is on its way, and what its generation commits meanwhile is held. Kept by step.py.
+"""A group that is behind: its state is on its way. Kept by step.py, which holds what its generation commits meanwhile.
 
 Where the rules leave a choice:
 - The group's word that all ranks have the state says nothing about when to take it: they hear it at different places in the step. So each
@@ -13,23 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ft.protocol.messages import HealEnded, Outcome, Part, State, Vote
-from ft.protocol.step_control import StepControl
 
 
 class Healing:
-    """A rank's heal, from the part that asks for it to the group's word on whether all ranks hold the whole state, and the sums that
-    are to be applied to that state."""
+    """A rank's heal, from the part that asks for it to the group's word on whether all ranks hold the whole state."""
 
-    def __init__(self, group_rank: int, backlog: int) -> None:
+    def __init__(self, group_rank: int) -> None:
         self.open: OpenHeal | None = None  # fetching, or waiting for the group's word
         self.failed = False  # the last one was closed without a state, and the group is still behind
-        self.held: list[tuple[StepControl, bool]] = []  # and whether a quorum was due after it
-        self._group_rank, self._backlog = group_rank, backlog
-
-    @property
-    def is_full(self) -> bool:
-        """No further step can be held."""
-        return len(self.held) >= self._backlog
+        self._group_rank = group_rank
 
     def begin(self, part: Part, attempt: int) -> None:
         self.open, self.failed = OpenHeal(part.quorum_id, attempt, part.reference), False
@@ -70,11 +62,6 @@ class Healing:
     def forget(self) -> None:
         """A state has come by another way."""
         self.open, self.failed = None, False
-
-    def release(self) -> list[tuple[StepControl, bool]]:
-        """Returns the held steps in order, and clears them."""
-        held, self.held = self.held, []
-        return held
 
     def _vote(
         self, heal: OpenHeal, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()

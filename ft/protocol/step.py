@@ -7,12 +7,15 @@
                            VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
-step_control.py has this group's contribution to a step. A healing group passes through the same phases with zeros; its commits are held
+A healing group passes through the same phases with zeros; its commits are held
 (heal.py) until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group pass through the same phases,
 since each branch depends on an answer of the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the
 forward and backward are finished, and the vote is no.
 
 Choices that the rules leave open:
+- A group marks a slot that it cannot use by UNABLE, so all ledgers count alike, also those that were not there before. It has one sum for
+  all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
+- With slots_per_step the slots of a group that died are dealt to the others in the same step. They compute what was added, and no more.
 - A deal is made when its quorum is answered, or at the commit before, unless that commit's tail announced a change. So the holders of a
   state hold the same deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
 - commit_id depends on the tokens per slot alone: whole numbers, exact in fp32. The last bits of the loss depend on its place in the
@@ -28,18 +31,19 @@ Choices that the rules leave open:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from ft.protocol import messages as m
+from ft.protocol.compare import FIGURES, NONE, at, find_divergent
 from ft.protocol.heal import Healing
 from ft.protocol.ledger import MAX_UNABLE, Ledger
-from ft.protocol.messages import VOID, Effect, Event, Member, Outcome, Part, Vote
-from ft.protocol.step_control import FIGURES, NONE, LocalContribution, StepControl, at, find_divergent, next_commit_id
+from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, Vote
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,33 @@ class Phase(Enum):
     AWAITING = "waits for the state it heals"
     CLOSING = "the generation failed, waits whether the heal was complete"
     STOPPED = "has stopped"
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """The tail: the last elements of the last bucket, summed over groups like the gradients before them."""
+
+    tokens: tuple[float, ...]  # per slot of the deal; 0: nothing came, UNABLE: its group cannot
+    loss_sum: float
+    ok: float  # groups whose gradients may be used
+    change: float  # groups that want a quorum before the next step
+    digests: tuple[float, ...] = ()  # of weights, per member (compare.py), in the steps where they are compared
+
+    @staticmethod
+    def of(values: tuple[float, ...], digests: int = 0) -> StepControl:
+        """`digests`: how many of the values they are."""
+        end = len(values) - digests
+        loss_sum, ok, change = values[end - 3 : end]
+        return StepControl(values[: end - 3], loss_sum, ok, change, values[end:])
+
+
+@dataclass
+class LocalContribution:
+    """This group's contribution to one step; kept until that step holds, or its gradients are dropped."""
+
+    computed: m.Computed | None = None  # this group's figures; its gradients are kept
+    tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into them
+    excused: bool = False  # the others know that this group's slots are of no use
 
 
 class Step:
@@ -111,7 +142,8 @@ class Step:
         self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
         self._digests = 0  # numbers in the tail of this step that are digests
         self._contribution = LocalContribution()
-        self._healing = Healing(config.group_rank, config.heal_backlog)
+        self._healing = Healing(config.group_rank)
+        self._held: list[tuple[StepControl, bool]] = []  # sums for the state that arrives; a quorum was due after them
         self._failure: m.ReduceFailed | None = None
         self.tail: StepControl | None = None  # of this attempt, once the sums have arrived
         self._offering = False
@@ -134,6 +166,12 @@ class Step:
         """step, commit_id, commit_quorum_id, ledger: JSON, healed and saved with the model. To be read between two steps."""
         state = {"step": self.step, "commit_id": self.commit_id, "commit_quorum_id": self.commit_quorum_id}
         return {**state, "ledger": self.ledger.state_dict()}
+
+    @property
+    def at(self) -> tuple[int, int, int]:
+        """Quorum, attempt and step by which votes, outcomes and collectives of now are named. The step is `step`, or a later one while sums
+        are held."""
+        return self.part.quorum_id if self.part else VOID, self._attempt, self._place
 
     @property
     def computed(self) -> bool:
@@ -163,16 +201,16 @@ class Step:
 
     def _on_begin(self, event: m.Begin | None, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
-        healing = self._healing
-        if healing.open and healing.open.agreed and (self._due or healing.is_full):
+        healing, is_full = self._healing, len(self._held) >= self.config.heal_backlog
+        if healing.open and healing.open.agreed and (self._due or is_full):
             self._take_state()
             self._on_begin(None, now_s)
-        elif healing.open and (self._due or healing.is_full):
+        elif healing.open and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
-            self.reason = f"{len(healing.held)} steps are held, the state has not arrived"
+            self.reason = f"{len(self._held)} steps are held, the state has not arrived"
         elif self._due:
             self._ask("a quorum is due")
-        elif healing.failed and healing.is_full:
+        elif healing.failed and is_full:
             self._fail("the heal failed, and no more steps can be held", now_s)
         else:
             self._attempt = 0
@@ -240,12 +278,12 @@ class Step:
         if not event.ok:
             self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._place, event.reason)
         ok = event.ok and not self._doomed
-        self._vote("configured", "yes" if ok else "failed", reason=event.reason or self._doomed)
-        self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else event.reason or self._doomed
+        why = "" if ok else event.reason or self._doomed
+        vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
+        self._out.append(m.CastVote(vote))
+        self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else why
 
     def _on_agreed(self, outcome: Outcome, now_s: float) -> None:
-        if outcome.kind != "configured" or not self._is_current(outcome):
-            return
         if outcome.healed and self._healing.open:
             self._take_state()
         if outcome.verdict == "yes":
@@ -284,37 +322,38 @@ class Step:
         me = m.process_of(self.part.replica_id)
         return tuple([slot for slot, owner in self.ledger.pending.items() if m.process_of(owner) == me])
 
-    @property
-    def _is_only_holder(self) -> bool:
-        """True when all others of the quorum heal from this group, or it is alone and others want to join: if it left now, its commits
-        without them would be lost."""
-        assert self.part is not None
-        alone = len(self.part.heals) == len(self.part.members) - 1
-        return alone and bool(self.part.heals or self._wants_change)
-
     def _launch(self, *, again: bool) -> None:
-        assert self.part is not None
+        """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
+        something to learn from in `_slots`, all of which are computed."""
+        part, own, slots = self.part, self._contribution, self._slots
+        assert part is not None
         if self._doomed:
-            self._failure = self._failure or m.ReduceFailed(
-                self.part.quorum_id, self._attempt, self._place, self._doomed
-            )
+            self._failure = self._failure or m.ReduceFailed(part.quorum_id, self._attempt, self._place, self._doomed)
             self._vote_on_commit()
             return
-        slots, dealt = self._slots, range(self._width) if self.void else self.ledger.pending
-        self._told_leaving = (self._leaving and not self._is_only_holder) or self._place + 1 == self._last
-        change = bool(self._wants_change) or self._told_leaving
-        tail, usable = self._contribution.tail(slots, dealt, change=change, digests=self._digests)
+        # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
+        is_only_holder = len(part.heals) == len(part.members) - 1 and bool(part.heals or self._wants_change)
+        self._told_leaving = (self._leaving and not is_only_holder) or self._place + 1 == self._last
+        able = own.computed is None or own.computed.able
+        usable = able and any(own.tokens[slot] > 0 for slot in slots)
+        if usable:
+            figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
+        else:
+            figures = dict.fromkeys(slots, UNABLE if own.excused else 0.0)
+        tokens = {**dict.fromkeys(range(self._width) if self.void else self.ledger.pending, 0.0), **figures}
+        loss_sum = own.computed.loss_sum if usable and own.computed else 0.0
+        ok = 1.0 if usable or own.excused or not slots else 0.0
+        change = 1.0 if self._wants_change or self._told_leaving else 0.0
         knows = self._digests > 0 and not self.void and self.step == self._place
-        place = len(tail) - self._digests + FIGURES * self.part.replica_rank
         self._out.append(
             m.LaunchTail(
-                self.part.quorum_id,
+                part.quorum_id,
                 self._attempt,
                 self._place,
-                tail,
+                (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digests),
                 not usable,
                 again=again and usable,
-                digest_at=place if knows else 0,
+                digest_at=len(tokens) + 3 + FIGURES * part.replica_rank if knows else 0,
                 copied=self._copied and knows,
             )
         )
@@ -322,7 +361,17 @@ class Step:
     def _on_computed(self, event: m.Computed, now_s: float) -> None:
         if not self._missing:
             return
-        self._contribution.add(self._missing, event)
+        own, before = self._contribution, self._contribution.computed
+        # Of a slot of which nothing is said there were no tokens.
+        own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
+        own.computed = event
+        if before is not None:
+            own.computed = m.Computed(
+                before.tokens + event.tokens,
+                before.loss_sum + event.loss_sum,
+                before.able and event.able,
+                before.kept and event.kept,
+            )
         self._missing = ()
         self.reason = "the gradients are complete"
         if self._failure:
@@ -331,7 +380,7 @@ class Step:
             self._launch(again=False)
 
     def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
-        if not self._is_current(event) or self._missing:
+        if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
             return
         tail = StepControl.of(event.tail, self._digests)
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
@@ -342,59 +391,82 @@ class Step:
         self._vote_on_commit()
 
     def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
-        if not self._is_current(event):
+        if self.at != (event.quorum_id, event.attempt, event.step):
             return
         self._failure, self.reason = self._failure or event, event.reason
         if not self._missing:
             self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
-        assert self.part is not None
+        part, tail, failure = self.part, self.tail, self._failure
+        assert part is not None
         self.phase = Phase.VOTING
-        if self.tail is None:
-            assert self._failure is not None
-            self.reason = self._failure.reason
-            self._vote("commit", "failed", reason=self._failure.reason)
-            return
-        able = round(self.tail.ok) >= len(self.part.members)
-        self.reason = (
-            "all sums are there" if able else f"{round(self.tail.ok)} of {len(self.part.members)} groups were able"
-        )
-        odd = find_divergent(self.tail.digests, self.part.members) if able and any(self.tail.digests) else ()
-        if odd:
-            self._out.append(m.WeightsDiffer(self.step, () if odd == self.part.members else odd))
-        change = self.tail.change > 0 or bool(odd)
-        self._vote("commit", "yes" if able else "again", change=change, reason=self.reason, blame=odd)
+        verdict: Literal["yes", "again", "failed"] = "failed"
+        change, odd = False, tuple[str, ...]()
+        if tail is None:
+            assert failure is not None
+            self.reason = failure.reason
+        elif round(tail.ok) < len(part.members):
+            verdict, change = "again", tail.change > 0
+            self.reason = f"{round(tail.ok)} of {len(part.members)} groups were able"
+        else:
+            self.reason = "all sums are there"
+            odd = find_divergent(tail.digests, part.members) if any(tail.digests) else ()
+            verdict, change = "yes", tail.change > 0 or bool(odd)
+            if odd:
+                self._out.append(m.WeightsDiffer(self.step, () if odd == part.members else odd))
+        why = "" if verdict == "yes" else self.reason
+        where = part.quorum_id, self._attempt, self._place
+        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *where, verdict, change, why, odd)))
 
     # ---- the outcome
 
+    def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
+        if outcome.kind == "healed":
+            self._on_healed(outcome, now_s)
+        elif self.at == (outcome.quorum_id, outcome.attempt, outcome.step):
+            if self.phase is Phase.AGREEING and outcome.kind == "configured":
+                self._on_agreed(outcome, now_s)
+            elif self.phase is Phase.VOTING and outcome.kind == "commit":
+                self._on_decided(outcome, now_s)
+
     def _on_decided(self, outcome: Outcome, now_s: float) -> None:
-        if outcome.kind != "commit" or not self._is_current(outcome):
-            return
         if outcome.verdict == "yes" and not self.void:  # void: of a heal that failed, other ranks may not have heard
             self._apart = False
         if outcome.healed and self._healing.open:
             self._take_state()
-        if outcome.verdict == "failed" or self.tail is None:
-            self._fail(outcome.reason, now_s)
-        elif outcome.verdict == "again":
-            self._try_again()
-        elif self.part and set(outcome.blame) == set(self.part.members):
-            self._stop(f"after step {self.step} the groups hold different weights, and nobody can tell whose are right")
+        part, tail = self.part, self.tail
+        assert part is not None
+        if outcome.verdict == "failed" or tail is None:
+            return self._fail(outcome.reason, now_s)
+        if outcome.verdict == "again":
+            return self._try_again()
+        if set(outcome.blame) == set(part.members):
+            why = f"after step {self.step} the groups hold different weights, and nobody can tell whose are right"
+            return self._stop(why)
+        if self._copied:
+            self._copied = at(tail.digests, part.replica_rank) == NONE
+        self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
+        if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
+            self._emptied = True
+            self._return_deal()
+            self._due, self.reason = True, f"step {self._place}: nobody is left who was dealt a slot; a new deal"
+            self._on_begin(None, now_s)
+        elif max(tail.tokens) <= 0:
+            self._stop(f"step {self._place}: no slot of it has anything to learn from", tuple(self.ledger.pending))
+        elif self.void:
+            self._held.append((tail, self._due))
+            self._place += 1
+            self._width = self.ledger.width(len(part.participants))
+            self._out.append(m.HoldSums(self._place))
+            self._on_begin(None, now_s)
         else:
-            assert self.part is not None
-            if self._copied:
-                self._copied = at(self.tail.digests, self.part.replica_rank) == NONE
-            self._commit_or_hold(self.tail, change=outcome.change, now_s=now_s)
-            if self.part and self.part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:
-                self._distrust()
-
-    def _distrust(self) -> None:
-        """Handles that this group's weights are not those of the others: its state is not to be continued from."""
-        self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
-        if self.config.leave_if_divergent:
-            self._stop(f"{self.reason}; fault_tolerance.on_corruption says that it is to leave")
-        self.void = True
+            self._commit(tail)
+        if part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
+            self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
+            if self.config.leave_if_divergent:
+                self._stop(f"{self.reason}; fault_tolerance.on_corruption says that it is to leave")
+            self.void = True
 
     def _try_again(self) -> None:
         """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
@@ -409,25 +481,6 @@ class Step:
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch(again=True)
 
-    def _commit_or_hold(self, tail: StepControl, *, change: bool, now_s: float) -> None:
-        self.phase, self._due, self._failures = Phase.BOUNDARY, change or self.config.every_step, 0
-        if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
-            self._emptied = True
-            self._return_deal()
-            self._due, self.reason = True, f"step {self._place}: nobody is left who was dealt a slot; a new deal"
-            self._on_begin(None, now_s)
-        elif tail.divisor == 0:
-            self._stop(f"step {self._place}: no slot of it has anything to learn from", tuple(self.ledger.pending))
-        elif self.void:
-            self._healing.held.append((tail, self._due))
-            self._place += 1
-            assert self.part is not None
-            self._width = self.ledger.width(len(self.part.participants))
-            self._out.append(m.HoldSums(self._place))
-            self._on_begin(None, now_s)
-        else:
-            self._commit(tail)
-
     def _commit(self, tail: StepControl, *, held: bool = False) -> None:
         """Commits the step: the only place where a step becomes visible."""
         part = self.part
@@ -441,27 +494,29 @@ class Step:
             self.settled = self.step
             self._out.append(m.Settled(self.step))
         self.step += 1
-        self.commit_id = next_commit_id(self.commit_id, self.step, part.quorum_id, tail.tokens)
+        contributions = ",".join(
+            [str(round(count)) for count in tail.tokens]
+        )  # equal ones on an equal state: equal weights
+        text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
+        self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
-        gave = tuple(map(owners.__getitem__, entry.contributed))
-        slots = tuple(zip(entry.contributed, gave, strict=True))
-        contributors = _ranks_of(gave, part.members)
-        loss, leave = tail.loss_sum / tail.divisor, self.step == self._last or (self._told_leaving and not held)
+        gave = tuple([owners[slot] for slot in entry.contributed])
+        divisor = sum(count for count in tail.tokens if count > 0)
         self._out.append(
             m.CommitStep(
                 step=self.step,
                 commit_id=self.commit_id,
-                divisor=tail.divisor,
-                contributors=contributors,
-                mean_loss=loss,
+                divisor=divisor,
+                contributors=_ranks_of(gave, part.members),
+                mean_loss=tail.loss_sum / divisor,
                 quorum_size=len(part.members),
-                slots=slots,
+                slots=tuple(zip(entry.contributed, gave, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
-                leave=leave,
+                leave=self.step == self._last or (self._told_leaving and not held),
             )
         )
-        self._contribution.clear()
+        self._contribution = LocalContribution()
         self._agains = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
@@ -500,7 +555,7 @@ class Step:
     def _drop_gradients(self) -> None:
         if self._contribution.computed:
             self._out.append(m.DropGradients())
-        self._contribution.clear()
+        self._contribution = LocalContribution()
 
     # ---- healing
 
@@ -538,7 +593,7 @@ class Step:
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
         self._out.append(m.LoadState(self.step))
-        held, due = self._healing.release(), self._due
+        held, self._held, due = self._held, [], self._due
         for tail, self._due in held:
             self._commit(tail, held=True)
         self._due = due
@@ -552,8 +607,9 @@ class Step:
         self.ledger.load_state_dict(state["ledger"], keep_deal=keep_deal)
 
     def _drop_held(self) -> None:
-        if self._healing.release() or (self.void and self.part is not None):
+        if self._held or (self.void and self.part is not None):
             self._out.append(m.DropHeld())
+        self._held = []
 
     # ---- checkpoints
 
@@ -616,31 +672,9 @@ class Step:
             self._out.append(m.GiveUp(why))
             self._fail(why, now_s)
 
-    # ---- small things
-
-    def _vote(
-        self, kind: Any, verdict: Any, *, change: bool = False, reason: str = "", blame: tuple[str, ...] = ()
-    ) -> None:
-        assert self.part is not None
-        rank, why = self.config.group_rank, "" if verdict == "yes" else reason
-        vote = Vote(rank, kind, self.part.quorum_id, self._attempt, self._place, verdict, change, why, blame)
-        self._out.append(m.CastVote(vote))
-
     def _vote_on_heal(self, vote: Vote | None) -> None:
         if vote:
             self._out.append(m.CastVote(vote))
-
-    def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
-        if outcome.kind == "healed":
-            self._on_healed(outcome, now_s)
-        elif self.phase is Phase.AGREEING:
-            self._on_agreed(outcome, now_s)
-        elif self.phase is Phase.VOTING:
-            self._on_decided(outcome, now_s)
-
-    def _is_current(self, event: Outcome | m.Reduced | m.ReduceFailed) -> bool:
-        where = (event.quorum_id, event.attempt, event.step)
-        return self.part is not None and where == (self.part.quorum_id, self._attempt, self._place)
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why

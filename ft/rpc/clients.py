@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import selectors
 import subprocess
@@ -28,6 +29,7 @@ from ft.rpc import codec
 from ft.rpc.access import Access, this_host
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import channel
+from ft.seam import GroupEnded
 
 if TYPE_CHECKING:
     from ft.rpc.group_server import Settings
@@ -36,6 +38,12 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
 CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
 MOST_TOLD = 64  # words for people that may wait for the stream
+ASK_S = 30.0  # one try of a call for a quorum
+VOTE_S, VOTE_TRIES = 30.0, 10
+WORD_S = 3.0  # three beats: how long a word of the server counts
+SAID_S = 10.0  # what is waited for is said first after this, then
+SAID_EVERY_S = 60.0
+GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
 log = logging.getLogger("pharos.group")
 _TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -101,7 +109,8 @@ class GroupProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe."""
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `heard_s`: time.monotonic() of the server's newest
+    word on the group as a whole, that it waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
@@ -111,6 +120,56 @@ class GroupClient:
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.heard_s, self.gone = -math.inf, threading.Event()
+        self._waited_s, self._say_at_s = 0.0, SAID_S  # as the server said last; said next
+
+    def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
+        """Calls for a quorum, again and again: a missing answer is never taken for a no. Returns the answer (Go: this rank is to go), or
+        None where the server is gone: its stream says why. within_s: then it fails; None: never. name_free_s: so long another group may
+        have this one's name. Raises Refused for a group that cannot take part."""
+        asked_s = time.monotonic()
+        while True:
+            left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
+            try:
+                answer = self.quorum(call, max(0.01, min(left_s, ASK_S)))
+                self.heard_s = time.monotonic()  # a question of all the group's ranks was answered
+                return answer
+            except TimeoutError as error:
+                waited_s = time.monotonic() - asked_s
+                if left_s <= ASK_S:
+                    return m.QuorumFailed(f"none within {waited_s:g} s: {error}")
+                if not self._is_heard:
+                    log.info("no quorum for %.0f s: other ranks of this group have yet to ask for one", waited_s)
+            except Refused as error:
+                # Who has the name may be about to fall silent.
+                if not isinstance(error, NameTaken) or time.monotonic() - asked_s >= name_free_s:
+                    raise
+                if self.gone.wait(GONE_S):
+                    return None
+            except RuntimeError as error:
+                return None if self.gone.wait(GONE_S) else m.QuorumFailed(str(error))
+
+    def outcome(self, vote: m.Vote) -> m.Outcome:
+        """The group's word. A vote that the server holds, or that waits for ranks that wait for other groups, is asked for again for as
+        long as it takes. Raises GroupEnded where there is none: this rank ends."""
+        tries = 0
+        while tries < VOTE_TRIES:
+            try:
+                return self.vote(vote, VOTE_S)
+            except TimeoutError:
+                if self._is_heard:
+                    continue
+            except Stale as error:
+                raise GroupEnded(f"the group has gone on without this rank: {error}") from None
+            except RuntimeError as error:
+                raise GroupEnded(f"the group's server does not count votes any more: {error}") from None
+            tries += 1
+            log.info("no outcome yet of the vote on %s of step %d", vote.kind, vote.step)
+        raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
+
+    @property
+    def _is_heard(self) -> bool:
+        return time.monotonic() - self.heard_s <= WORD_S
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Go:
         """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
@@ -146,11 +205,10 @@ class GroupClient:
         on_end: Callable[[str], None],
         *,
         pid: int | None = None,
-        on_waits: Callable[[m.Waits], None] = lambda waits: None,
     ) -> None:
         """Opens this rank's stream. From then on the group ends if this stream does, unless it has left; `on_end` is called once if the
-        server goes, and the rank is to exit. All are called from a thread of their own, and must not raise. pid: the process that is
-        killed when the group ends, by default this one; 0: none. on_waits: is told once a beat what the group waits for."""
+        server goes, and the rank is to exit. Both are called from a thread of their own, and must not raise. pid: the process that is
+        killed when the group ends, by default this one; 0: none."""
         assert self._thread is None, "one stream a rank"
         hello = pharos_pb2.RankHello(
             group_rank=self.group_rank, pid=os.getpid() if pid is None else pid, host=this_host()
@@ -163,12 +221,13 @@ class GroupClient:
             why = ""
             try:
                 for data in stream:
-                    why = self._hear(data, on_notice, on_waits) or why
+                    why = self._hear(data, on_notice) or why
                 why = why or "the group's server closed the stream"
             except grpc.RpcError as error:
                 why = why or f"the stream to the group's server broke: {error.details()}"
             if not self._closed:
                 on_end(why)
+            self.gone.set()
 
         self._thread = threading.Thread(target=read, name="group-watch", daemon=True)
         self._thread.start()
@@ -217,19 +276,29 @@ class GroupClient:
             up = self._up.pop(0)
         return None if up is None else up.SerializeToString()
 
-    def _hear(self, data: bytes, on_notice: Callable[[m.Notice], None], on_waits: Callable[[m.Waits], None]) -> str:
-        """Passes on a message of the stream. Returns the reason why the group has ended, if it says so."""
+    def _hear(self, data: bytes, on_notice: Callable[[m.Notice], None]) -> str:
+        """Takes in a message of the stream. Returns the reason why the group has ended, if it says so."""
         try:
             down = codec.parse(pharos_pb2.RankDown, data)
             which = down.WhichOneof("down")
             if which == "notice":
                 on_notice(codec.notice_from(down.notice))
             elif which == "waits":
-                on_waits(codec.from_message(m.Waits, down.waits))
+                self.hear_waits(codec.from_message(m.Waits, down.waits))
         except ValueError as error:  # what it meant shows with the next quorum
             log.warning("a word of the group's server is passed over: %s", error)
             return ""
         return str(down.ended.reason)
+
+    def hear_waits(self, waits: m.Waits) -> None:
+        """Notes what the group waits for, as its server says once a beat. Rank 0 says it for all, once a minute."""
+        self.heard_s = time.monotonic()
+        if waits.waited_s < self._waited_s:
+            self._say_at_s = SAID_S
+        self._waited_s = waits.waited_s
+        if self.group_rank == 0 and waits.waited_s >= self._say_at_s:
+            self._say_at_s = waits.waited_s - waits.waited_s % SAID_EVERY_S + SAID_EVERY_S
+            log.info("waiting for %.0f s: %s", waits.waited_s, waits.reason)
 
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
         call = self._channel.unary_unary(f"/pharos.Group/{method}")

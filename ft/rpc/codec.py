@@ -86,6 +86,9 @@ class _Converter:
         self.read = _values_of(self.names)
         self.texts = tuple(name for name in self.names if hints[name] is str)
         self.optional = tuple(name for name in self.names if NoneType in get_args(hints[name]))
+        kinds = {name: (get_origin(hints[name]), get_args(hints[name])) for name in self.names}
+        self.choices = tuple((name, args) for name, (origin, args) in kinds.items() if origin is Literal)
+        self.tuples = tuple(name for name, (_, args) in kinds.items() if args in ((str, ...), (int, ...)))
         found = {name: _coders(name, hints[name]) for name in self.names}
         self.encoders = tuple((name, encode) for name, (encode, _) in found.items() if encode)
         self.decoders = tuple((name, decode) for name, (_, decode) in found.items() if decode)
@@ -93,6 +96,8 @@ class _Converter:
     def encode(self, value: Any) -> dict[str, Any]:
         """Arguments of the message's constructor, which takes a dict in place of an inner message, and None for an absent field."""
         values = dict(zip(self.names, self.read(value), strict=True))
+        if values.get("reason"):
+            values["reason"] = words(values["reason"], MAX_REASON)
         for name, encode in self.encoders:
             values[name] = encode(values[name])
         return values
@@ -107,6 +112,14 @@ class _Converter:
         for name in self.texts:
             if len(values[name]) > MAX_TEXT:
                 _check_text(name, values[name])
+        for name, legal in self.choices:
+            if values[name] not in legal:
+                _one_of(name, values[name], legal)
+        for name in self.tuples:
+            values[name] = tuple(values[name])
+            for item in values[name]:
+                if type(item) is str:
+                    _check_text(name, item)
         for name in self.optional:
             if not message.HasField(name):
                 values[name] = None
@@ -123,16 +136,10 @@ def _coders(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, Callable
     args = get_args(hint)
     if hint == m.State:
         return _state, _state_from
-    if get_origin(hint) is Literal:
-        return None, lambda text: _one_of(name, text, args)
-    if name == "reason":
-        return lambda text: words(text, MAX_REASON), None
     if is_dataclass(hint):
         inner = _converter(hint)
         return inner.encode, inner.decode
-    if get_origin(hint) is not tuple:
-        return None, None
-    if is_dataclass(args[0]):
+    if args and is_dataclass(args[0]):
         inner = _converter(args[0])
         return lambda items: list(map(inner.encode, items)), lambda items: tuple(map(inner.decode, items))
     if hint == m.Shape:
@@ -142,9 +149,7 @@ def _coders(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, Callable
                 tuple([(_check_text(name, x.what), _check_text(name, x.digest)) for x in pairs]) if pairs else ()
             ),
         )
-    if args[0] is str:
-        return None, lambda texts: tuple([_check_text(name, text) for text in texts]) if texts else ()
-    return None, tuple
+    return None, None
 
 
 def _state(state: m.State) -> dict[str, Any]:
@@ -293,7 +298,7 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 
 
 _TORCHFTS = _Converter(m.Member, torchft_pb2.QuorumMember)
-_TORCHFTS.texts = ()  # lighthouse_service.py has bounds for torchft's
+_TORCHFTS.texts = _TORCHFTS.tuples = ()  # lighthouse_service.py has bounds for torchft's
 _TORCHFTS.decoders = (("reconfigure_handles", tuple),)
 
 

@@ -22,9 +22,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ft.agreement import Agreement
 from ft.compat.lighthouse_server import LighthouseServer
+from ft.healing.transport import Transport
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
+from ft.process_groups.errors import GroupError
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -39,7 +41,7 @@ T = TypeVar("T", bound="Trained")
 
 
 class Trained:
-    """What a thread trains. `_train` makes its manager."""
+    """What a thread trains. `train` makes its manager."""
 
     name: str
     manager: Any
@@ -57,7 +59,7 @@ class Trained:
 
     def where(self) -> str:
         """It is, as far as its protocol goes."""
-        return str(self.manager._machine.phase)
+        return str(self.manager.status().phase)
 
     def kill(self) -> None:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
@@ -65,7 +67,7 @@ class Trained:
 
     def run(self) -> None:
         try:
-            self._train()
+            self.train()
         except BaseException as error:  # noqa: BLE001 (the test looks at it)
             self.error = error
         finally:
@@ -75,7 +77,7 @@ class Trained:
     def stop(self) -> None:
         self.manager.close()
 
-    def _train(self) -> None:
+    def train(self) -> None:
         raise NotImplementedError
 
 
@@ -97,6 +99,7 @@ class Rank(Trained):
     make: Callable[..., Manager] = Manager
     every_step: bool = False
     agrees: bool = False  # the ranks of the group among themselves (ft/agreement.py)
+    agree: Callable[..., Agreement] = Agreement
     times: m.Times = field(default_factory=m.Times)
     host: str = "127.0.0.1"
     access: Access = field(default_factory=Access)
@@ -124,7 +127,7 @@ class Rank(Trained):
     def seen_of(self, kind: type[m.Effect]) -> list[m.Effect]:
         return [effect for _, _, out in self.seen for effect in out.effects if isinstance(effect, kind)]
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.progress = Progress()
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
         config = ReplicaGroupConfig(
@@ -160,7 +163,7 @@ class Rank(Trained):
     def agreement(self) -> Agreement:
         gloo = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
         store = PrefixStore("agreement", self.store)
-        return Agreement(gloo(store, self.group_rank, self.world_size, timedelta(seconds=LIMIT_S)))
+        return self.agree(gloo(store, self.group_rank, self.world_size, timedelta(seconds=LIMIT_S)))
 
     @property
     def together_commits(self) -> list[int]:
@@ -200,15 +203,39 @@ class Rank(Trained):
         sum((parameter * value).sum() for parameter in self.model.parameters()).backward()
 
 
+def lose_the_sums(rank: Rank) -> None:
+    """In its coming step: the others have them, and this rank has not, as where a connection breaks behind the others' last byte."""
+    gradients = rank.manager.gradients
+    wait = gradients.wait
+
+    def torn() -> tuple[float, ...]:
+        wait()
+        gradients.wait = wait  # type: ignore[method-assign]
+        raise GroupError("the connection broke behind the others' last byte")
+
+    gradients.wait = torn  # type: ignore[method-assign]
+
+
+class Wrapped:
+    """A transport that does what another one does, but for what a subclass says."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.inner = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 def kill_server(manager: Manager) -> None:
     """Of the group whose manager this is."""
-    server = manager._membership.server
+    server = manager.membership.server
     assert server
     os.kill(server.pid, signal.SIGKILL)
     until_s = time.monotonic() + LIMIT_S
     # where the trainer waits for an answer of the server, it may close before the stream says that the server is gone; then nobody does
-    while not (manager._gone.wait(0.01) or manager._closed.is_set()):
+    while not (manager.status().server_gone or manager.status().closed):
         assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 class Job:

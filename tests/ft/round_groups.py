@@ -101,7 +101,7 @@ class Group(Trained):
         assert self.error is None or isinstance(self.error, GroupEnded | Stopped), repr(self.error)
         return self
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
         config = ReplicaGroupConfig(
@@ -154,7 +154,7 @@ class Group(Trained):
 
     def _copies(self, *, outer: bool) -> list[Tensor]:
         if outer:
-            return [p.detach().clone() for fragment in self.rounds._fragments for p in fragment.outer]
+            return [p.detach().clone() for fragment in self.rounds.fragments for p in fragment.outer]
         return [p.detach().clone() for p in self.model.parameters()]
 
 

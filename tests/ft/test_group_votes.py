@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from typing import Any
 
-import pytest
-
+from ft.agreement import Agreement
+from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient
 from ft.seam import GroupEnded
 from tests.ft.groups import LIMIT_S, Rank, job
 
-Said = list[tuple[int, m.Vote]]
+
+class Cast:
+    """Votes on commits that reach the server, with the rank that cast each. `before`: called before each, in its thread."""
+
+    def __init__(self, before: Any = lambda vote, timeout_s: None) -> None:
+        self.votes, self.before = list[tuple[int, m.Vote]](), before
+
+    @property
+    def make(self) -> partial[Manager]:
+        """Makes managers whose votes are noted here."""
+        return partial(Manager, connect=partial(Noted, self))
 
 
-@pytest.fixture
-def cast(monkeypatch: pytest.MonkeyPatch) -> Said:
-    """Votes on commits that reach the server, with the rank that cast each."""
-    votes, vote = list[tuple[int, m.Vote]](), GroupClient.vote
+class Noted(GroupClient):
+    def __init__(self, cast: Cast, *what: Any) -> None:
+        super().__init__(*what)
+        self.cast = cast
 
-    def noted(client: GroupClient, word: m.Vote, timeout_s: float) -> m.Outcome:
-        if word.kind == "commit":
-            votes.append((client.group_rank, word))
-        return vote(client, word, timeout_s)
-
-    monkeypatch.setattr(GroupClient, "vote", noted)
-    return votes
+    def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
+        if vote.kind == "commit":
+            self.cast.before(vote, timeout_s)
+            self.cast.votes.append((self.group_rank, vote))
+        return super().vote(vote, timeout_s)
 
 
-def test_one_rank_asks_for_all(cast: Said):
+def test_one_rank_asks_for_all():
+    cast = Cast()
     with job(min_replicas=2) as made:
-        ranks = [rank for name in "ab" for rank in made.group(name, size=3, steps=6, together=2, agrees=True)]
+        ranks = [
+            rank for name in "ab" for rank in made.group(name, size=3, steps=6, together=2, agrees=True, make=cast.make)
+        ]
         for rank in ranks:
             assert rank.join().error is None
         commits = ranks[0].commits
         assert len(commits) >= 6 and all(rank.commits == commits for rank in ranks)
-    assert cast and {(rank, word.whole) for rank, word in cast} == {(0, True)}
+    assert cast.votes and {(rank, word.whole) for rank, word in cast.votes} == {(0, True)}
 
 
-def test_a_rank_whose_sums_failed_asks_by_itself_and_all_make_the_step_again(cast: Said):
+def test_a_rank_whose_sums_failed_asks_by_itself_and_all_make_the_step_again():
     """Group b dies in the middle of a step: some of a's ranks may have its sums, some have not."""
     dead, last = threading.Event(), dict[str, int]()
 
@@ -62,39 +75,41 @@ def test_a_rank_whose_sums_failed_asks_by_itself_and_all_make_the_step_again(cas
         assert max(size for _, size, _ in ranks[0].commits) == 2
 
 
-def test_a_commit_that_is_held_is_asked_for_by_each_rank(cast: Said, monkeypatch: pytest.MonkeyPatch):
+def test_a_commit_that_is_held_is_asked_for_by_each_rank():
     """The lighthouse is silent for longer than half of takeover_s, then answers again: nobody stands in a collective meanwhile."""
-    monkeypatch.setattr("ft.group_calls.WHOLE_VOTE_S", 0.3)
     held, goes_on = threading.Event(), threading.Event()
-    vote = GroupClient.vote
 
-    def holds(client: GroupClient, word: m.Vote, timeout_s: float) -> m.Outcome:
-        if word.kind == "commit" and word.step == 2 and not goes_on.is_set():
+    def holds(vote: m.Vote, timeout_s: float) -> None:
+        if vote.step == 2 and not goes_on.is_set():
             held.set()
             if not goes_on.wait(timeout_s):
                 raise TimeoutError("held")
-        return vote(client, word, timeout_s)
 
-    monkeypatch.setattr(GroupClient, "vote", holds)
+    cast = Cast(holds)
     with job(min_replicas=1) as made:
-        ranks = made.group("a", size=2, steps=4, agrees=True)
+        agree = partial(Agreement, whole_vote_s=0.3)
+        ranks = made.group("a", size=2, steps=4, agrees=True, agree=agree, make=cast.make)
         assert held.wait(LIMIT_S)
         ranks[1].thread.join(2 * 0.3)
         goes_on.set()
         for rank in ranks:
             assert rank.join().error is None and [step for step, _, _ in rank.commits] == [1, 2, 3, 4]
-    of_step = [(rank, word.whole) for rank, word in cast if word.step == 2]
+    of_step = [(rank, word.whole) for rank, word in cast.votes if word.step == 2]
     assert sorted(of_step) == [(0, False), (1, False)], "the one for all was given up"
 
 
 def test_ranks_that_vote_on_different_things_end():
-    def at(rank: Rank, step: int) -> None:
-        if step == 2 and rank.group_rank == 1:
-            say = rank.manager._calls._agreement.all_say_yes
-            rank.manager._calls._agreement.all_say_yes = lambda ballot, **more: say((9, *ballot[1:]), **more)
+    class Another(Agreement):
+        """The second rank's votes are named after another quorum from step 2 on."""
 
+        def all_say_yes(self, ballot: m.Ballot, *, yes: bool, change: bool) -> tuple[bool, bool]:
+            at_rank = int(threading.current_thread() is ranks[1].thread)
+            quorum_id = 9 if ballot[1] == 2 and at_rank == 1 else ballot[0]
+            return super().all_say_yes((quorum_id, *ballot[1:]), yes=yes, change=change)
+
+    ranks: list[Rank] = []
     with job(min_replicas=1) as made:
-        ranks = made.group("a", size=2, steps=4, agrees=True, at=at)
+        ranks += made.group("a", size=2, steps=4, agrees=True, agree=Another)
         for rank in ranks:
             error = rank.join().error
             assert isinstance(error, GroupEnded) and "vote on different things" in str(error)

@@ -21,7 +21,7 @@ from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.seam import BadInput, GroupEnded
-from tests.ft.groups import LIMIT_S, Job, Rank, job
+from tests.ft.groups import LIMIT_S, Job, Rank, Wrapped, job, lose_the_sums
 
 OPTIONS = {"heal_copy_bytes": 1 << 20}
 MOST_S = 15.0  # of a fence; heal_grace_s is 30
@@ -58,18 +58,23 @@ class Source(Large):
 
     def __init__(self, *what: Any, fences: Fences, **more: Any) -> None:
         super().__init__(*what, **more)
-        fence = self.healer._transport.fence
+        self.healer.transport = Timed(self.healer.transport, self, fences)
 
-        def timed() -> Fenced:
-            assert self._part is not None
-            (reader,) = (m.name_of(self._part.members[rank]) for rank in self._part.heals)
-            began_s = time.monotonic()
-            fences.began.put(reader)
-            outcome = fence()
-            fences.ended.append((reader, outcome, time.monotonic() - began_s))
-            return outcome
 
-        self.healer._transport.fence = timed  # type: ignore[method-assign]
+class Timed(Wrapped):
+    def __init__(self, transport: Any, manager: Manager, fences: Fences) -> None:
+        super().__init__(transport)
+        self.manager, self.fences = manager, fences
+
+    def fence(self) -> Fenced:
+        part = self.manager.part
+        assert part is not None
+        (reader,) = (m.name_of(part.members[rank]) for rank in part.heals)
+        began_s = time.monotonic()
+        self.fences.began.put(reader)
+        outcome = self.inner.fence()
+        self.fences.ended.append((reader, outcome, time.monotonic() - began_s))
+        return outcome
 
 
 class Reader(Large):
@@ -77,15 +82,21 @@ class Reader(Large):
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
-        stopped = threading.Event()
+        self.healer.transport = Stuck(self.healer.transport)
 
-        def fetch(*what: Any, **more: Any) -> dict[str, Any]:
-            stopped.clear()  # `stop` is said until this ends
-            assert stopped.wait(LIMIT_S)
-            raise HealFailed("it is stopped", touched=False)
 
-        self.healer._transport.fetch = fetch  # type: ignore[method-assign]
-        self.healer._transport.stop = lambda reason: stopped.set()  # type: ignore[method-assign]
+class Stuck(Wrapped):
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport)
+        self.stopped = threading.Event()
+
+    def fetch(self, *what: Any, **more: Any) -> dict[str, Any]:
+        self.stopped.clear()  # `stop` is said until this ends
+        assert self.stopped.wait(LIMIT_S)
+        raise HealFailed("it is stopped", touched=False)
+
+    def stop(self, reason: str) -> None:
+        self.stopped.set()
 
 
 def source(made: Job, fences: Fences, at: Callable[[Rank, int], None]) -> Rank:
@@ -137,11 +148,19 @@ def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
 
 
 class Unlike(Manager):
-    """Of a state with another tensor than the sources have."""
+    """Of a state with another tensor than the sources have: always, or once it is told so, for one heal."""
 
-    def __init__(self, *what: Any, **more: Any) -> None:
+    def __init__(self, *what: Any, always: bool = True, **more: Any) -> None:
         super().__init__(*what, **more)
-        self.register("ballast", lambda: {"others": torch.zeros(4 << 20)}, lambda state: None)
+        self.always, self.once, self.was = always, threading.Event(), threading.Event()
+        self.register("ballast", self.ballast, lambda state: None)
+
+    def ballast(self) -> dict[str, torch.Tensor]:
+        if self.once.is_set():
+            self.once.clear()
+            self.was.set()
+            return {"others": torch.zeros(4 << 20)}
+        return {"others" if self.always else "values": torch.zeros(4 << 20)}
 
 
 def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.LogCaptureFixture):
@@ -153,30 +172,18 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
         if step == 2 and not others:
             others.append(made.group("b", steps=1 << 30, options=OPTIONS, make=Unlike)[0])
         if others and others[0].error and len(others) == 1:
-            others.append(made.group("c", steps=1 << 30, options=OPTIONS, make=Large, at=changes)[0])
+            make = partial(Unlike, always=False)
+            others.append(made.group("c", steps=1 << 30, options=OPTIONS, make=make, at=changes)[0])
         if len(others) == 2 and not others[1].thread.is_alive():  # it has healed, and left: alone it would begin anew
             rank.manager.leave()
 
-    refused = threading.Event()
-
     def changes(rank: Rank, step: int) -> None:
         """Once it has committed, it falls behind, and for one heal its state is of another layout."""
-        manager = rank.manager
-        if len(rank.commits) == 3 and not manager._machine.void:
-            right, tells = manager._state.snapshot, manager.healer._unlike
-            wrong = State()
-            wrong.register("ballast", lambda: {"others": torch.zeros(4 << 20)}, lambda state: None)
-
-            def told(why: str) -> None:
-                manager._state.snapshot = right  # type: ignore[method-assign]
-                tells(why)
-                refused.set()
-
-            manager._state.snapshot = wrong.snapshot  # type: ignore[method-assign]
-            manager.healer._unlike = told
-            manager._machine.void = True
-            manager._effects.feed(m.ChangeAnnounced(manager.part.quorum_id, "the test says so"))  # type: ignore[union-attr]
-        elif refused.is_set() and not manager._machine.void:
+        manager: Any = rank.manager
+        if len(rank.commits) == 3 and not manager.once.is_set() and not manager.was.is_set():
+            manager.once.set()
+            lose_the_sums(rank)
+        elif manager.was.is_set() and rank.manager.is_between_steps:
             manager.leave()
 
     with job(min_replicas=1) as made:
@@ -208,11 +215,8 @@ class Fetches:
 
 
 @pytest.mark.parametrize(("unlike", "grace_s"), [(True, 600.0), (False, 0.0)])
-def test_a_heal_that_failed_for_good_is_told_to_its_sources(
-    unlike: bool, grace_s: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_s: float):
     """When its time is over, or at once where no other try would do."""
-    monkeypatch.setattr(Healer, "_ask", lambda self, address: address)
     transport = Fetches(HealFailed("another shape", touched=False, unlike=unlike))
     ended, said = Queue[m.Event](), list[str]()
     healer = Healer(
@@ -223,6 +227,7 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(
         grace_s=grace_s,
         hear=ended.put,
         unlike=said.append,
+        ask=lambda address: address,
     )
     sources = (m.Source(0, "http://127.0.0.1:2"),)
     part = m.Part(
@@ -238,7 +243,16 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(
 
 @pytest.mark.parametrize(("ended", "over"), [(2, False), (3, True)])
 def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool):
-    transport, members = HttpTransport("127.0.0.1", "a:1", Access()), ("a:1", "b:1")
+    members, told = ("a:1", "b:1"), list[object]()
+
+    class Notes(Wrapped):
+        def offer(self, *what: Any, **more: Any) -> None:
+            told.append("offer")
+
+        def end_offer(self, quorum_id: int, reason: str) -> None:
+            told.append(quorum_id)
+
+    transport: Any = Notes(HttpTransport("127.0.0.1", "a:1", Access()))
     part = m.Part(
         3, "", "a:1", 0, members, "", (7, 2, ""), heal=False, sources=(), heals=(1,), participants=(), dealt=0
     )
@@ -247,4 +261,4 @@ def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool
     ) as one:
         one.end_offer(ended, "b is lost")
         one.offer(part)
-        assert transport._offer is not None and bool(transport._offer.over) is over
+    assert told == [ended, "offer", *[3] * over], "the transport would not have known of it"

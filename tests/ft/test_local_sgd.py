@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ft import DiLoCo, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
-from ft.compat.local_sgd import _in_buckets
+from ft.compat.local_sgd import in_buckets
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
 from ft.sync_schedule import Schedule
@@ -74,7 +74,7 @@ class Group(Trained):
     def stop(self) -> None:
         self.manager.shutdown()
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
         self.manager = Manager(
@@ -101,7 +101,7 @@ class Group(Trained):
                     step = self.manager.current_step()
                     self.weights[step] = [p.detach().clone() for p in self.model.parameters()]
                     self.slots[step], made = made, []
-                    self.outer[step] = [p.detach().clone() for fragment in syncs._fragments for p in fragment.outer]
+                    self.outer[step] = [p.detach().clone() for fragment in syncs.fragments for p in fragment.outer]
 
 
 class Job:
@@ -161,7 +161,7 @@ def test_buckets_hold_every_weight_once():
     tensors = [
         torch.randn(size).to(torch.bfloat16 if place == 3 else torch.float32) for place, size in enumerate(sizes)
     ]
-    pieces, flats = _in_buckets(tensors, 40)
+    pieces, flats = in_buckets(tensors, 40)
     assert [flat.nbytes for flat in flats] == [24, 40, 12, 32]
     assert all(map(torch.equal, pieces, tensors))
     for flat in flats:
@@ -195,7 +195,7 @@ def test_a_death_costs_no_inner_step(when: str):
     died: list[int] = []
 
     def inside(group: Group) -> None:
-        done = group.syncs._done
+        done = group.syncs.inner_steps_done
         place = {"inner steps": 1, "on their way": 3}[when]
         if group.name == "c" and group.manager.num_participants() == 3 and group.weights and done == place and not died:
             died.append(group.manager.current_step())
@@ -222,8 +222,8 @@ def test_a_newcomer_begins_from_the_outer_weights():
     def inside(group: Group) -> None:
         if group.name == "a" and len(group.weights) == 3:
             reached.set()
-        if group.name == "b" and group.syncs._done == 0 and not group.weights:
-            other = group.syncs._fragments[group.manager.current_step() % 2]
+        if group.name == "b" and group.syncs.inner_steps_done == 0 and not group.weights:
+            other = group.syncs.fragments[group.manager.current_step() % 2]
             assert all(map(torch.equal, other.local, other.outer))
         if group.name == "b" and len(group.weights) == 2 and a.until == FOR_EVER:  # once: this sum moves the step
             a.until = b.until = group.manager.current_step() + 1
@@ -247,11 +247,11 @@ def test_a_sum_that_is_dropped_is_carried_by_the_next():
     reported: list[list[Tensor]] = []
 
     def inside(group: Group) -> None:
-        if group.manager.current_step() == 2 and group.syncs._done == 3 and not reported:
+        if group.manager.current_step() == 2 and group.syncs.inner_steps_done == 3 and not reported:
             group.manager.report_error(RuntimeError("out of memory"))
-            reported.append([p.detach().clone() for p in group.syncs._fragments[0].outer])
+            reported.append([p.detach().clone() for p in group.syncs.fragments[0].outer])
         elif reported and group.manager.current_step() == 2:
-            kept = [p.detach() for p in group.syncs._fragments[0].outer]
+            kept = [p.detach() for p in group.syncs.fragments[0].outer]
             assert all(map(torch.equal, kept, reported[0]))
 
     def make(group: Group) -> DiLoCo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,23 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from ft.healer import Healer
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import GroupError
 from ft.process_groups.gloo import ProcessGroupGloo
-from ft.protocol import lighthouse, step_control
+from ft.protocol import compare, lighthouse
 from ft.protocol import messages as m
+from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
-from ft.protocol.step import Phase, Step, StepConfig
-from ft.protocol.step_control import FIGURES, StepControl
+from ft.protocol.step import Phase, Step, StepConfig, StepControl
 from ft.recording import RecordingManager
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
-from tests.ft.groups import LIMIT_S, SLOT, Rank, job
+from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, job, lose_the_sums
 
 
 def test_three_groups_train_as_one():
@@ -85,14 +84,7 @@ def test_sums_that_one_survivor_has_and_the_other_not():
     def breaks(rank: Rank, step: int) -> None:
         if len(rank.together_commits) == 3 and not broke_at:
             broke_at.append(step + 1)
-            wait = rank.manager.gradients.wait
-
-            def torn() -> tuple[float, ...]:
-                wait()
-                rank.manager.gradients.wait = wait  # type: ignore[method-assign]
-                raise GroupError("the connection broke behind the others' last byte")
-
-            rank.manager.gradients.wait = torn  # type: ignore[method-assign]
+            lose_the_sums(rank)
 
     with job(min_replicas=2) as made:
         a = made.group("a", steps=12, together=2)[0]
@@ -146,7 +138,7 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
     def late(rank: Rank, step: int) -> None:
         if rank.manager.part and rank.manager.part.quorum_id not in quorums:
             quorums.append(rank.manager.part.quorum_id)
-            rank.manager._interrupt(m.InterruptCollectives(min(quorums[0], quorums[-1] - 1), "b was lost"))
+            rank.manager.group.interrupt("b was lost", min(quorums[0], quorums[-1] - 1))
         if step == 2 and not newcomer:
             newcomer.extend(made.group("b", steps=4, together=2))
 
@@ -180,7 +172,8 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
     def waits(rank: Rank, slots: tuple[int, ...]) -> bool:
         part = rank.manager.part
         while part and part.heals and not rank.manager.healer.all_is_sent:
-            assert not rank.manager._gone.wait(0.001)
+            assert not rank.manager.status().server_gone
+            time.sleep(0.001)
         return True
 
     newcomers: list[Rank] = []
@@ -233,19 +226,23 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(
 ):
     forgetful(monkeypatch)
 
+    settings = {name: [("optimizer.lr", "1")] for name in "abc"}
+
     def changes(rank: Rank, step: int) -> None:
-        if len(rank.together_commits) == 3:
-            rank.manager._shape = (("optimizer.lr", "2"),)
-            rank.manager._group.interrupt("its sockets break")
+        if rank.name == "c" and len(rank.together_commits) == 3:
+            settings["c"][:] = [("optimizer.lr", "2")]
+            rank.manager.group.interrupt("its sockets break")
 
     with job(min_replicas=2) as made:
-        together = {"steps": 20, "together": 3, "make": partial(Manager, shape=(("optimizer.lr", "1"),))}
-        ranks = [made.group(name, **together)[0] for name in "ab"]
-        stranger = made.group("c", **{**together, "at": changes})[0]
+        ranks = [
+            made.group(name, steps=20, together=3, make=partial(Manager, shape=settings[name]), at=changes)[0]
+            for name in "abc"
+        ]
+        stranger = ranks.pop()
         for rank in ranks:
             assert rank.join().error is None
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
-        assert stranger.thread.is_alive() and stranger.manager._machine.phase is Phase.ASKING
+        assert stranger.thread.is_alive() and stranger.manager.status().phase is Phase.ASKING
         assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
 
 
@@ -276,7 +273,6 @@ def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
         assert rank.join().error is None
         assert [step for step, _, _ in rank.commits] == [1, 2, 3, 4]
         assert [slots for _, slots in rank.computed] == [(0,), (SLOT,), (2 * SLOT,), (3 * SLOT,)], "each but once"
-        assert not rank.manager.gradients.is_attached, "a manager that is closed holds no gradients"
 
 
 def test_ranks_of_a_group_take_the_same_way():
@@ -384,13 +380,13 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
 
     def stuck(rank: Rank, step: int) -> None:
         if step == 1:
-            rank.manager._group.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
+            rank.manager.group.reaper.take(lambda: ends.append(closed.wait(LIMIT_S / 3)), "stuck")
 
     with job(min_replicas=1) as made:
         a = made.group("a", steps=3, at=stuck)[0]
         assert a.join().error is None  # its last word is the manager's close
         closed.set()
-        assert a.manager._group.reaper.wait(LIMIT_S) and ends == [True]
+        assert a.manager.group.reaper.wait(LIMIT_S) and ends == [True]
 
 
 def test_who_has_closed_leaves_nothing_on_parameters_that_live_on():
@@ -419,15 +415,31 @@ def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
     tails = [StepControl.of(event.tail, FIGURES * members).digests for event in reduced]
     names = [m.name_of(member) for member in rank.manager.part.members]
-    return [{name for place, name in enumerate(names) if min(step_control.at(tail, place)) < 0} for tail in tails]
+    return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
 
 
-def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
     """Of each group one rank sees it, and all ranks of the one that is odd heal."""
     shown: list[tuple[str, int, str]] = []  # on the lighthouse's page
-    progress: list[tuple[int, int]] = []
-    monkeypatch.setattr(GroupClient, "happened", lambda _, *what: shown.append(what))
-    monkeypatch.setattr(Healer, "_has_come", lambda _, *what: progress.append(what))
+    progress_of_heals: list[tuple[int, int]] = []
+
+    class Shown(GroupClient):
+        def happened(self, lane: str, step: int, text: str) -> None:
+            shown.append((lane, step, text))
+
+    class Followed(Wrapped):
+        def fetch(self, *what: Any, progress: Any, **more: Any) -> dict[str, Any]:
+            def follow(done_bytes: int, total_bytes: int) -> None:
+                progress_of_heals.append((done_bytes, total_bytes))
+                progress(done_bytes, total_bytes)
+
+            return dict(self.inner.fetch(*what, progress=follow, **more))
+
+    def make(*what: Any, **more: Any) -> Manager:
+        manager = Manager(*what, connect=Shown, **more)
+        manager.healer.transport = Followed(manager.healer.transport)  # type: ignore[assignment]
+        return manager
+
     wrote: dict[tuple[str, int, int], bool] = {}
 
     def at(rank: Rank, step: int) -> None:
@@ -435,7 +447,9 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
         flips_a_bit(rank, step)
 
     with job(min_replicas=3) as made, caplog.at_level("ERROR", "pharos.manager"):
-        a, b, c = (made.group(name, size=2, steps=10, together=3, **{**COMPARED, "at": at}) for name in "abc")
+        a, b, c = (
+            made.group(name, size=2, steps=10, together=3, **{**COMPARED, "at": at, "make": make}) for name in "abc"
+        )
         for rank in (*a, *b, *c):
             assert rank.join().error is None
             assert {size for _, size, _ in rank.commits} == {3}, "nobody went"
@@ -450,7 +464,7 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
         del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
         text = "after step 3 rank 0 of group a holds other weights than the same rank of 2 others"
         assert caplog.messages.count(text) == shown.count(("corruption", 3, text)) == 3
-        assert progress and all(0 < done <= total for done, total in progress)
+        assert progress_of_heals and all(0 < done <= total for done, total in progress_of_heals)
 
 
 def test_of_two_groups_nobody_can_tell_and_both_stop():

@@ -13,7 +13,7 @@ from torch import nn
 
 from ft.fragment_gradients import FragmentGradients
 from ft.protocol.messages import name_of
-from ft.seam import GroupEnded
+from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import cut
 from ft.semi_sync_manager import SemiSyncManager
 from ft.sync_schedule import Schedule
@@ -130,7 +130,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
         part = group.manager.part
         if group.name != "c" and part and part.heals and place == 1 and not healed_at:
             c = made.groups[2]
-            assert not torch.equal(group.rounds._fragments[0].local[0], group.rounds._fragments[0].outer[0])
+            assert not torch.equal(group.rounds.fragments[0].local[0], group.rounds.fragments[0].outer[0])
             while not c.manager.healer.received_bytes:
                 assert c.thread.is_alive(), c.error
                 c.thread.join(0.01)
@@ -144,7 +144,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
 
     def begins(group: Group, place: int) -> bool:
         if len(group.computed) == 1 and place == 0:
-            for fragment in group.rounds._fragments:
+            for fragment in group.rounds.fragments:
                 assert all(map(torch.equal, fragment.local, fragment.outer)), "it begins from what is agreed on"
         return True
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(schedule: Schedule):
 
 
 def _names(group: Group) -> list[str]:
-    return [name for fragment in group.rounds._fragments for name in fragment.names]
+    return [name for fragment in group.rounds.fragments for name in fragment.names]
 
 
 def test_a_checkpoint_between_two_rounds_is_refused():
@@ -239,14 +239,17 @@ def test_weights_alone_are_a_beginning():
     """Of a run that never stepped by itself: outer and local weights begin from them."""
     model = Blocks()
     manager: Any = SimpleNamespace(
-        gradients=FragmentGradients(), attach=lambda parts: None, register=lambda *state: None
+        gradients=FragmentGradients(),
+        attach=lambda parts: None,
+        register=lambda *state: None,
+        begin_step=lambda until: DataAssignment(0, ()),
+        slot_size=4,
     )
     rounds = SemiSyncManager(manager, Schedule(4, fragments=2), nesterov)
     rounds.attach([model])
     given = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
     rounds.checkpoint_state(ModelState([model]))["model"].load_state_dict(given)
-    assert rounds._resets
-    rounds.reset()
+    rounds.begin_step()
     for name, value in model.state_dict().items():
         assert torch.equal(value, given[name])
 

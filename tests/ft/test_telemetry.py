@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+import math
 from typing import Any
 
 import pytest
 
-from ft import telemetry as teller
-from ft.telemetry import SELDOM_S, ManagerTelemetry, NoPhaseTimer, Status, ignore_event
+from ft.telemetry import NOWHERE, SELDOM_S, SENDS, ManagerTelemetry, NoPhaseTimer, Stands, Status, ignore_event
 
 
 class Books(NoPhaseTimer):
@@ -20,7 +19,7 @@ class Books(NoPhaseTimer):
 
 
 class Clock:
-    """The teller's time, and its event "closed", whose waits take as long as they say."""
+    """The time, and its event "closed", whose waits take as long as they say."""
 
     def __init__(self, ends_s: float) -> None:
         self.now_s, self.ends_s = 100.0, 100.0 + ends_s
@@ -34,14 +33,14 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock(120.0)
-    monkeypatch.setattr(teller, "time", SimpleNamespace(monotonic=made.monotonic))
-    return made
+def clock() -> Clock:
+    return Clock(120.0)
 
 
-def made(group_rank: int, books: Books | None = None, long_phase_s: float = 300.0) -> ManagerTelemetry:
-    return ManagerTelemetry(group_rank, lambda: 0, books or Books(), ignore_event, lambda *what: None, 1, long_phase_s)
+def made(group_rank: int, clock: Clock, books: Books | None = None, long_phase_s: float = 300.0) -> ManagerTelemetry:
+    return ManagerTelemetry(
+        group_rank, lambda: 0, books or Books(), ignore_event, lambda *what: None, 1, long_phase_s, clock.monotonic
+    )
 
 
 def sent(one: ManagerTelemetry, clock: Clock, news: Any = lambda status: None) -> list[tuple[float, Status]]:
@@ -51,34 +50,35 @@ def sent(one: ManagerTelemetry, clock: Clock, news: Any = lambda status: None) -
 
 
 def test_rank_0_reports_once_a_beat_and_the_others_seldom(clock: Clock):
-    assert len(sent(made(0), clock)) == 120
+    assert len(sent(made(0, clock), clock)) == 120
     clock.ends_s += 120
-    assert len(sent(made(1), clock)) == 120 / SELDOM_S
+    assert len(sent(made(1, clock), clock)) == 120 / SELDOM_S
 
 
 def test_what_is_new_is_told_within_a_beat(clock: Clock):
     turns = itertools.count()
-    reports = sent(made(1), clock, news=lambda status: next(turns) >= 20)
+    reports = sent(made(1, clock), clock, news=lambda status: next(turns) >= 20)
     assert [at_s for at_s, _ in reports][:2] == [100.5, 110.5]
 
 
 def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
-    one = made(1)
-    with one.waits("waiting"):
-        assert not one.status(1.0).waiting
-        clock.now_s += 0.6
-        assert one.status(1.0) == Status(waiting=True)
+    one = made(1, clock)
+    one.sums_began_s = clock.now_s
+    one.stands = Stands("sums", clock.now_s)
+    assert not one.status(1.0).waiting
+    clock.now_s += 0.6
+    assert one.status(1.0) == Status(waiting=True)
+    one.stands = NOWHERE
     assert one.status(1.0) == Status()
-    with one.votes():
-        assert one.status(1.0) == Status(waiting=True, summed=True), "it has waited since the sums began"
-    assert one.status(1.0) == Status()
+    one.stands = Stands("vote", one.sums_began_s)
+    assert one.status(1.0) == Status(waiting=True, summed=True), "it has waited since the sums began"
 
 
 def test_a_commit_that_waits_for_readers_is_a_phase_with_a_limit_of_its_own(clock: Clock):
     """Also where no long phases are told: the others would take it for a hang."""
-    one = made(0, long_phase_s=0.0)
+    one = made(0, clock, long_phase_s=0.0)
     with one.sends(60.0):
-        assert one.status(1.0) == Status(phase=teller.SENDS, phase_limit_s=60.0)
+        assert one.status(1.0) == Status(phase=SENDS, phase_limit_s=60.0)
         clock.now_s += 60.0
         assert one.status(1.0) == Status()
     assert one.status(1.0) == Status()
@@ -86,7 +86,7 @@ def test_a_commit_that_waits_for_readers_is_a_phase_with_a_limit_of_its_own(cloc
 
 def test_a_long_phase_is_told_until_it_takes_too_long(clock: Clock):
     books = Books()
-    one = made(0, books)
+    one = made(0, clock, books)
     assert one.status(1.0) == Status()
     books.phase_now = ("checkpoint", 12.0)
     assert one.status(1.0) == Status(phase="checkpoint", phase_limit_s=300.0)
@@ -95,13 +95,12 @@ def test_a_long_phase_is_told_until_it_takes_too_long(clock: Clock):
 
 
 def test_the_first_step_is_a_long_phase(clock: Clock):
-    one = made(0)
-    one.computes()
+    one = made(0, clock)
+    one.first_began_s = clock.now_s
     clock.now_s += 200
     assert one.status(1.0) == Status(phase="first step", phase_limit_s=300.0)
     clock.now_s += 101
     assert one.status(1.0) == Status(), "it takes too long"
     clock.now_s -= 101
-    one.committed(1.0)
-    one.computes()
+    one.first_began_s = math.inf
     assert one.status(1.0) == Status()

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ft import LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
-from ft.compat.manager import _Told
+from ft.compat.manager import ReportingWork
 from ft.manager import Stopped
 from ft.process_groups.base import GroupWork
 from tests.ft.torchft_groups import LIMIT_S, Group, job
@@ -35,7 +35,7 @@ def alone(lighthouse: LighthouseServer, request: pytest.FixtureRequest) -> Itera
     """A group of its own job, whose loop is the test's."""
     name = re.sub(r"\W", "-", request.node.name)[-64:]
     group = Group(name, A, 0, lighthouse.address(), arguments=getattr(request, "param", {}))
-    group._train()  # of no step
+    group.train()  # of no step
     yield group
     group.manager.shutdown()
 
@@ -178,13 +178,13 @@ def test_state_has_names_that_are_used_once(alone: Group):
     with pytest.raises(ValueError, match="schedule is registered already"):
         manager.register_state_dict_fn("schedule", lambda state: None, dict)
     manager.set_state_dict_fns(lambda state: None, dict)  # takes the place of the constructor's
-    assert manager.core._state.snapshot().manifest.values.keys() == {"ft", "batches_committed", "default", "schedule"}
+    assert manager.core.state.snapshot().manifest.values.keys() == {"ft", "batches_committed", "default", "schedule"}
 
 
 def test_a_work_that_is_late_is_told():
     told: list[Exception] = []
     late = GroupWork("AllReduce", [torch.ones(1)])
-    work = _Told(late, told.append)
+    work = ReportingWork(late, told.append)
     assert not work.wait(timedelta(seconds=0.001)) and not work.is_completed()
     assert isinstance(told[0], TimeoutError)
     late.end(None)
@@ -208,7 +208,7 @@ def test_a_future_that_never_fails(alone: Group):
 def test_a_quorum_that_does_not_come_in_time():
     with job(min_replicas=2) as made:
         group = Group("a", A, 0, made.lighthouse.address())
-        group._train()
+        group.train()
         with pytest.raises(Stopped, match=r"no quorum: none within 0\.[12]"):
             group.manager.start_quorum(timeout=timedelta(seconds=0.2))
         group.manager.shutdown()
@@ -217,7 +217,7 @@ def test_a_quorum_that_does_not_come_in_time():
 def test_what_changes_nothing_is_said_once(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(torchft_manager, "_SAID", set())
+    torchft_manager.say_once.cache_clear()
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "90")
     group = ProcessGroupGloo(timeout=5)
     more = {"use_async_quorum": True, "enable_error_bus": True, "dies_with_group": False, "replica_id": "said"}

@@ -15,10 +15,9 @@ from ft import (
     ProcessGroupGloo,
     WorldSizeMode,
 )
-from ft.healing.http_transport import HttpTransport
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
-from tests.ft.torchft_groups import LIMIT_S, Group, job, moves
+from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, moves
 
 A, B, C = 4.0, 16.0, 64.0  # gradients; all means of them differ
 FOR_EVER = 1 << 30
@@ -91,22 +90,21 @@ def test_a_newcomer_takes_the_state_and_gives_from_then_on():
         assert moves(a)[a.steps] == moves(b)[a.steps] == mean(A, B)
 
 
-def test_a_group_waits_for_its_state_and_the_others_for_the_group(monkeypatch: pytest.MonkeyPatch):
+def test_a_group_waits_for_its_state_and_the_others_for_the_group():
     """The state begins to arrive when the others are in their bodies."""
-    computing, fetch = threading.Event(), HttpTransport.fetch
+    computing = threading.Event()
 
-    def late(transport: HttpTransport, *sources: Any, **more: Any) -> Any:
-        assert computing.wait(LIMIT_S)
-        return fetch(transport, *sources, **more)
+    def at(group: Group) -> None:
+        if group.manager.num_participants() == 0:
+            fetch_late(group, computing)
 
     def body(group: Group) -> None:
         computing.set()
         assert group.model.a.tolist() == [100.0 - group.manager.current_step()] * 3, "the state of a, never b's own"
         group.backward()
 
-    monkeypatch.setattr(HttpTransport, "fetch", late)
     with job(min_replicas=2) as made:
-        groups = [made.group(name, 1.0, 3, body=body, start=100.0 + place) for place, name in enumerate("ab")]
+        groups = [made.group(name, 1.0, 3, body=body, at=at, start=100.0 + place) for place, name in enumerate("ab")]
         made.join()
         for group in groups:
             assert group.bodies == [1, 2, 3] and group.refused == []

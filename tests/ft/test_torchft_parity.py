@@ -14,11 +14,10 @@ import torch
 from torch.futures import Future
 
 from ft import Manager, Optimizer, ProcessGroupGloo
-from ft.healing.http_transport import HttpTransport
 from ft.seam import GroupEnded, Stopped
 from tests.ft.groups import Rank
 from tests.ft.groups import job as driver_job
-from tests.ft.torchft_groups import LIMIT_S, Group, job, moves
+from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, moves
 
 A, B = 4.0, 16.0
 FOR_EVER = 1 << 30
@@ -84,7 +83,7 @@ def test_a_group_that_fails_inside_a_step_is_made_anew(manager: Manager):
     """Where torchft drops the step, ours sums the same values again."""
     manager.start_quorum()
     before = manager.core.part
-    manager.core._group.abandon("injected failure")
+    manager.core.group.abandon("injected failure")
     tensor = torch.tensor([5.0])
     assert manager.allreduce(tensor).wait(), "no exception in the user's code"
     assert manager.should_commit() and tensor.item() == 5.0
@@ -156,7 +155,7 @@ def test_a_future_that_is_late_is_reported(manager: Manager):
 def test_what_is_accepted_and_changes_nothing_is_said(manager: Manager, caplog: pytest.LogCaptureFixture):
     from ft.compat import manager as torchft_manager
 
-    torchft_manager._SAID.clear()
+    torchft_manager.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         manager.start_quorum(allow_heal=False, timeout=timedelta(seconds=LIMIT_S))
         assert manager.should_commit(timeout=timedelta(seconds=23))
@@ -250,16 +249,12 @@ def test_a_newcomer_gets_all_that_was_registered():
         assert got == [{"turn": 7}]
 
 
-def test_the_state_may_change_once_reading_is_disallowed(monkeypatch: pytest.MonkeyPatch):
+def test_the_state_may_change_once_reading_is_disallowed():
     """b reads when a has changed it, and gets what was there at the step's beginning."""
     extra, got, changed = torch.zeros(1 << 18), list[float](), threading.Event()
-    fetch = HttpTransport.fetch
-
-    def late(transport: HttpTransport, *what: Any, **more: Any) -> dict[str, Any]:
-        assert changed.wait(LIMIT_S)
-        return fetch(transport, *what, **more)
 
     def at(group: Group) -> None:
+        fetch_late(group, changed)
         mine = {"t": extra if group.name == "a" else torch.zeros_like(extra)}
         group.manager.register_state_dict_fn("extra", lambda state: got.append(state["t"].mean().item()), lambda: mine)
 
@@ -271,7 +266,6 @@ def test_the_state_may_change_once_reading_is_disallowed(monkeypatch: pytest.Mon
             if group.manager.core.part and len(group.manager.core.part.members) == 2:
                 changed.set()
 
-    monkeypatch.setattr(HttpTransport, "fetch", late)
     with newcomer(at, body) as (_, b):
         assert got == [b.bodies[0] - 1], "the step that it healed to, not the one in whose body it came"
 

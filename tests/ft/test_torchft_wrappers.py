@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ft import DistributedDataParallel, Optimizer
-from ft.compat.wrappers import _tensors
+from ft.compat.wrappers import tensors_in
 
 
 class FakeManager:
@@ -88,12 +88,12 @@ def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor],
     assert set(ddp.state_dict()) == {"module.weight"}  # as torch's has it
     for _ in range(2):
         returned = ddp(2.0)
-        losses = list(_tensors(returned))
+        losses = list(tensors_in(returned))
         sum(losses).backward()
     with torch.no_grad():
         ddp(2.0)
     with ddp.no_sync():
-        next(_tensors(ddp(2.0))).backward()
+        next(tensors_in(ddp(2.0))).backward()
     assert manager.calls == ["attach", *["begins", "ended"] * 2]
 
 

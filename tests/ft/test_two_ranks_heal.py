@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
-from ft.healing.transport import Transport
+from ft.gradients import Gradients
 from ft.manager import Manager
 from ft.protocol import messages as m
-from tests.ft.groups import LIMIT_S, Rank, job
+from ft.rpc.clients import GroupClient
+from tests.ft.groups import LIMIT_S, Rank, Wrapped, job
 
 
 class Slow(Manager):
@@ -16,60 +18,89 @@ class Slow(Manager):
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
-        self.healer._transport = Untaken(self.healer._transport)
+        self.healer.transport = Untaken(self.healer.transport)  # type: ignore[assignment]
 
 
-class Untaken:
+class Untaken(Wrapped):
     is_taken = False
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class Split(Manager):
+class Split:
     """Rank 1 says that its state is there while the first step is decided that they hold. Rank 0 votes on the second one before the group's
     word on the heal is out; rank 1 has that word before it launches its part of the second step."""
 
-    voted, deciding, heard = threading.Event(), threading.Event(), threading.Event()  # of rank 0; of rank 1
+    def __init__(self) -> None:
+        self.voted = threading.Event()  # rank 0, on the second step
+        self.deciding, self.heard, self.agreed = threading.Event(), threading.Event(), threading.Event()  # of rank 1
+        self.first_held: int | None = None
 
-    def __init__(self, *what: Any, **more: Any) -> None:
-        super().__init__(*what, **more)
-        hear = self.healer._hear
+    def make(self, group: Any, config: Any, options: Any, *, seen: Any, **more: Any) -> Manager:
+        rank = config.group_rank
 
-        def late(event: m.Event) -> None:
-            if self._config.group_rank == 1:
-                assert self.deciding.wait(LIMIT_S)
-            hear(event)
-            if self._config.group_rank == 1:
+        def looks(now_s: float, event: m.Event, out: m.Out) -> None:
+            seen(now_s, event, out)
+            if isinstance(event, m.Part) and event.heal and self.first_held is None:
+                self.first_held = event.reference[0]
+            if rank == 1 and isinstance(event, m.HealEnded):
                 self.heard.set()
+            if rank == 1 and isinstance(event, m.Outcome) and event.kind == "healed":
+                self.agreed.set()
 
-        self.healer._hear = late
+        manager = Manager(
+            group,
+            config,
+            options,
+            seen=looks,
+            gradients=Launches(self, rank),
+            connect=partial(Votes, self),
+            **more,
+        )
+        if rank == 1:
+            manager.healer.transport = Late(self, manager.healer.transport)  # type: ignore[assignment]
+        return manager
 
-    def _held_step(self, step: int) -> int:
-        """1: the first that they hold, 2: the second; 0: none of these."""
-        part = self._part
-        return {1: 1, 2: 2}.get(step - part.reference[0] + 1, 0) if part is not None and part.heal else 0
+    def held(self, step: int) -> int:
+        """1: the first that they hold, 2: the second."""
+        return 0 if self.first_held is None else step - self.first_held + 1
 
-    def _launch(self, effect: m.LaunchTail) -> None:
-        if self._config.group_rank == 1 and self._held_step(effect.step) == 2:
-            with self._effects._news:
-                heal = self._machine._healing.open
-                assert heal is not None and self._effects._news.wait_for(lambda: heal.agreed, LIMIT_S)
-        super()._launch(effect)
 
-    def _cast_vote(self, effect: m.CastVote) -> None:
-        kind, place = effect.vote.kind, self._held_step(effect.vote.step)
-        if self._config.group_rank == 0 and (kind, place) == ("commit", 2):
-            self.voted.set()
-        if self._config.group_rank == 1 and (kind, place) == ("commit", 1):
-            self.deciding.set()
-            assert self.heard.wait(LIMIT_S)
-        if self._config.group_rank == 1 and kind == "healed":
-            assert self.voted.wait(LIMIT_S)
-        super()._cast_vote(effect)
+class Launches(Gradients):
+    def __init__(self, split: Split, group_rank: int) -> None:
+        super().__init__()
+        self.split, self.group_rank = split, group_rank
+
+    def open(self, *what: Any, step: int, **more: Any) -> None:
+        if self.group_rank == 1 and self.split.held(step) == 2:
+            assert self.split.agreed.wait(LIMIT_S)
+        super().open(*what, step=step, **more)
+
+
+class Late(Wrapped):
+    def __init__(self, split: Split, transport: Any) -> None:
+        super().__init__(transport)
+        self.split = split
+
+    def fetch(self, *what: Any, **more: Any) -> dict[str, Any]:
+        values = self.inner.fetch(*what, **more)
+        assert self.split.deciding.wait(LIMIT_S)
+        return dict(values)
+
+
+class Votes(GroupClient):
+    def __init__(self, split: Split, *what: Any) -> None:
+        super().__init__(*what)
+        self.split = split
+
+    def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
+        split, place = self.split, self.split.held(vote.step)
+        if self.group_rank == 0 and (vote.kind, place) == ("commit", 2):
+            split.voted.set()
+        if self.group_rank == 1 and (vote.kind, place) == ("commit", 1):
+            split.deciding.set()
+            assert split.heard.wait(LIMIT_S)
+        if self.group_rank == 1 and vote.kind == "healed":
+            assert split.voted.wait(LIMIT_S)
+        return super().vote(vote, timeout_s)
 
 
 def test_a_commit_that_waits_for_another_rank_does_not_hold_up_what_was_held():
@@ -82,7 +113,7 @@ def test_a_commit_that_waits_for_another_rank_does_not_hold_up_what_was_held():
 
     def joins(rank: Rank, step: int) -> None:
         if step == 3 and rank.group_rank == 0 and not newcomer:
-            newcomer.extend(made.group("b", size=2, steps=5, together=2, make=Split, able=able))
+            newcomer.extend(made.group("b", size=2, steps=5, together=2, make=Split().make, able=able))
 
     newcomer: list[Rank] = []
     with job(min_replicas=1) as made:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from ft import grad_buffers as scratch
-from ft.group_calls import VOTE_TRIES, GroupCalls, ServersWord
 from ft.protocol import messages as m
+from ft.rpc.clients import VOTE_TRIES, GroupClient
 from ft.rpc.driver import now_s
 from ft.seam import Going, GroupEnded
 from tests.ft.groups import Rank, job
@@ -53,10 +53,11 @@ def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold(
             rank.error = None  # what it holds is what its ledger says
 
 
-class Silent:
+class Silent(GroupClient):
     """A server that answers no vote in time: `tries` of them."""
 
-    def __init__(self, answers_at: int) -> None:
+    def __init__(self, answers_at: int, group_rank: int = 0) -> None:
+        super().__init__("http://127.0.0.1:1", group_rank)
         self.answers_at, self.tries = answers_at, 0
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
@@ -66,32 +67,27 @@ class Silent:
         return m.Outcome("commit", 1, 0, 0, "yes")
 
 
-def calls(client: Silent, word: ServersWord) -> GroupCalls:
-    return GroupCalls(client, None, threading.Event(), word)  # type: ignore[arg-type]
-
-
 VOTE = m.Vote(0, "commit", 1, 0, 0, "yes")
 
 
 def test_a_vote_that_the_server_holds_is_no_try():
-    word = ServersWord(0)
-    word.hear(m.Waits("the commit waits", 5.0))
-    assert calls(Silent(answers_at=10 * VOTE_TRIES), word).outcome(VOTE).verdict == "yes"
+    with closing(Silent(answers_at=10 * VOTE_TRIES)) as client:
+        client.hear_waits(m.Waits("the commit waits", 5.0))
+        assert client.outcome(VOTE).verdict == "yes"
 
 
 def test_a_vote_that_nobody_says_anything_about_is_given_up():
-    client = Silent(answers_at=10 * VOTE_TRIES)
-    with pytest.raises(GroupEnded, match="no outcome"):
-        calls(client, ServersWord(0)).outcome(VOTE)
-    assert client.tries == VOTE_TRIES
+    with closing(Silent(answers_at=10 * VOTE_TRIES)) as client:
+        with pytest.raises(GroupEnded, match="no outcome"):
+            client.outcome(VOTE)
+        assert client.tries == VOTE_TRIES
 
 
 @pytest.mark.parametrize("group_rank", [0, 1])
 def test_what_is_waited_for_is_said_once_a_minute_by_one_rank(group_rank: int, caplog: pytest.LogCaptureFixture):
-    word = ServersWord(group_rank)
-    with caplog.at_level("INFO", "pharos.manager"):
+    with caplog.at_level("INFO", "pharos"), closing(Silent(0, group_rank)) as client:
         for second in (*range(200), *range(30)):
-            word.hear(m.Waits("no quorum: min_replicas is 2", float(second)))
+            client.hear_waits(m.Waits("no quorum: min_replicas is 2", float(second)))
     said = [line.partition(":")[0] for line in caplog.messages]
     seconds = [10, 60, 120, 180, 10] if group_rank == 0 else []
     assert said == [f"waiting for {second} s" for second in seconds]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ft import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
-from tests.ft.groups import kill_server
+from tests.ft.groups import Wrapped, kill_server
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
 
@@ -59,7 +59,7 @@ class Group:
 
     def run(self) -> None:
         try:
-            self._train()
+            self.train()
         except GroupEnded as error:
             self.error = error
         except BaseException as error:
@@ -76,7 +76,7 @@ class Group:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
         kill_server(self.manager.core)
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.model = Sum(self.start)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
         self.manager = Manager(
@@ -108,6 +108,23 @@ class Group:
                 continue
             self.weights[step] = torch.cat([p.detach().flatten() for p in self.model.parameters()])
             self.batches[step] = self.manager.batches_committed()
+
+
+class Late(Wrapped):
+    """A transport that fetches once the event is set."""
+
+    def __init__(self, transport: Any, event: threading.Event) -> None:
+        super().__init__(transport)
+        self.event = event
+
+    def fetch(self, *what: Any, **more: Any) -> Any:
+        assert self.event.wait(LIMIT_S)
+        return self.inner.fetch(*what, **more)
+
+
+def fetch_late(group: Group, event: threading.Event) -> None:
+    healer = group.manager.core.healer
+    healer.transport = Late(healer.transport, event)  # type: ignore[assignment]
 
 
 class Job:

@@ -50,11 +50,7 @@ class Trained:
 
 
 class Counting(ProcessGroupGloo):
-    count = generations = 0
-
-    def configure(self, *given: Any, **more: Any) -> None:
-        self.generations += 1
-        super().configure(*given, **more)
+    count = 0
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         self.count += 1
@@ -89,7 +85,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
                 failures
             ):  # a rank that hears of a failure before it has computed gives its slots back: not the case meant here
                 all_here(store.underlying_store, f"{lighthouse}/{deal.step}")
-            fail(manager, between, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
+            fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))
             assert commit is not None and commit.contributors == (0, 1), commit
             optimizer.step()
@@ -145,23 +141,21 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
                 parallel.forward_backward(inputs, labels)
 
 
-def fail(manager: Manager, between: Counting, how: str, *, first: bool) -> None:
+def fail(manager: Manager, how: str, *, first: bool) -> None:
     """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
-    wait, generation = manager.gradients.wait, between.generations
+    wait, attempt = manager.gradients.wait, manager.status().at
 
     def in_vain() -> tuple[float, ...]:
         manager.gradients.wait = wait  # type: ignore[method-assign]
         tail = wait()
-        if (
-            between.generations == generation
-        ):  # else others failed first, and this rank voted no without a wait: this one holds
+        if manager.status().at == attempt:  # else others failed first, and this rank voted no without a wait
             raise GroupError("the connection broke behind the last byte")
         return tail
 
     if how == "behind the last bucket":
         manager.gradients.wait = in_vain  # type: ignore[method-assign]
     elif how == "before the last bucket" or (how == "of one rank" and first):
-        between.interrupt("the connection broke")
+        manager.group.interrupt("the connection broke")
 
 
 @pytest.mark.timeout(300)

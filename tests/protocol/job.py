@@ -208,7 +208,7 @@ class Job:
 
     def _do_InterruptCollectives(self, rank: Rank, effect: m.InterruptCollectives) -> None:  # noqa: N802
         step = rank.machine
-        failed = m.ReduceFailed(effect.quorum_id, step._attempt, step._place, effect.reason)
+        failed = m.ReduceFailed(effect.quorum_id, step.at[1], step.at[2], effect.reason)
         self.queue.append((self._rank, rank, failed))
 
     def _do_CommitStep(self, rank: Rank, effect: m.CommitStep) -> None:  # noqa: N802

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
+from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster
 from ft.protocol.rules import decide, pairs_among, smallest_cover, strangers
-from ft.protocol.step_control import find_divergent, in_tail
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
 # ------------------------------------------------------------------------------------------------ layouts

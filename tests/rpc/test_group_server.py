@@ -37,12 +37,24 @@ RANKS = 2
 R = TypeVar("R")
 
 
+class Client(GroupClient):
+    """Keeps what its server says of waits."""
+
+    def __init__(self, address: str, group_rank: int) -> None:
+        super().__init__(address, group_rank)
+        self.waits: queue.Queue[m.Waits] = queue.Queue()
+
+    def hear_waits(self, waits: m.Waits) -> None:
+        super().hear_waits(waits)
+        self.waits.put(waits)
+
+
 class Team:
     """One group: its server and a client for each rank, which notes what its stream says."""
 
     def __init__(self, lighthouse: str, name: str, **settings: Any) -> None:
         self.server = GroupProcess(Settings(f"{name}:1", RANKS, lighthouse, f"{name}:29500", **settings))
-        self.ranks = [GroupClient(self.server.address, rank) for rank in range(RANKS)]
+        self.ranks = [Client(self.server.address, rank) for rank in range(RANKS)]
         self.heard: queue.Queue[m.Notice | str] = queue.Queue()
 
     def watch(self) -> None:
@@ -530,10 +542,10 @@ def test_who_is_dying_is_told_by_the_signals_that_wait(tmp_path: Path, line: str
 
 def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(lighthouse: LighthouseServer):
     """The lighthouse wants two groups; the words are its own, and come with each wait."""
-    a, b, waits = Team(lighthouse.address(), "a"), Team(lighthouse.address(), "b"), queue.Queue[m.Waits]()
+    a, b = Team(lighthouse.address(), "a"), Team(lighthouse.address(), "b")
 
     def wait_for_b() -> None:
-        while "min_replicas is 2" not in waits.get(timeout=WAIT_S).reason:
+        while "min_replicas is 2" not in a.ranks[0].waits.get(timeout=WAIT_S).reason:
             pass
 
     def ask(threads: ThreadPoolExecutor, known: int) -> list[Future[Any]]:
@@ -544,15 +556,14 @@ def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(light
 
     try:
         b.watch()
-        for rank in a.ranks:
-            rank.watch(a.heard.put, a.heard.put, pid=0, on_waits=waits.put)
+        a.watch()
         with ThreadPoolExecutor(RANKS) as threads:
             answers = ask(threads, 0)
             wait_for_b()
             known = quorum(b)[0].quorum_id
             assert {answer.result(WAIT_S).quorum_id for answer in answers} == {known}
             b.ranks[0].leave(clean=False, reason="gone")
-            waits.queue.clear()
+            a.ranks[0].waits.queue.clear()
             answers = ask(threads, known)
             wait_for_b()
             a.ranks[1].want_to_leave()

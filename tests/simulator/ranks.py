@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ft.protocol import messages as m
+from ft.protocol.compare import FIGURES, in_tail
 from ft.protocol.ledger import Ledger
-from ft.protocol.step import Step, StepConfig
-from ft.protocol.step_control import FIGURES, StepControl, in_tail
+from ft.protocol.step import Step, StepConfig, StepControl
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 
@@ -28,7 +28,7 @@ VOTE_TRIES = 20
 WATCHDOG_S = 100.0  # train_timeout_seconds
 FIRST_STEP_S = 300.0  # init_timeout_seconds
 WORD_S = 3.0  # a word of the server's is good for so long
-WHOLE_VOTE_S = 2.0  # group_calls.py
+WHOLE_VOTE_S = 2.0  # agreement.py
 DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
 INITIAL = 1  # the weights before the first step, the same everywhere
 
@@ -417,7 +417,7 @@ class RankNode:
             self.trainer.go_on(outcome)
 
     def _agree(self, vote: m.Vote, *, able: bool) -> None:
-        """As ft/agreement.py and GroupCalls.agreed: the ranks among themselves, then rank 0 for all."""
+        """As ft/agreement.py: the ranks among themselves, then rank 0 for all."""
         inside, known = self.group.inside, list[m.Outcome]()
         yes = able and vote.verdict == "yes" and not vote.blame
 

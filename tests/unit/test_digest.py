@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.digest import BLOCK, digest
-from ft.protocol.step_control import FIGURES, find_divergent
+from ft.protocol.compare import FIGURES, find_divergent
 
 
 @settings(deadline=None, max_examples=60)
