@@ -10,7 +10,7 @@ import difflib
 import ipaddress
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from ft.rpc.access import Endpoint
@@ -20,7 +20,60 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 SETTING = "fault_tolerance.interface"
 
 
-def advertised(interface: str, lighthouse: str) -> str:
+# ------------------------------------------------------------------------------------------------ getifaddrs(3), which Python does not have
+
+
+class _IfAddrs(ctypes.Structure):
+    """struct ifaddrs, the same on Linux and macOS as far as it is read."""
+
+
+_IfAddrs._fields_ = [
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("addr", ctypes.c_void_p),  # struct sockaddr *
+]
+_IFF_UP = 1
+
+
+def _address(sockaddr: int) -> Address | None:
+    """Reads a struct sockaddr; None: of another kind than IPv4 and IPv6."""
+    head = ctypes.string_at(sockaddr, 2)
+    # BSD has the struct's length in the first byte
+    family = int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]
+    if family == socket.AF_INET:
+        return ipaddress.IPv4Address(ctypes.string_at(sockaddr + 4, 4))
+    if family == socket.AF_INET6:
+        return ipaddress.IPv6Address(ctypes.string_at(sockaddr + 8, 16))
+    return None
+
+
+def interfaces() -> dict[str, list[Address]]:
+    """The addresses of this machine by interface; of one that is down none, nor link-local ones, which mean nothing without a scope."""
+    there: dict[str, list[Address]] = {name: [] for _, name in socket.if_nameindex()}
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(head)) != 0:
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    try:
+        entry = head
+        while entry:
+            one = entry.contents
+            address = _address(one.addr) if one.addr and one.flags & _IFF_UP else None
+            if address is not None and not (address.version == 6 and address.is_link_local):
+                there.setdefault(one.name.decode(), []).append(address)
+            entry = one.next
+    finally:
+        libc.freeifaddrs(head)
+    return there
+
+
+# ------------------------------------------------------------------------------------------------ the choice
+
+
+def advertised(
+    interface: str, lighthouse: str, interfaces: Callable[[], Mapping[str, Sequence[Address]]] = interfaces
+) -> str:
     """`interface`: the name of one ("eth0"), a network ("10.0.0.0/8"), one address, or "" for the address with which this machine would
     speak to `lighthouse` ("http://host:port"; no packet is sent). Of several, one that is not loopback, and of the family of the
     lighthouse's address, wins; IPv4 where it is a name. Raises ValueError, which names what there is and the nearest."""
@@ -51,32 +104,11 @@ def advertised(interface: str, lighthouse: str) -> str:
     return str(min(found, key=lambda address: (address.is_loopback, address.version != version)))
 
 
-def interfaces() -> dict[str, list[Address]]:
-    """The addresses of this machine by interface, those that are up; not link-local ones, which mean nothing without a scope."""
-    there: dict[str, list[Address]] = {}
-    libc = ctypes.CDLL(None, use_errno=True)
-    head = ctypes.POINTER(_IfAddrs)()
-    if libc.getifaddrs(ctypes.byref(head)) != 0:
-        raise OSError(ctypes.get_errno(), "getifaddrs")
-    try:
-        entry = head
-        while entry:
-            one = entry.contents
-            address = _address(one.addr) if one.addr and one.flags & _IFF_UP else None
-            if address is not None and not (address.version == 6 and address.is_link_local):
-                there.setdefault(one.name.decode(), []).append(address)
-            entry = one.next
-    finally:
-        libc.freeifaddrs(head)
-    return there
-
-
 def _of_interface(name: str, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
-    if name in there:
-        return there[name]
-    known = [known for _, known in socket.if_nameindex()]
-    why = "it has no address, or is down" if name in known else "there is no such interface"
-    close = difflib.get_close_matches(name, there, n=1, cutoff=0.4)
+    if found := there.get(name):
+        return found
+    why = "it has no address, or is down" if name in there else "there is no such interface"
+    close = difflib.get_close_matches(name, [known for known, some in there.items() if some], n=1, cutoff=0.4)
     nearest = f'; nearest: "{close[0]}"' if close else ""
     raise ValueError(f'{SETTING} = "{name}": {why}; {_words(there)}{nearest}')
 
@@ -99,32 +131,4 @@ def _of_network(text: str, network: Network, there: Mapping[str, Sequence[Addres
 
 
 def _words(there: Mapping[str, Sequence[Address]]) -> str:
-    return "there are " + ", ".join(f"{name} ({', '.join(map(str, some))})" for name, some in there.items())
-
-
-# ------------------------------------------------------------------------------------------------ getifaddrs(3), which Python does not have
-
-
-class _IfAddrs(ctypes.Structure):
-    """struct ifaddrs, the same on Linux and macOS as far as it is read."""
-
-
-_IfAddrs._fields_ = [
-    ("next", ctypes.POINTER(_IfAddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("addr", ctypes.c_void_p),  # struct sockaddr *
-]
-_IFF_UP = 1
-
-
-def _address(sockaddr: int) -> Address | None:
-    """Reads a struct sockaddr; None: of another kind than IPv4 and IPv6."""
-    head = ctypes.string_at(sockaddr, 2)
-    # BSD has the struct's length in the first byte
-    family = int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]
-    if family == socket.AF_INET:
-        return ipaddress.IPv4Address(ctypes.string_at(sockaddr + 4, 4))
-    if family == socket.AF_INET6:
-        return ipaddress.IPv6Address(ctypes.string_at(sockaddr + 8, 16))
-    return None
+    return "there are " + ", ".join(f"{name} ({', '.join(map(str, some))})" for name, some in there.items() if some)

@@ -71,7 +71,13 @@ def lay_out(
     ours. `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
     layout = BucketLayout()
     device = tensors[0].device if tensors else device
-    last_bucket_params = _riders(tensors, device, FEW_BYTES if quantized else RIDER_BYTES)
+    last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
+    most_bytes, left_bytes = FEW_BYTES if quantized else RIDER_BYTES, RIDERS_BYTES
+    for index, tensor in enumerate(tensors):
+        small = tensor.nbytes <= min(most_bytes, left_bytes)
+        if small and tensor.dtype == torch.float32 and tensor.device == device:
+            last_bucket_params.insert(0, index)
+            left_bytes -= tensor.nbytes
     filling: dict[Kind, list[int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
@@ -92,30 +98,14 @@ def lay_out(
     tail: Kind = (torch.float32, device)
     layout.close(last_bucket_params, tensors, tail)
     layout.sizes[tail] += TAIL_ELEMENTS
-    layout.shape = _shape(tensors, layout, quantized=quantized)
-    return layout
-
-
-def _riders(tensors: Sequence[Tensor], device: torch.device, most_bytes: int) -> list[int]:
-    """Returns the small parameters whose gradients are complete last."""
-    last_bucket_params: list[int] = []
-    left_bytes = RIDERS_BYTES
-    for index, tensor in enumerate(tensors):
-        small = tensor.nbytes <= min(most_bytes, left_bytes)
-        if small and tensor.dtype == torch.float32 and tensor.device == device:
-            last_bucket_params.insert(0, index)
-            left_bytes -= tensor.nbytes
-    return last_bucket_params
-
-
-def _shape(tensors: Sequence[Tensor], layout: BucketLayout, *, quantized: bool) -> tuple[tuple[str, str], ...]:
     kinds = list(layout.sizes)
     plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in layout.buckets]
-    return (
+    layout.shape = (
         ("gradient shapes", _digest([tuple(tensor.shape) for tensor in tensors])),
         ("gradient dtypes", _digest([str(tensor.dtype) for tensor in tensors])),
         ("gradient buckets", _digest((plan, "8 bits") if quantized else plan)),
     )
+    return layout
 
 
 def _digest(what: object) -> str:

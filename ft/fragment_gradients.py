@@ -7,16 +7,19 @@ a step sends what it sums and nothing else; which fragment's turn it is hangs on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ft.buckets import BUCKET_BYTES
 from ft.gradients import Gradients
-from ft.process_groups.base import GroupWork
-from ft.quantized import Feedback
+
+
+def _of_turn(name: str) -> Any:
+    """Gradients' method of that name, called of the fragment whose turn it is."""
+    return lambda self, *given, **more: getattr(self._turn, name)(*given, **more)
 
 
 class FragmentGradients(Gradients):
@@ -56,25 +59,8 @@ class FragmentGradients(Gradients):
         self._turn = self._fragments[step % len(self._fragments)]
         self._turn.open(group, participants, contributes=contributes, step=step)
 
-    def begin(self, places: Sequence[int] = (0,)) -> None:
-        self._turn.begin(places)
-
-    @contextmanager
-    def last_pass(self, place: int = 0) -> Iterator[None]:
-        with self._turn.last_pass(place):
-            yield
-
-    def send(self) -> None:
-        self._turn.send()
-
-    def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
-        self._turn.launch(tail, zeros=zeros)
-
-    def wait(self) -> tuple[float, ...]:
-        return self._turn.wait()
-
-    def give_up(self) -> Callable[[], None]:
-        return self._turn.give_up()
+    begin, last_pass, send, launch = map(_of_turn, ("begin", "last_pass", "send", "launch"))
+    wait, give_up, all_reduce = map(_of_turn, ("wait", "give_up", "all_reduce"))
 
     def deliver(self, held: int | None = None) -> None:
         (self._turn if held is None else self._holders.pop(held)).deliver(held)
@@ -82,11 +68,6 @@ class FragmentGradients(Gradients):
     @property
     def can_repeat(self) -> bool:
         return self._turn.can_repeat
-
-    def all_reduce(
-        self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
-    ) -> GroupWork:
-        return self._turn.all_reduce(tensor, mean=mean, quantized=quantized, feedback=feedback)
 
     # ------------------------------------------------------------------------------------------------ all of them
 

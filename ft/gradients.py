@@ -13,20 +13,20 @@
         group.abandon(str(error), then=gradients.give_up())
         ...                                             # form again, open, launch, wait
 
-Flow: manager.py calls this; buckets.py says what lies where; grad_buffers.py has the memory; process_groups sum. A gradient is copied into
-scratch as soon as it is complete, while it is still in the cache; a bucket goes when it and all before it are. The sum becomes `.grad` by
-pointing there: nothing is copied back, and whoever divides reads it once. A retry copies the same gradients into other scratch, so it
-sends the same bits.
+Flow: manager.py calls this; buckets.py says what lies where; grad_buffers.py has the memory; process_groups sum. The hook of a parameter
+(`_completed`) copies its gradient into its bucket while it is still in the cache, and sends each bucket that is complete with all before it
+(`_send`). The sum becomes `.grad` by pointing there (`deliver`): nothing is copied back, and whoever divides reads it once. A retry copies
+the same gradients into other buckets, so it sends the same bits.
 
 Memory, with G = bytes of this rank's gradients, on top of those that autograd makes, which live until `deliver`: 2 G (the set that is
 filled and the one before, which is `.grad` until zeroed); one G more while an abandoned group has not ended, and per step that is held.
 With keep=False: 2 S, where S counts gradients below 1 MiB alone, since the others are reduced where they are; a failure then loses them.
 With keep=False and shared=True: 2 G, but no gradient of autograd's outlives its copy. 2 U for tensors that a user hands over.
 
-Slots apart (`slots` = S > 0), for sums whose bits do not depend on who computed what: addition of floats is not associative, so each
-slot's gradients have places of their own in the buckets, as if there were S times as many parameters. Whoever owns a slot gives its
-gradients there, all others zeros; to add zeros is exact in any order. Then each rank adds the S sums in the order of the slots. This
-costs S times the traffic, S times the scratch above (2 S G), and, kept for a retry, G for each slot that this group owns.
+Slots apart (`slots` = S > 0), for sums whose bits do not depend on who computed what, since addition of floats is not associative: each
+slot's gradients have places of their own, as if there were S times as many parameters. Whoever owns a slot gives its gradients there, all
+others zeros, which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the
+memory above (2 S G), and, kept for a retry, G for each slot that this group owns.
 
 Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), but for the last one: the tail counts, and
 what rides with it is small. On top of the above 2 G in fp32 for what sums leave out, and 3 buckets while one is summed.
@@ -172,11 +172,6 @@ class Gradients:
         while self._hooks:
             self._hooks.pop().remove()
 
-    @property
-    def is_attached(self) -> bool:
-        """True from `attach` to `close`: parameters hold this object, and its buffers."""
-        return bool(self._hooks)
-
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
@@ -255,7 +250,8 @@ class Gradients:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
             for user in step.users:
                 self._send_user(attempt, user, after_buckets=False)
-            self._send_all_but_last(attempt, zeros=zeros)
+            while attempt.sent < len(attempt.missing) - 1:
+                self._send(attempt, zeros=zeros)
             for user in step.users:
                 self._send_user(attempt, user, after_buckets=True)
             bucket = self._layout.buckets[-1]

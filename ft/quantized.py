@@ -37,7 +37,7 @@ from ft.process_groups.errors import Abandoned
 
 BLOCK = 256  # values with one scale: four bytes of it beside 256
 LEVELS = 127  # on either side of 0
-PIECE = 1 << 20  # values that are turned at a time, so that what is in between stays in the cache
+PIECE = (1 << 20) // BLOCK  # blocks that are turned at a time, so that what is in between stays in the cache
 
 
 class Feedback:
@@ -158,14 +158,19 @@ class CollectiveQueue:
                 left_out.append(torch.zeros_like(flat))
             return
 
-        sent, received = (self._bytes(ranks, share, tensor) for _ in range(2))
+        def message(shares: int) -> Tensor:
+            """Room for so many ranks' shares."""
+            count = shares * message_bytes(share)
+            return zeros(count, torch.uint8, tensor.device, shared=self._shared).view(shares, -1)
+
+        sent, received = message(ranks), message(ranks)
         for other in range(ranks):
             quantize(given[other * share : (other + 1) * share], sent[other])  # leaves what rounding left out
         self._exchange(lambda: self._group.alltoall_base(received, sent, [], []))
         total = torch.zeros(share, BLOCK, device=tensor.device)
         for other in range(ranks):
             dequantize(received[other], total, add=True)
-        mine = self._bytes(1, share, tensor)
+        mine = message(1)
         quantize(total, mine[0])
         given[rank * share : (rank + 1) * share].add_(total)
         self._exchange(lambda: self._group._allgather_base(received, mine))
@@ -175,11 +180,6 @@ class CollectiveQueue:
         for other in range(ranks):
             dequantize(received[other], given[other * share : (other + 1) * share])
         tensor.copy_(given.view(-1)[: tensor.numel()].view(tensor.shape))
-
-    def _bytes(self, ranks: int, share: int, tensor: Tensor) -> Tensor:
-        """A message of a share for each rank."""
-        count = ranks * message_bytes(share)
-        return zeros(count, torch.uint8, tensor.device, shared=self._shared).view(ranks, -1)
 
 
 # ------------------------------------------------------------------------------------------------ the format
@@ -195,11 +195,8 @@ def quantize(values: Tensor, message: Tensor) -> None:
     value over LEVELS, so no value is off by more than half of that. A block with a value that is infinite or no number is read as a block
     without numbers: nothing is hidden."""
     codes, scales = _parts(message, len(values))
-    levels = torch.full(
-        (), LEVELS, dtype=torch.float32, device=values.device
-    )  # CUDA turns a division by a number into a product
-    for piece in _pieces(len(values)):
-        own, code, scale = values[piece], codes[piece], scales[piece]
+    levels = torch.tensor(float(LEVELS), device=values.device)  # CUDA turns a division by a number into a product
+    for own, code, scale in zip(values.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
         torch.div(own.abs().amax(dim=1), levels, out=scale)
         divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1.0).unsqueeze(1)
         rounded = (own / divisor).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0)
@@ -211,20 +208,15 @@ def quantize(values: Tensor, message: Tensor) -> None:
 def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Dequantizes what `quantize` wrote into `out` (blocks, BLOCK), fp32, or added to it."""
     codes, scales = _parts(message, len(out))
-    for piece in _pieces(len(out)):
-        values = codes[piece].to(torch.float32).mul_(scales[piece].unsqueeze(1))
+    for own, code, scale in zip(out.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
+        values = code.to(torch.float32).mul_(scale.unsqueeze(1))
         if add:
-            out[piece].add_(values)
+            own.add_(values)
         else:
-            out[piece].copy_(values)
+            own.copy_(values)
 
 
 def _parts(message: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Its codes (blocks, BLOCK), and its scales (blocks)."""
     codes = message[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
     return codes, message[blocks * BLOCK :].view(torch.float32)
-
-
-def _pieces(blocks: int) -> list[slice]:
-    step = PIECE // BLOCK
-    return [slice(start, min(start + step, blocks)) for start in range(0, blocks, step)]

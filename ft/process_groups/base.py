@@ -104,10 +104,10 @@ class Operation:
         return started
 
     def inputs(self) -> list[Tensor]:
-        return [tensor for at in SIGNATURES[self.method].reads for tensor in flatten(self.arguments[at])]
+        return flatten([self.arguments[at] for at in SIGNATURES[self.method].reads])
 
     def outputs(self) -> list[Tensor]:
-        return [tensor for at in SIGNATURES[self.method].writes for tensor in flatten(self.arguments[at])]
+        return flatten([self.arguments[at] for at in SIGNATURES[self.method].writes])
 
     def each(self, change: Callable[[Any, bool, bool], Any]) -> Any:
         """A copy with `change(tensor, is read, is written)` in place of every tensor."""
@@ -119,9 +119,10 @@ class Operation:
 
 def flatten(nested: Any) -> list[Tensor]:
     """All tensors of a tensor, a list of tensors, or a list of lists."""
-    if not isinstance(nested, list | tuple):
-        return [nested]
-    return [tensor for part in nested for tensor in (flatten(part) if isinstance(part, list | tuple) else (part,))]
+    flat = [nested]
+    while any(isinstance(part, list | tuple) for part in flat):
+        flat = [inner for part in flat for inner in (part if isinstance(part, list | tuple) else (part,))]
+    return flat
 
 
 def _each(nested: Any, change: Callable[[Any, bool, bool], Any], read: bool, written: bool) -> Any:
@@ -530,7 +531,8 @@ class ProcessGroup(Collectives):
 
     def launch(self, operation: Operation) -> dist.Work:
         """Never raises, and never waits for a peer: a failure is the work's."""
-        work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
+        signature = SIGNATURES[operation.method]
+        work = GroupWork(signature.name, flatten([operation.arguments[at] for at in signature.writes]))
         with self._state:
             generation, why_none = self._generation, self._why_none
         if generation is None:

@@ -303,22 +303,19 @@ class _Waiters:
         task: _Task | None = first.pop()
         while task is not None:
             self.busy.add(threading.get_native_id())
-            _wait(*task)
-            del task  # the tensors
+            only, operation, ended = task
+            work = only.pop()
+            error = failure_of(work.wait)
+            source = source_of(work, operation) if error is None else -1
+            del work  # before anybody is told: it holds torch's group
+            ended(error, source)
+            del task, operation, ended  # the tensors
             self.busy.discard(threading.get_native_id())
             with self._lock:
                 if self._closed:
                     return
                 self._free += 1
             task = self._tasks.get()
-
-
-def _wait(only: list[dist.Work], operation: Operation, ended: Ended) -> None:
-    work = only.pop()
-    error = failure_of(work.wait)
-    source = source_of(work, operation) if error is None else -1
-    del work  # before anybody is told: it holds torch's group
-    ended(error, source)
 
 
 def _gloo_device(interface: str | None, towards: str | None) -> Any:

@@ -27,8 +27,7 @@ from typing import Any
 
 from ft.process_groups.store import parse
 
-WAIT_S = 1.0  # that a wait for other groups may take before it is looked why
-AGAIN_S = 2.0  # between two looks at the same wait, or at who was unreachable
+SERVE_S = 0.5  # for which it waits for connections, at most, before it asks whether there is something to look at
 TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
 MOST = 64  # members that are looked at at once: each takes a few descriptors for a moment
 KEPT = 256  # unreachable ids that are remembered beyond their generation
@@ -53,11 +52,20 @@ class _Look:
 
 
 class Prober:
-    """`host`: of this machine, as the others reach it. `within_s`: after so long without an answer a member is unreachable. Raises OSError
-    where it cannot listen. All of its work is done in one thread, from `start` to `close`."""
+    """`host`: of this machine, as the others reach it. `within_s`: a member without an answer for so long is unreachable. `wait_s`: a
+    wait for other groups of so long is looked into; `again_s`: between two looks at the same wait, or at who was unreachable. Raises
+    OSError where it cannot listen. All of its work is done in one thread, from `start` to `close`."""
 
-    def __init__(self, host: str, within_s: float) -> None:
-        self._within_s = within_s
+    def __init__(
+        self,
+        host: str,
+        within_s: float,
+        *,
+        wait_s: float = 1.0,
+        again_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._within_s, self._wait_s, self._again_s, self._clock = within_s, wait_s, again_s, clock
         self._lock = threading.Condition()
         self._places: dict[str, Place] = {}
         self._members: frozenset[str] = frozenset()  # of the newest generation
@@ -69,15 +77,12 @@ class Prober:
         self._listener.bind((host, 0))
         self._listener.listen(4096)  # what comes while this process is stopped must be answered, too
         self._listener.setblocking(False)
-        self.handle = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        port = self._listener.getsockname()[1]
+        self.handle = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._bell, self._ring = socket.socketpair()
         self._waits_since: Callable[[], float | None] = lambda: None
         self._cut: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
-
-    @property
-    def _port(self) -> int:
-        return int(self._listener.getsockname()[1])
 
     def start(self, waits_since: Callable[[], float | None], cut: Callable[[tuple[str, ...]], None]) -> None:
         """`waits_since`: time.monotonic() at which the wait for other groups began that goes on now, None where there is none. `cut` is
@@ -133,17 +138,17 @@ class Prober:
             selector.register(self._bell, selectors.EVENT_READ)
             last_s = float("-inf")
             while not self._closed:
-                now_s = time.monotonic()
+                now_s = self._clock()
                 wanted, since_s = self._wanted, self._waits_since()
-                waits = since_s is not None and now_s - since_s >= WAIT_S
-                if wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= AGAIN_S):
+                waits = since_s is not None and now_s - since_s >= self._wait_s
+                if wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self._again_s):
                     self._look_around(selector, everybody=waits or wanted > self._done)
-                    last_s = time.monotonic()
+                    last_s = self._clock()
                     with self._lock:
                         self._done = wanted
                         self._lock.notify_all()
                 else:
-                    self._serve(selector, WAIT_S / 2)
+                    self._serve(selector, min(SERVE_S, self._wait_s / 2))
 
     def _look_around(self, selector: selectors.BaseSelector, *, everybody: bool) -> None:
         """Looks at members (`everybody`, or those that are unreachable); their reachability is known when this returns."""
@@ -156,13 +161,11 @@ class Prober:
                 for look in left:
                     self._go_on(selector, look)
                 next_s = min((look.next_s for look in left if not look.over), default=0.0)
-                self._serve(selector, max(0.0, next_s - time.monotonic()))
+                self._serve(selector, max(0.0, next_s - self._clock()))
             for sock in [sock for look in some for sock in look.open]:
                 selector.unregister(sock)
                 _close(sock)
-        self._tell({look.replica_id: look.place for look in looks if look.answered is False})
-
-    def _tell(self, silent: dict[str, Place]) -> None:
+        silent = {look.replica_id: look.place for look in looks if look.answered is False}
         with self._lock:
             self._unreachable.update(dict.fromkeys(silent))
             self._places = {**silent, **self._places}  # meanwhile the next generation may have begun, without them
@@ -173,7 +176,7 @@ class Prober:
     def _go_on(self, selector: selectors.BaseSelector, look: _Look) -> None:
         """One more try when it is time: what is lost on the way is sent again after a second at first, and ever later. After the last one's
         time the answer is known; not before, however long this process was stopped in between."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s < look.next_s or look.over:
             return
         if look.tries == TRIES:
@@ -228,7 +231,7 @@ class Prober:
         except BlockingIOError:
             return  # that was all
         except OSError:
-            time.sleep(WAIT_S / 2)  # no descriptor is left; the kernel has answered already
+            time.sleep(SERVE_S)  # no descriptor is left; the kernel has answered already
 
 
 def _close(sock: socket.socket) -> None:

@@ -69,9 +69,12 @@ def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
     a group would lose its connections with it. Raises OSError when it never was alone."""
     with _one_at_a_time:
         for _ in range(MAKES):
-            before = {_identity(sock) for sock in _sockets()}
+            before = {os.fstat(sock.fileno()).st_ino for sock in _sockets()}
             made = make()
-            new = {_near(sock) for sock in _sockets() if _listens(sock) and _identity(sock) not in before}
+            listening = {
+                os.fstat(sock.fileno()).st_ino: _plain(sock.getsockname()) for sock in _sockets() if _listens(sock)
+            }
+            new = {place for number, place in listening.items() if number not in before}
             if len(new) < 2:
                 return made, new
             del made
@@ -113,26 +116,14 @@ def _sockets() -> Iterator[socket.socket]:
 
 def _belongs(sock: socket.socket, near: Collection[Address], far: Collection[Address]) -> bool:
     """A socket that listens does not: gloo's thread dies of an accept that fails, and the process with it."""
-    return (_near(sock) in near or _far(sock) in far) and not _listens(sock)
-
-
-def _identity(sock: socket.socket) -> int:
-    return os.fstat(sock.fileno()).st_ino
+    ours = _plain(sock.getsockname()) in near
+    with suppress(OSError):  # it has no far end
+        ours = ours or _plain(sock.getpeername()) in far
+    return ours and not _listens(sock)
 
 
 def _listens(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _near(sock: socket.socket) -> Address:
-    return _plain(sock.getsockname())
-
-
-def _far(sock: socket.socket) -> Address:
-    try:
-        return _plain(sock.getpeername())
-    except OSError:
-        return ("", 0)
 
 
 def _plain(name: tuple[str, int]) -> Address:

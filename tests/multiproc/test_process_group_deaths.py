@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ft.children import LAUNCHER_SIGNALS
-from ft.process_groups.fork_server import ForkServer
+from ft.process_groups.fork_server import Child, ForkServer
 from ft.process_groups.store import serve
 
 pytestmark = [
@@ -191,59 +191,56 @@ def test_a_child_is_killed_and_its_trainer_goes_on(crew: Crew):
     survive(crew, "baby_gloo", members, sums[1:], "member a failed")
 
 
-def test_what_a_scheduler_sends_to_every_process_ends_no_child():
+@pytest.fixture
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer(answer_s=5.0)
+    yield made
+    made.close()
+
+
+def is_forked(child: Child) -> bool:
+    return "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
+
+
+def test_what_a_scheduler_sends_to_every_process_ends_no_child(fork_server: ForkServer):
     """From its first moment: the fork server still imports torch when the signals come."""
-    fork_server = ForkServer()
-    try:
-        fork_server.warm()
-        for number in LAUNCHER_SIGNALS:
-            os.kill(fork_server.pid, number)
-        child, at = fork_server.child(), fork_server.pid
-        handle = os.pidfd_open(child.pid)
-        for number in LAUNCHER_SIGNALS:
-            for pid in (at, child.pid):
-                os.kill(pid, number)
-        other = fork_server.child()
-        assert fork_server.pid == at and not select.select([handle], [], [], 0)[0], "one of them has ended"
-        os.close(handle)
-        for each in (child, other):
-            each.kill()
-            each.end()
-    finally:
-        fork_server.close()
+    fork_server.warm()
+    for number in LAUNCHER_SIGNALS:
+        os.kill(fork_server.pid, number)
+    child, at = fork_server.child(), fork_server.pid
+    handle = os.pidfd_open(child.pid)
+    for number in LAUNCHER_SIGNALS:
+        for pid in (at, child.pid):
+            os.kill(pid, number)
+    other = fork_server.child()
+    assert fork_server.pid == at and not select.select([handle], [], [], 0)[0], "one of them has ended"
+    os.close(handle)
+    for each in (child, other):
+        each.kill()
+        each.end()
 
 
-def test_a_spare_child_that_is_gone_is_not_given():
+def test_a_spare_child_that_is_gone_is_not_given(fork_server: ForkServer):
     """It waits for its turn, and is killed by whoever looks for memory: the fork server forks another."""
-    fork_server = ForkServer()
-    try:
-        fork_server.prepare()
-        at = fork_server.pid
-        [spare] = Path(f"/proc/{at}/task/{at}/children").read_text().split()
-        handle = os.pidfd_open(int(spare))
-        os.kill(int(spare), signal.SIGKILL)
-        assert select.select([handle], [], [], LIMIT_S)[0], "it has not ended"
-        os.close(handle)
-        child = fork_server.child()
-        assert (fork_server.pid, child.pid != int(spare)) == (at, True)
-        assert "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
-        child.kill()
-        child.end()
-    finally:
-        fork_server.close()
+    fork_server.prepare()
+    at = fork_server.pid
+    [spare] = Path(f"/proc/{at}/task/{at}/children").read_text().split()
+    handle = os.pidfd_open(int(spare))
+    os.kill(int(spare), signal.SIGKILL)
+    assert select.select([handle], [], [], LIMIT_S)[0], "it has not ended"
+    os.close(handle)
+    child = fork_server.child()
+    assert (fork_server.pid, child.pid != int(spare)) == (at, True) and is_forked(child)
+    child.kill()
+    child.end()
 
 
-def test_a_fork_server_that_is_stopped_is_ended_and_another_started():
+def test_a_fork_server_that_is_stopped_is_ended_and_another_started(fork_server: ForkServer):
     """As by a debugger, or a machine that freezes what is idle: it does not answer, and who waits for it waits in a step."""
-    fork_server = ForkServer(answer_s=5.0)
-    try:
-        fork_server.prepare()
-        at = fork_server.pid
-        os.kill(at, signal.SIGSTOP)
-        child = fork_server.child()
-        assert fork_server.pid != at and not Path(f"/proc/{at}").exists()
-        assert "ft.process_groups.baby_worker" in Path(f"/proc/{child.pid}/cmdline").read_text()
-        child.kill()
-        child.end()
-    finally:
-        fork_server.close()
+    fork_server.prepare()
+    at = fork_server.pid
+    os.kill(at, signal.SIGSTOP)
+    child = fork_server.child()
+    assert fork_server.pid != at and not Path(f"/proc/{at}").exists() and is_forked(child)
+    child.kill()
+    child.end()

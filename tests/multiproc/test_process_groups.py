@@ -156,14 +156,14 @@ def every_operation(kind: str) -> None:
     group.allgather([out], [given(rank)]).wait()
     assert all(part.equal(given(r)) for r, part in enumerate(out))
     whole = torch.zeros(12, device=to)
-    group._allgather_base(whole, given(rank)).wait()
+    group.all_gather_single(whole, given(rank)).wait()
     assert whole.equal(torch.cat([given(r) for r in ranks]))
     wholes = [torch.zeros(12, device=to), torch.zeros(6, device=to)]
     group.allgather_into_tensor_coalesced(wholes, [given(rank), given(rank, 2)]).wait()
     assert wholes[1].equal(torch.cat([given(r, 2) for r in ranks]))
 
     mine = sum(given(r, 12) for r in ranks).view(3, 4)[rank]
-    group._reduce_scatter_base(value := torch.zeros(4, device=to), given(rank, 12)).wait()
+    group.reduce_scatter_single(value := torch.zeros(4, device=to), given(rank, 12)).wait()
     assert value.equal(mine)
     group.reduce_scatter([value := torch.zeros(4, device=to)], [list(given(rank, 3, 4))]).wait()
     assert value.equal(mine)
@@ -192,7 +192,7 @@ def every_operation(kind: str) -> None:
             for _ in range(2):
                 work = group.recv_anysource([received], 8)
                 work.wait()
-                got[work._source_rank()] = received.clone()
+                got[work.source_rank()] = received.clone()
             assert sorted(got) == [1, 2] and all(value.equal(given(r)) for r, value in got.items())
         else:
             group.send([given(rank)], 0, 8).wait()

@@ -3,7 +3,6 @@ comes, as a cut link does."""
 
 from __future__ import annotations
 
-import errno
 import socket
 import sys
 import threading
@@ -13,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ft.process_groups import probe
 from ft.process_groups.probe import TRIES, Prober
+from tests.unit.test_process_groups import no_descriptors_left
 
 WITHIN_S = 0.3
 LIMIT_S = 60.0
@@ -26,14 +25,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a ful
 def prober(
     waits_since: Callable[[], float | None] = lambda: None,
     cut: Callable[[tuple[str, ...]], None] = lambda ids: None,
-    host: str = "127.0.0.1",
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Prober]:
-    made = Prober(host, WITHIN_S)
+    before = set(threading.enumerate())
+    made = Prober("127.0.0.1", WITHIN_S, wait_s=0.05, again_s=0.05, clock=clock)
     made.start(waits_since, cut)
+    [thread] = [thread for thread in set(threading.enumerate()) - before if thread.name == "ft-probe"]
     yield made
     made.close()
-    made._thread.join(LIMIT_S)
-    assert not made._thread.is_alive()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
 
 
 class Silent:
@@ -60,10 +61,8 @@ def silent() -> Iterator[Silent]:
     made.close()
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "WAIT_S", 0.05)
-    monkeypatch.setattr(probe, "AGAIN_S", 0.05)
+tried: list[object] = []  # addresses that this process has tried to connect to
+sys.addaudithook(lambda event, given: tried.append(given[1]) if event == "socket.connect" else None)
 
 
 def closed_port() -> str:
@@ -82,7 +81,7 @@ def test_who_answers_is_reachable_whatever_it_does():
     stopped.close()
 
 
-def test_who_says_nothing_is_unreachable_until_it_answers(silent: Silent, quick: None):
+def test_who_says_nothing_is_unreachable_until_it_answers(silent: Silent):
     with prober() as mine:
         mine.watch({"b:1": silent.handle, "c:1": closed_port()})
         assert mine.look() == mine.unreachable == ("b:1",)
@@ -95,7 +94,7 @@ def test_who_says_nothing_is_unreachable_until_it_answers(silent: Silent, quick:
             time.sleep(0.01)
 
 
-def test_who_waits_for_a_moment_looks_why(silent: Silent, quick: None):
+def test_who_waits_for_a_moment_looks_why(silent: Silent):
     found, cut = threading.Event(), []
 
     def tell(ids: tuple[str, ...]) -> None:
@@ -118,34 +117,29 @@ def test_who_waits_for_a_moment_looks_why(silent: Silent, quick: None):
         assert not found.is_set() and mine.unreachable == ("b:1",)
 
 
-def test_what_this_process_lacks_is_no_cut_link(monkeypatch: pytest.MonkeyPatch):
+def test_what_this_process_lacks_is_no_cut_link(silent: Silent):
     with prober() as mine:
-        mine.watch({"b:1": closed_port()})
-
-        def none_left(*_: object) -> socket.socket:
-            raise OSError(errno.EMFILE, "Too many open files")
-
-        monkeypatch.setattr(probe.socket, "socket", none_left)
-        assert mine.look() == ()
-
-
-def test_a_pause_of_this_process_is_no_silence_of_the_others(silent: Silent, monkeypatch: pytest.MonkeyPatch):
-    """It wakes up when all its time is over, and has tried once: it tries as often as ever."""
-    clock, ahead_s, tries, go_on = time.monotonic, [0.0], [], probe.Prober._go_on
-
-    def paused(self: Prober, selector: object, look: probe._Look) -> None:
-        go_on(self, selector, look)  # type: ignore[arg-type]
-        tries.append(look.tries)
-        ahead_s[0] = 100.0
-
-    monkeypatch.setattr(probe.time, "monotonic", lambda: clock() + ahead_s[0])
-    monkeypatch.setattr(probe.Prober, "_go_on", paused)
-    with prober() as mine:
+        mine.look()  # its thread has what it needs
         mine.watch({"b:1": silent.handle})
-        until_s = clock() + LIMIT_S
-        while not mine.look():
-            assert clock() < until_s
-        assert max(tries) == TRIES
+        with no_descriptors_left():
+            assert mine.look() == ()
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_others(silent: Silent):
+    """It wakes up when all its time is over, and has tried once: it tries as often as ever."""
+    paused, place = threading.Event(), (silent.handle.partition(":")[0], int(silent.handle.partition(":")[2]))
+
+    def clock() -> float:
+        if place in tried:
+            paused.set()
+        return time.monotonic() + 100.0 * paused.is_set()
+
+    tried.clear()
+    with prober(clock=clock) as mine:
+        mine.watch({"b:1": silent.handle})
+        while not mine.unreachable:
+            mine.look()
+        assert tried.count(place) >= TRIES
 
 
 def test_who_looks_is_let_go_when_nobody_needs_to_know(silent: Silent):
@@ -169,11 +163,15 @@ def test_an_address_of_the_sixth_version():
 
 
 def test_who_is_silent_while_the_next_generation_begins_without_it_stays_looked_at(silent: Silent):
-    place = probe._place(silent.handle)
-    assert place
+    tried.clear()
     with prober() as made:
+        made.watch({"s:1": silent.handle})
+        looking = threading.Thread(target=made.look)
+        looking.start()
+        while not tried:
+            time.sleep(0.001)
         made.watch({"b:1": closed_port()})
-        made._tell({"s:1": place})  # of a look that began before
+        looking.join(LIMIT_S)
         assert made.look() == ("s:1",)
         silent.answer()
         while made.look():

@@ -34,6 +34,7 @@ from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous, addr
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, Stranded, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import parse, serve
+from ft.quantized import CollectiveQueue
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -546,10 +547,10 @@ def test_a_dummy_ends_everything_at_once():
     group.allgather([gathered], [value]).wait()
     assert all(part.equal(value) for part in gathered)
     whole = torch.zeros(8)
-    group._allgather_base(whole, value).wait()
+    group.all_gather_single(whole, value).wait()
     assert whole.tolist() == [0, 1, 2, 3] * 2
     part = torch.zeros(2)
-    assert group._reduce_scatter_base(part, value).get_future().wait()[0].tolist() == [0, 1]
+    assert group.reduce_scatter_single(part, value).get_future().wait()[0].tolist() == [0, 1]
     assert group.barrier().wait() and (group.rank(), group.size()) == (0, 2)
     group.shutdown()
 
@@ -740,7 +741,10 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
     engine = ChildEngine(ChildWithoutProcess(), 3)  # type: ignore[arg-type]
     engine.wake()
     engine.end()
-    assert in_force == [("ft-child-0", 3)]  # the thread that sets futures
+    lane = CollectiveQueue(ProcessGroupDummy())
+    lane.close()
+    lane.join()
+    assert in_force == [("ft-child-0", 3), ("ft-quantized", 3)]  # the threads that set futures, and that round
 
 
 class Disturbed(ProcessGroupGloo):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ft.process_groups.errors import Abandoned, GroupError
 from ft.quantized import BLOCK, LEVELS, CollectiveQueue, Feedback, dequantize, message_bytes, quantize
-from tests.unit.gradient_groups import Member, World, finish, linear, members
+from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
 
 LIMIT_S = 30
 
@@ -233,6 +232,15 @@ def steps(*, dies_at: int | None) -> list[Tensor]:
     return grads
 
 
+def summed_once(team: list[Member], seed: int) -> None:
+    """One step with the gradients of that seed."""
+    open_all(team)
+    for member in team:
+        member.model.zero_grad()
+        member.backward(seed)
+    finish(team)
+
+
 def lost(team: Sequence[Member], world: World) -> None:
     for member in team:
         with pytest.raises(GroupError, match="a member is lost"):
@@ -253,14 +261,7 @@ def test_gradients_are_near_and_the_small_ones_exact():
     exact = members(2, linear, bucket_bytes=150_000)
     eight = members(2, linear, quantized=True, bucket_bytes=150_000)
     for team in (exact, eight):
-        for member, group in zip(team, World(2).groups, strict=True):
-            member.gradients.open(group, 2)  # type: ignore[arg-type]
-            member.backward(1)
-        for member in team:
-            member.gradients.launch([1.0])
-        for member in team:
-            member.gradients.wait()
-            member.gradients.deliver()
+        summed_once(team, 1)
     for want, got in zip(exact[0].grads, eight[0].grads, strict=True):
         if want.nbytes <= 4096:
             assert torch.equal(want, got), "it rides with the tail"
@@ -276,15 +277,7 @@ def test_groups_that_do_not_both_round_are_told_apart():
 def test_gradients_that_go_take_along_what_was_held_back():
     fresh, stale = members(2, linear, quantized=True), members(2, linear, quantized=True)
     for turn, team in ((0, stale), (1, stale), (1, fresh)):
-        for member, group in zip(team, World(2).groups, strict=True):
-            member.model.zero_grad()
-            member.gradients.open(group, 2)  # type: ignore[arg-type]
-            member.backward(turn)
-        for member in team:
-            member.gradients.launch([1.0])
-        for member in team:
-            member.gradients.wait()
-            member.gradients.deliver()
+        summed_once(team, turn)
         if turn == 0:
             for member in team:
                 member.gradients.drop()
@@ -297,11 +290,7 @@ def test_over_many_steps_the_gradients_arrive():
     off: list[list[Tensor]] = []  # by step
     for _ in range(10):
         for team in (exact, eight):
-            for member, group in zip(team, World(2).groups, strict=True):
-                member.model.zero_grad()
-                member.gradients.open(group, 2)  # type: ignore[arg-type]
-                member.backward(1)
-            finish(team)
+            summed_once(team, 1)
         off.append([got - want for want, got in zip(exact[0].grads, eight[0].grads, strict=True)])
     first, *_ = off
     for once, together in zip(first, (torch.stack(steps).sum(0) for steps in zip(*off, strict=True)), strict=True):
@@ -331,15 +320,3 @@ def test_of_nothing_nothing_is_sent():
     tensors = [torch.empty(0, 4) for _ in range(2)]
     world = summed(tensors, [None] * 2)
     assert not any(group.started for group in world.groups)
-
-
-def test_a_lanes_thread_is_on_the_gpu_of_its_maker(monkeypatch: pytest.MonkeyPatch):
-    numbers: list[tuple[str, int]] = []
-    monkeypatch.setattr("ft.quantized.current_device", lambda: 3)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda number: numbers.append((threading.current_thread().name, number))
-    )
-    lane = CollectiveQueue(SimpleNamespace(rank=lambda: 0, size=lambda: 1))  # type: ignore[arg-type]
-    lane.close()
-    lane.join()
-    assert numbers == [("ft-quantized", 3)]
