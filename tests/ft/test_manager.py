@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ft.manager import Manager, ManagerOptions
-from ft.membership import ReplicaGroupConfig
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.inline import ProcessGroupGloo
@@ -24,10 +23,9 @@ from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Phase, Step, StepConfig, StepControl
 from ft.recording import RecordingManager
-from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
-from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, job, lose_the_sums
+from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, group_config, job, lose_the_sums
 
 
 def test_three_groups_train_as_one():
@@ -351,18 +349,9 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
     caplog.set_level("INFO", "pharos")
     state = {"step": 5, "commit_id": "c", "commit_quorum_id": 3, "ledger": {"position": 5 * SLOT}}
     with job(min_replicas=1) as made:
-        config = ReplicaGroupConfig(
-            name="a",
-            group_rank=0,
-            world_size=1,
-            lighthouse=made.lighthouse,
-            host="127.0.0.1",
-            access=Access(),
-            times=m.Times(),
-        )
         manager = Manager(
             ProcessGroupGloo(),
-            config,
+            group_config("a", made.lighthouse),
             ManagerOptions(slot_size=SLOT, dies_with_group=False),
             restore=lambda: manager.load_state_dict(to_checkpoint(state)),
         )

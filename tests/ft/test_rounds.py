@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -238,13 +238,8 @@ def test_a_checkpoint_between_two_rounds_is_refused():
 def test_weights_alone_are_a_beginning():
     """Of a run that never stepped by itself: outer and local weights begin from them."""
     model = Blocks()
-    manager: Any = SimpleNamespace(
-        gradients=FragmentGradients(),
-        attach=lambda parts: None,
-        register=lambda *state: None,
-        begin_step=lambda until: DataAssignment(0, ()),
-        slot_size=4,
-    )
+    manager = Mock(gradients=FragmentGradients(), slot_size=4)
+    manager.begin_step.return_value = DataAssignment(0, ())
     rounds = SemiSyncManager(manager, Schedule(4, fragments=2), nesterov)
     rounds.attach([model])
     given = {name: torch.randn_like(value) for name, value in model.state_dict().items()}

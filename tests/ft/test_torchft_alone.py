@@ -208,7 +208,7 @@ def test_a_future_that_never_fails(alone: Group):
 
 def test_a_quorum_that_does_not_come_in_time():
     with job(min_replicas=2) as made:
-        group = Group("a", A, 0, made.lighthouse.address())
+        group = Group("a", A, 0, made.lighthouse)
         group.train()
         with pytest.raises(Stopped, match=r"no quorum: none within 0\.[12]"):
             group.manager.start_quorum(timeout=timedelta(seconds=0.2))

@@ -36,7 +36,7 @@ def alone(min_replicas: int = 1, **arguments: Any) -> Iterator[Manager]:
             state_dict=dict,
             min_replica_size=1,
             replica_id="alone",
-            lighthouse_addr=made.lighthouse.address(),
+            lighthouse_addr=made.lighthouse,
             dies_with_group=False,
             **arguments,
         )
