@@ -15,13 +15,12 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
-from itertools import groupby
+from hashlib import sha256
 from math import isfinite
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from configs.check import check, gradients_lie_on
@@ -30,23 +29,18 @@ from configs.load import load
 from configs.saved import check_saved
 from ft.config import Environment, group_folder
 from ft.device import on_host
-from ft.seam import BadInput, Commit, DataAssignment, Going, GroupEnded, Stopped
+from ft.seam import BadInput, DataAssignment, Going, GroupEnded, Stopped
 from ft.start import group_env
-from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.device import type_here
 from parallelisms.distributed import launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
-from parallelisms.means import sum_over_ranks
-from parallelisms.seeds import seed_slot
 from training.checkpoint import CheckpointFailed, ModelState
 from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
 from training.loss import IGNORED
 from training.nonfinite import NonFinite, explain_nonfinite
-from training.optimizer import set_learning_rate
 from training.sampling import sample_text
-from training.schedule import learning_rate_factor
 from training.signals import SAVE, STOP, Signals
 from training.validation import validate
 from training.watchdog import flight_recorder_env
@@ -105,13 +99,14 @@ def main(argv: Sequence[str]) -> int:
 
 class LocalStep(NamedTuple):
     """This group's own part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
-    `step` others."""
+    `step` others. `taken`: the gradients' norm and the learning rate, where the group has stepped by itself."""
 
     tokens_per_slot: list[float]  # valid ones
     loss_sum: float  # nats
     finite: bool
     step: int
     losses: list[tuple[Batch, Tensor]]
+    taken: tuple[float, float] | None = None
 
 
 class Run(Components):
@@ -139,6 +134,7 @@ class Run(Components):
                 self.manager.leave()
             if step < steps and (self.checkpointer.due(step) or pending_signals & SAVE or self.manager.left):
                 self.saver.save()
+            self.save_overdue = self.checkpointer.overdue(step)
             self.meter.print_estimate(step)
             self.watchdog.step_done()
             with self.progress.phase("trace"):
@@ -165,86 +161,15 @@ class Run(Components):
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, local.finite))
             except Stopped as stopped:
                 raise self.nonfinite(local) if not local.finite else stopped from None
-            if commit is None:
-                self.optimizer.zero_grad()
-                return False
-        grad_norm, lr = self.apply(commit, local)
-        self.log_step(commit, grad_norm, lr)
-        return True
-
-    def compute_step(self, deal: DataAssignment) -> LocalStep:
-        """Forward and backward of each batch. Gradients go out to other groups from the last backward of a slot on."""
-        batches, losses = self.loader.load(deal.slots), list[tuple[Batch, Tensor]]()
-        batch = self.next_batch(batches)
-        while batch is not None:
-            following = self.next_batch(batches)
-            goes_on = following is not None and following.slot == batch.slot
-            with nullcontext() if goes_on else self.manager.last_pass(batch.slot):
-                self.forward_backward(deal.step, batch, losses)
-            batch = following
-        with self.progress.phase("reduce"):
-            return LocalStep(*self.sum_over_group(deal.slots, losses), deal.step, losses)
-
-    def forward_backward(self, step: int, batch: Batch, losses: list[tuple[Batch, Tensor]]) -> None:
-        """A batch of the optimizer step that follows `step` others; its loss goes to those of the batches before it."""
-        with self.progress.phase("compute"):
-            if not losses or losses[-1][0].slot != batch.slot:
-                seed_slot(self.config.training.seed, step, batch.slot, self.coordinate)
-            inputs = batch.inputs.to(self.device, non_blocking=True)
-            labels = batch.labels.to(self.device, non_blocking=True)
-            losses.append((batch, self.model.forward_backward(inputs, labels)))
-
-    def apply(self, commit: Commit, local: LocalStep) -> tuple[float, float]:
-        """The optimizer's step with the gradients that hold. Returns the norm of their mean, and the learning rate."""
-        with self.progress.phase("reduce"):
-            grad_norm = on_host(gradient_norm(self.parameters)).item()  # it decides what comes next
+        if commit is None:
+            self.optimizer.zero_grad()
+            return False
+        step = self.manager.step  # may be more than the deal's and one, where a group has healed since then
+        grad_norm, lr = local.taken or self.optimizer_step.take(step - 1, commit.divisor)
         if not isfinite(grad_norm):
             raise self.nonfinite(local)
-        with self.progress.phase("optimizer"):
-            grad_norm /= commit.divisor
-            # Not the deal's step: a group that has healed since then commits a later one
-            return grad_norm, self.update(self.manager.step - 1, commit.divisor, grad_norm)
-
-    def update(self, step: int, divisor: float, grad_norm: float) -> float:
-        """The optimizer's step that follows `step` others. `grad_norm` is that of the mean. Returns the learning rate."""
-        config, training = self.config, self.config.training
-        lr = config.optimizer.lr * learning_rate_factor(config.lr_scheduler, step=step, training_steps=training.steps)
-        clipped = min(1.0, training.max_norm / (grad_norm + 1e-6)) if training.max_norm > 0 else 1.0
-        scale_gradients(self.parameters, clipped / divisor)  # the one division
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return lr
-
-    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        with self.progress.phase("data"):
-            return next(batches, None)
-
-    def sum_over_group(
-        self, slots: Sequence[int], losses: Sequence[tuple[Batch, Tensor]]
-    ) -> tuple[list[float], float, bool]:
-        """Valid tokens per slot, loss sum, and whether every loss is finite. One small all-reduce, one sync, for all that the ranks
-        must agree on; any rank's pending signals ride along."""
-        pending_signals = self.signals.take() | SAVE * self.checkpointer.overdue(self.manager.step)
-        loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-        counted = losses if self.coordinate.counts else ()  # of the ranks that see the same sequences one counts them
-        tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
-        known = torch.tensor([bool(pending_signals & STOP), bool(pending_signals & SAVE), *tokens], dtype=torch.float64)
-        broken = (~loss_sum.isfinite()).double()
-        tail = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
-        total, bad, stop, save_now, *tokens_per_slot = on_host(sum_over_ranks(tail)).tolist()
-        self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
-        return tokens_per_slot, total, bad == 0
-
-    def nonfinite(self, local: LocalStep) -> NonFinite:
-        """The error that names what this group has seen that is not a number."""
-        ran = [(batch.slot, batch.positions, on_host(loss).item()) for batch, loss in local.losses]
-        return NonFinite(explain_nonfinite(self.world, local.step + 1, ran, self.model.parts))
-
-    def log_step(self, commit: Commit, grad_norm: float, lr: float) -> None:
-        """A step is committed, and the optimizer has run: what is to be seen of it."""
         self.progress.settle()
-        step = self.log.step = self.manager.step
+        self.log.step = step
         groups = {
             "quorum_size": commit.quorum_size,
             "contributors": len(commit.contributors),
@@ -261,6 +186,45 @@ class Run(Components):
         )
         size = self.slot_size * self.inner_steps
         self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=self.inner_steps)
+        return True
+
+    def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
+        """Forward and backward of each batch; gradients go out to other groups from the last backward of a slot on. Then one small
+        all-reduce, and one sync, for all that the ranks must agree on; any rank's pending signals ride along."""
+        losses, at = list[tuple[Batch, Tensor]](), self.coordinate
+        for batch in batches or self.progress.timed("data", self.loader.load(deal.slots)):
+            if not losses or losses[-1][0].slot != batch.slot:
+                # A resumed or repeated step draws the same numbers; ranks that compute different things draw different ones.
+                # Tensor-parallel ranks draw the same: what they hold in common must stay equal (DTensor has its own generator for parts).
+                place = f"{self.config.training.seed}/{deal.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
+                torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
+            last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
+            with last_pass, self.progress.phase("compute"):
+                inputs = batch.inputs.to(self.device, non_blocking=True)
+                labels = batch.labels.to(self.device, non_blocking=True)
+                losses.append((batch, self.model.forward_backward(inputs, labels)))
+            if batch.ends_slot and batch.slot == deal.slots[-1]:
+                break
+        with self.progress.phase("reduce"):
+            pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
+            loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
+            counted = losses if at.counts else ()  # of the ranks that see the same sequences one counts them
+            tokens = [
+                sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in deal.slots
+            ]
+            known = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
+            broken = (~loss_sum.isfinite()).double()
+            sums = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
+            if self.world.world_size > 1:
+                dist.all_reduce(sums)
+            total, bad, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
+        self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
+        return LocalStep(tokens_per_slot, total, bad == 0, deal.step, losses)
+
+    def nonfinite(self, local: LocalStep) -> NonFinite:
+        """The error that names what this group has seen that is not a number."""
+        ran = [(batch.slot, batch.positions, on_host(loss).item()) for batch, loss in local.losses]
+        return NonFinite(explain_nonfinite(self.world, local.step + 1, ran, self.model.parts))
 
     def validate(self) -> None:
         with self.progress.phase("validation"):
@@ -299,40 +263,31 @@ class SemiSyncRun(Run):
 
     HEALED = ()  # the rest is each group's own
     manager: SemiSyncManager
-    grad_norm = lr = 0.0  # of the last step; a group that heals makes none
+    taken = 0.0, 0.0  # of the last step; a group that heals makes none
 
     def weights(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
 
-    def compute_step(self, deal: DataAssignment) -> LocalStep:
+    def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """The optimizer steps of a window of data, which this group makes by itself."""
-        batches = iter(partial(self.next_batch, self.loader.load(deal.slots)), None)
-        tokens_per_step, loss_sum, finite = list[float](), 0.0, True
-        step, losses = deal.step, list[tuple[Batch, Tensor]]()
-        for step, (slot, parts) in enumerate(groupby(batches, key=attrgetter("slot")), deal.step):
-            losses = []
-            for batch in parts:
-                self.forward_backward(step, batch, losses)
-            with self.progress.phase("compute"):
-                [tokens], loss, finite = self.sum_over_group([slot], losses)
-                grad_norm = on_host(gradient_norm(self.parameters)).item()  # it decides what comes next
-            finite = finite and isfinite(grad_norm)
-            if not finite:
+        batches = self.progress.timed("data", self.loader.load(deal.slots))
+        window = LocalStep([], 0.0, True, deal.step, [], self.taken)
+        for step, slot in enumerate(deal.slots, deal.step):
+            local = super().compute_step(DataAssignment(step, (slot,)), batches)
+            [tokens] = local.tokens_per_slot
+            taken = self.optimizer_step.take(step, tokens if local.finite else 0)
+            window = window._replace(step=step, losses=local.losses)
+            if not (local.finite and isfinite(taken[0])):
+                window = window._replace(finite=False)
                 break  # in all ranks of the group; the window counts for nothing
-            tokens_per_step.append(tokens)
-            loss_sum += loss
+            self.taken = taken if tokens else self.taken
+            tokens_per_slot, loss_sum = [*window.tokens_per_slot, tokens], window.loss_sum + local.loss_sum
+            window = window._replace(tokens_per_slot=tokens_per_slot, loss_sum=loss_sum, taken=self.taken)
             with self.progress.phase("optimizer"):
-                if tokens:
-                    self.grad_norm = grad_norm / tokens
-                    self.lr = self.update(step, tokens, self.grad_norm)
                 self.manager.on_inner_step()
             self.watchdog.step_done()
         self.optimizer.zero_grad()
-        return LocalStep(tokens_per_step, loss_sum, finite, step, losses)
-
-    def apply(self, commit: Commit, local: LocalStep) -> tuple[float, float]:
-        """The outer step was the manager's."""
-        return self.grad_norm, self.lr
+        return window
 
     def leave(self, going: Going) -> None:
         self.manager.reset()

@@ -17,19 +17,13 @@ not compared: its last bits depend on which of a group's losses were added first
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -38,16 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 
 import torch
 
-from bench.resume import TINY, checkpoint_digests, checkpoint_values
+from bench.drill_job import DrillJob
+from bench.job import ROOT
+from bench.pairs import parser
+from bench.resume import TINY, checkpoint, checkpoint_digests, checkpoint_values, differences, logged
 
-ROOT = Path(__file__).resolve().parents[1]
-WAIT_S = 300.0  # for a next step
 INTERVAL = 20  # steps between checkpoints: one follows the last kill
 KEEP, REDUCE = "--fault_tolerance.keep_global_batch=true", "--fault_tolerance.deterministic_reduce=true"
-QUORUM = re.compile(r"quorum (\d+) at step (\d+): (\d+) groups")
-STARTED = re.compile(
-    r"\b(\d+)(?: starts again)? \(process (\d+)\)"
-)  # "groups: 0 (process 71), 1 (...", "group 0 starts again (process 93)"
 
 
 @dataclass(frozen=True)
@@ -74,137 +65,81 @@ CASES = (
 QUICK = (BitsCase("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
 
 
-class BitsJob:
-    """Groups of one run, as run_replicas.sh starts them."""
+def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
+    """All processes of a group, a few steps from now, or from the first checkpoint; returns when the others have gone on."""
+    job.together()
+    at_step = max(step_of(job), INTERVAL) + dice.randrange(8)
+    job.until(f"step {at_step}", lambda: step_of(job) >= at_step)
+    lost_in, before = step_of(job) + 1, job.quorum.quorum_id
+    job.kill(victim)
+    job.until(f"a quorum without group {victim}", lambda: job.quorum.quorum_id > before)
+    return f"{victim} in step {lost_in}"
 
-    def __init__(self, folder: Path, config: str, name: str, case: BitsCase, settings: Sequence[str]) -> None:
-        self._case, self._run, self._out = case, folder / name, folder / f"{name}.log"
-        self._words = [config, "--groups", str(case.groups), "--job.dump_folder", str(folder), "--job.name", name]
-        self._words += ["--training.mixed_precision_param=float32", "--training.steps=100000", *TINY.split()]
-        self._words += [f"--checkpoint.interval={INTERVAL}", *case.options, *settings]
-        self._process: subprocess.Popen[bytes] | None = None
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        environment = {**os.environ, "NPROC": str(self._case.ranks), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "scripts" / "replicas.py"), *self._words]
-        with self._out.open("wb") as out:
-            self._process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            yield
-        finally:  # the figures that count are on disk by then
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(WAIT_S)
-
-    @property
-    def text(self) -> str:
-        return self._out.read_text(errors="replace")
-
-    def until(self, what: str, holds: Callable[[], bool]) -> None:
-        assert self._process is not None
-        step, end_s = self.step, time.monotonic() + WAIT_S
-        while not holds():
-            if self.step > step:
-                step, end_s = self.step, time.monotonic() + WAIT_S
-            if self._process.poll() is not None or time.monotonic() > end_s:
-                raise RuntimeError(f"{what} did not come; the last output:\n{self.text[-3000:]}")
-            time.sleep(0.02)
-
-    def figures(self) -> dict[int, tuple[float, ...]]:
-        """The values of each logged step that must be equal."""
-        path = self._run / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        return {row["step"]: (row["grad_norm"], row["lr"], row["tokens"]) for row in rows if "loss" in row}
-
-    @property
-    def step(self) -> int:
-        """The last that is logged."""
-        path = self._run / "metrics.jsonl"
-        steps = re.findall(rb'"step": (\d+)', path.read_bytes()[-4000:]) if path.exists() else []
-        return max(map(int, steps), default=0)
-
-    def checkpoint(self, step: int) -> Path:
-        return self._run / "checkpoint" / f"step-{step}"
-
-    @property
-    def quorum(self) -> tuple[int, ...]:
-        """The newest: its id, step, and number of groups."""
-        return max((tuple(map(int, found)) for found in QUORUM.findall(self.text)), default=(0, 0, 0))
-
-    def all_take_part(self) -> bool:
-        """In the newest quorum, and in steps since."""
-        _, step, groups = self.quorum
-        return groups == self._case.groups and self.step >= step + 3
-
-    def kill(self, victim: str, dice: random.Random) -> str:
-        """All processes of a group, a few steps from now, or from the first checkpoint; returns when the others have gone on."""
-        self.until("a job of all groups", self.all_take_part)
-        at_step = max(self.step, INTERVAL) + dice.randrange(8)
-        self.until(f"step {at_step}", lambda: self.step >= at_step)
-        pids = dict(STARTED.findall(self.text))  # of each group's newest life
-        lost_in, before = self.step + 1, self.quorum[0]
-        os.killpg(int(pids[victim]), signal.SIGKILL)
-        self.until(f"a quorum without group {victim}", lambda: self.quorum[0] > before)
-        return f"{victim} in step {lost_in}"
+def step_of(job: DrillJob) -> int:
+    return max(diary.step for diary in job.diaries.values())
 
 
 def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequence[str]) -> tuple[str, str, str, bool]:
     """(what happened, what was compared, what came of it, whether it is what must come of it)"""
     dice, name = random.Random(seed), case.what.replace(" ", "-").replace(",", "")
-    killed, calm = (BitsJob(folder, config, f"{name}-{history}", case, settings) for history in ("killed", "calm"))
-    with killed.running():
+    os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
+    argv = [
+        config,
+        f"--job.dump_folder={folder}",
+        "--training.mixed_precision_param=float32",
+        "--training.steps=100000",
+    ]
+    argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options, *settings]
+
+    def until_saved(job: DrillJob, step: int) -> Path:
+        job.until(f"checkpoint {step}", lambda: job.has(step) and step in logged(job.run))
+        return job.run
+
+    with DrillJob([*argv, f"--job.name={name}-killed"], case.groups) as job:
         victims = dice.sample(range(case.groups), case.groups)
-        kills = [killed.kill(str(victims[number % case.groups]), dice) for number in range(case.kills)]
+        kills = [kill(job, str(victims[number % case.groups]), dice) for number in range(case.kills)]
         if not case.quick:
-            killed.until("a job of all groups", killed.all_take_part)
-        last = (killed.step // INTERVAL + 1) * INTERVAL
-        killed.until(f"checkpoint {last}", killed.checkpoint(last).exists)
-    with calm.running():
-        calm.until(f"checkpoint {last}", calm.checkpoint(last).exists)
+            job.together()
+        last = (step_of(job) // INTERVAL + 1) * INTERVAL
+        killed = until_saved(job, last)
+    with DrillJob([*argv, f"--job.name={name}-calm"], case.groups) as job:
+        calm = until_saved(job, last)
     compared, differing = compare(killed, calm, last)
-    result = (
-        f"weights differ by up to {apart(killed, calm, last):.0e}, {len(differing)} differences in all"
-        if differing
-        else "equal"
-    )
+    differ = f"{len(differing)} differences in all"
+    result = f"weights differ by up to {apart(killed, calm, last):.0e}, {differ}" if differing else "equal"
     return f"killed: {', '.join(kills)}; {last} steps", compared, result, case.equal is not bool(differing)
 
 
-def compare(one: BitsJob, other: BitsJob, step: int) -> tuple[str, list[str]]:
-    """The comparison at that step: names that were compared, and those that differ."""
-    digests = [
-        {
-            name: digest
-            for name, digest in checkpoint_digests(job.checkpoint(step)).items()
-            if name.startswith(("model.", "optimizer."))
-        }
-        for job in (one, other)
-    ]
-    rows = [{s: figures for s, figures in job.figures().items() if s <= step} for job in (one, other)]
-    ledgers = [json.loads(checkpoint_values(job.checkpoint(step))["ledger.ledger"]) for job in (one, other)]
-    differing = [name for name in sorted(digests[0] | digests[1]) if digests[0].get(name) != digests[1].get(name)]
-    differing += [f"logged step {s}" for s in sorted(rows[0] | rows[1]) if rows[0].get(s) != rows[1].get(s)]
+def compare(one: Path, other: Path, step: int) -> tuple[str, list[str]]:
+    """The comparison of two runs at that step: names that were compared, and those that differ."""
+    runs, kinds = (one, other), ("model.", "optimizer.")
+    digests = [checkpoint_digests(checkpoint(run, step), kinds) for run in runs]
+    rows = [{s: row[1:] for s, row in logged(run).items() if s <= step} for run in runs]  # all but the loss
+    ledgers = [json.loads(checkpoint_values(checkpoint(run, step))["ledger.ledger"]) for run in runs]
+    differing = differences(*digests) + [f"logged step {s}" for s in differences(*rows)]
     differing += [f"ledger.{key}" for key in ("position", "holes", "skipped") if ledgers[0][key] != ledgers[1][key]]
     return f"{len(digests[0])} tensors and entries, {len(rows[0])} steps, ledger", differing
 
 
-def apart(one: BitsJob, other: BitsJob, step: int) -> float:
+def apart(one: Path, other: Path, step: int) -> float:
     """The largest difference of a weight."""
-    values, others = (checkpoint_values(job.checkpoint(step)) for job in (one, other))
+    values, others = (checkpoint_values(checkpoint(run, step)) for run in (one, other))
     weights = [name for name, value in values.items() if name.startswith("model.") and value.is_floating_point()]
     return max((values[name] - others[name]).abs().max().item() for name in weights)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", default=str(ROOT / "configs" / "llama.toml"))
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
-    parser.add_argument("--quick", action="store_true", help="two groups, one kill, both options alone")
-    parser.add_argument("--keep", type=Path, help="a folder to leave the runs in")
-    parser.add_argument("--write", type=Path, help="a file for the table")
-    parser.add_argument("settings", nargs="*", help="settings of the runs, after --")
-    chosen = parser.parse_args(arguments)
+    flags = parser(
+        (__doc__ or "").splitlines()[0],
+        config=str(ROOT / "configs" / "llama.toml"),
+        seed=(0, "of the kills"),
+        quick=(False, "two groups, one kill, both options alone"),
+        keep=(Path, "a folder to leave the runs in"),
+        write=(Path, "a file for the table"),
+    )
+    flags.add_argument("settings", nargs="*", help="settings of the runs, after --")
+    chosen = flags.parse_args(arguments)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
     rows, right = [("options", "groups x ranks", "history", "compared", "result")], True
     with tempfile.TemporaryDirectory(prefix="pharos-bits-") as temporary:

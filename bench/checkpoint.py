@@ -9,7 +9,6 @@ nothing and hashes nothing but computes the zip format's CRC-32, which ours leav
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
@@ -29,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from bench.pairs import Ratio, ratio, table
+from bench.pairs import in_turns, parser, ratio, table
 from ft.materialise import materialise
 from training import checkpoint_dcp
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
@@ -39,28 +38,23 @@ Turn = Callable[[], float]  # does it once; seconds
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
+    options = parser(
+        __doc__,
+        megabytes=(300, "size of the state"),
+        rounds=(7, "turns of every side"),
+        folder=(Path, "where to write; default: the system's temporary folder"),
+        threads=(1, "threads of torch"),
+    ).parse_args(argv)
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        bench = Bench(Path(folder), options.megabytes)
-        saving = in_turns(
-            {
-                "save": bench.save,
-                "save without digests": bench.save_without_digests,
-                "DCP alone": bench.dcp_alone,
-            },
-            options.rounds,
-        )
-        loading = in_turns(
-            {"load, verified": bench.load(True), "load, not verified": bench.load(False)}, options.rounds
-        )
-        stall = in_turns({"stall of an async save": bench.stall, "copy of the state": bench.copy}, options.rounds)
-        sides = saving | loading | stall
-        rows = [
-            (name, f"{statistics.median(s):.3f}", f"{bench.bytes / statistics.median(s) / 1e9:.2f}")
-            for name, s in sides.items()
-        ]
+        bench, sides = Bench(Path(folder), options.megabytes), dict[str, list[float]]()
+        saves = {"save": bench.save, "save without digests": bench.save_without_digests, "DCP alone": bench.dcp_alone}
+        loads = {"load, verified": bench.load(True), "load, not verified": bench.load(False)}
+        for compared in (saves, loads, {"stall of an async save": bench.stall, "copy of the state": bench.copy}):
+            sides |= in_turns(compared, options.rounds, warm=1)
+        medians = {name: statistics.median(seconds) for name, seconds in sides.items()}
+        rows = [(name, f"{s:.3f}", f"{bench.bytes / s / 1e9:.2f}") for name, s in medians.items()]
         print(table(("", "s", "GB/s"), rows))
         print(f"\nstate of {bench.bytes / 1e6:.0f} MB, {options.rounds} rounds, {options.threads} thread(s), {folder}")
         for what, figures, other in (
@@ -69,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
             ("loading verified / not verified", "load, verified", "load, not verified"),
             ("stall of an async save / copy", "stall of an async save", "copy of the state"),
         ):
-            compared: Ratio = ratio(sides[figures], sides[other])
-            print(f"{what}: {compared}")
+            print(f"{what}: {ratio(sides[figures], sides[other])}")
     return 0
 
 
@@ -89,12 +82,8 @@ class Bench:
             "model": ModelState([self.model]),
             "optimizer": OptimizerState([self.model], self.optimizer),
         }
-        self.tensors = [
-            value
-            for state in self.states.values()
-            for value in state.state_dict().values()
-            if isinstance(value, torch.Tensor)
-        ]
+        values = [value for state in self.states.values() for value in state.state_dict().values()]
+        self.tensors = [value for value in values if isinstance(value, torch.Tensor)]
         self.bytes = sum(tensor.nbytes for tensor in self.tensors)
         self.buffers = [torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for tensor in self.tensors]
         self.background = self.checkpointer(async_mode="async_with_pinned_mem" if device == "cuda" else "async")
@@ -163,25 +152,6 @@ class NoDigest:
 
     def record(self, name: str) -> FileRecord:
         return FileRecord(name, 0, ())
-
-
-def in_turns(sides: dict[str, Turn], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side by round, after one round that does not count. Every other round runs backwards."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for index in range(rounds + 1):
-        for name in sides if index % 2 else reversed(sides):
-            taken = sides[name]()
-            seconds[name] += [taken] if index else []
-    return seconds
-
-
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=300, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every side")
-    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

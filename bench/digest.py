@@ -8,19 +8,19 @@ The share is that of a step at fault_tolerance.digest_interval = 100: what is pr
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.pairs import ratio, table
+from bench.pairs import parser, ratio, table
 from bench.step_worker import pharos
 from ft.digest import digest
 
@@ -28,7 +28,13 @@ INTERVAL, STEPS = 100, 3
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
+    options = parser(
+        __doc__,
+        rounds=7,
+        dims=("192,512", "widths of the model; 192: that of configs/llama.toml"),
+        threads=1,
+        device=("cpu", "or cuda"),
+    ).parse_args(argv)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     rows = []
@@ -39,13 +45,7 @@ def main(argv: Sequence[str]) -> int:
             parameters: list[torch.nn.Parameter] = []
             step = pharos(sizes, "bf16", device, cleanup, parameters.extend)
             tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1), device=device)
-
-            def train(step: Callable[..., object] = step, tokens: torch.Tensor = tokens) -> None:
-                step(tokens[:, :-1], tokens[:, 1:])
-
-            def look(parameters: Sequence[torch.Tensor] = parameters) -> None:
-                digest(parameters)
-
+            train, look = partial(step, tokens[:, :-1], tokens[:, 1:]), partial(digest, parameters)
             _seconds(train, 2, device), _seconds(look, 2, device)
             steps_s, digests_s = [], []
             for _ in range(options.rounds):
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _seconds(what: Callable[[], None], times: int, device: torch.device) -> float:
+def _seconds(what: Callable[[], object], times: int, device: torch.device) -> float:
     """Seconds of one call."""
     began = time.perf_counter()
     for _ in range(times):
@@ -70,15 +70,6 @@ def _seconds(what: Callable[[], None], times: int, device: torch.device) -> floa
     if device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - began) / times
-
-
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dims", default="192,512", help="widths of the model; 192: that of configs/llama.toml")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

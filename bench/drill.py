@@ -10,7 +10,7 @@ over. Then:
 - survivors went on: no group that a fault did not hit died, threw a step away or passed over one;
 - replicas are bitwise equal: the weights of every rank after every step that two groups have in common;
 - the ledger is exact: every sample is in exactly one step (scripts/samples.py);
-- faults that have a bound kept it (drill_bounds.py): how long nobody made a step, how soon all were together again;
+- faults that have a bound kept it (drill_rules.py): how long nobody made a step, how soon all were together again;
 - the loss on held-out text is within 0.02 nats of that of a twin that nothing happened to, after as many tokens.
 
 Exit code: 0 all of that holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds
@@ -19,7 +19,6 @@ that need a network of their own are left out, and named, where there is no root
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -34,16 +33,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench import drill_disk, drill_net, drill_rules
-from bench.drill_bounds import in_time
-from bench.drill_disk import Disk
-from bench.drill_faults import KINDS, Incident, inject, plan
+from bench import drill_rules as rules
+from bench.drill_faults import KINDS, Incident, inject, killed_in_a_save, plan
 from bench.drill_job import AWAY_S, FULL_S, PAIR_S, DrillJob
-from bench.drill_outages import killed_in_a_save
+from bench.drill_machines import Disk, Network, no_disk
 from bench.drill_rules import Verdict
-from bench.pairs import Failed, table
+from bench.job import rows
+from bench.pairs import Failed, parser, table
+from scripts.plan import say
 from scripts.plot_loss import draw, read
-from scripts.replicas import say
 
 FOR_EVER = 1_000_000  # steps
 FINISH, LAST = "finish", 60  # a job of its own; steps of a job whose writer dies in its last save
@@ -74,9 +72,7 @@ class DrillRequest:
     seed: int
     brief: bool
     twin: bool
-    away_s: float
-    full_s: float
-    pair_s: float
+    times_s: tuple[float, float, float]  # away, full, pair
     under: list[str]
 
     @property
@@ -111,28 +107,24 @@ def main(argv: Sequence[str]) -> int:
 
 def read_arguments(argv: Sequence[str]) -> DrillRequest:
     """Raises ValueError."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("config")
-    parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument(
-        "--minutes", type=float, default=3.0, help="rounds of faults are begun for so long; one round at least"
-    )
     all_kinds = [*KINDS, FINISH]
-    parser.add_argument("--faults", default=",".join(all_kinds), help=f"default: {','.join(all_kinds)}")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--brief", action="store_true", help="one fault of each kind, where there are several")
-    parser.add_argument("--no-twin", action="store_true", help="no job without faults to compare the loss with")
-    parser.add_argument("--away", type=float, default=AWAY_S, help="seconds without a lighthouse, or capacity")
-    parser.add_argument("--full", type=float, default=FULL_S, help="seconds that a disk is full")
-    parser.add_argument("--pair", type=float, default=PAIR_S, help="seconds that two groups lose each other's packets")
-    parser.add_argument(
-        "--under",
-        choices=UNDER,
-        help="groups and lighthouse have 256 descriptors; groups of child processes share 64 MB",
+    flags = parser(
+        __doc__,
+        groups=4,
+        minutes=(3.0, "rounds of faults are begun for so long; one round at least"),
+        faults=(",".join(all_kinds), f"default: {','.join(all_kinds)}"),
+        seed=1,
+        brief=(False, "one fault of each kind, where there are several"),
+        no_twin=(False, "no job without faults to compare the loss with"),
+        away=(AWAY_S, "seconds without a lighthouse, or capacity"),
+        full=(FULL_S, "seconds that a disk is full"),
+        pair=(PAIR_S, "seconds that two groups lose each other's packets"),
     )
-    given, overrides = parser.parse_known_args(argv)
+    flags.allow_abbrev = False
+    flags.add_argument("config")
+    words = "groups and lighthouse have 256 descriptors; groups of child processes share 64 MB"
+    flags.add_argument("--under", choices=UNDER, help=words)
+    given, overrides = flags.parse_known_args(argv)
     kinds = given.faults.split(",")
     if unknown := [kind for kind in kinds if kind not in all_kinds]:
         raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(all_kinds)}")
@@ -141,23 +133,13 @@ def read_arguments(argv: Sequence[str]) -> DrillRequest:
     under = list(UNDER[given.under]) if given.under else []
     if given.under == "shm":
         overrides.append("--fault_tolerance.process_group=baby_gloo")
+    times_s, twin = (given.away, given.full, given.pair), not given.no_twin
     return DrillRequest(
-        given.config,
-        overrides,
-        given.groups,
-        given.minutes,
-        kinds,
-        given.seed,
-        given.brief,
-        not given.no_twin,
-        given.away,
-        given.full,
-        given.pair,
-        under,
+        given.config, overrides, given.groups, given.minutes, kinds, given.seed, given.brief, twin, times_s, under
     )
 
 
-def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[drill_net.Network | None, bool, dict[str, str]]:
+def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, bool, dict[str, str]]:
     """A network, where one is asked for and can be had; whether a disk is; the kinds that cannot be injected here, and why."""
     known = [kind for kind in asked.kinds if kind != FINISH]
     out = {kind: f"needs {KINDS[kind].least} groups" for kind in known if asked.groups < KINDS[kind].least}
@@ -165,17 +147,14 @@ def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[drill_net.Networ
     network, disk = None, any(kind.disk for kind in kinds.values())
     if wanting := [name for name, kind in kinds.items() if kind.network]:
         try:
-            network = drill_net.Network()
+            network = Network()
             cleanup.callback(network.close)
         except RuntimeError as why:
             out |= dict.fromkeys(wanting, str(why))
-    if disk and (why := drill_disk.refusal()):
+    if disk and (why := no_disk()):
         disk = False
         out |= {name: why for name, kind in kinds.items() if kind.disk}
     return network, disk, out
-
-
-# ------------------------------------------------------------------------------------------------ the job and its twin
 
 
 def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
@@ -195,18 +174,18 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             failed = str(why)
     verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
     if incidents:
-        verdicts.append(drill_rules.survivors_went_on(job.diaries, incidents, drill_rules.trained_by(job.run)))
-        verdicts.append(drill_rules.bitwise_equal(job.diaries, incidents))
-        verdicts.append(drill_rules.ledger_exact(job.run))
-        verdicts.append(in_time(job.diaries, incidents, job.config.fault_tolerance))
+        verdicts.append(rules.survivors_went_on(job.diaries, incidents, rules.trained_by(job.run)))
+        verdicts.append(rules.bitwise_equal(job.diaries, incidents))
+        verdicts.append(rules.ledger_exact(job.run))
+        verdicts.append(rules.in_time(job.diaries, incidents, job.config.fault_tolerance))
     if disk:
-        verdicts.append(drill_rules.figures_complete(job.run))
+        verdicts.append(rules.figures_complete(job.run))
     if asked.twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
         try:
-            verdicts.append(drill_rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
+            verdicts.append(rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
         except Failed as why:
-            verdicts.append(Verdict(drill_rules.AS_GOOD, False, f"the twin: {why}"))
+            verdicts.append(Verdict(rules.AS_GOOD, False, f"the twin: {why}"))
     if FINISH in kinds:
         verdicts.append(finish(asked))
     report(asked, job, incidents, left_out, verdicts, began_s)
@@ -225,18 +204,20 @@ def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: li
             incidents.append(inject(job, variant, dice))
         except Failed as why:
             raise Failed(f"{variant}: {why}") from None
-        tell(job, incidents[-1], began_s)
+        kind, target, at, step, next_, gap, back = figures(job, incidents[-1], began_s)
+        where = f"{at:>6} s, step {step}: {kind}, {target}"
+        say(f"{where}: next commit after {next_} s, longest gap {gap} s, all back after {back} s")
         if not variants and time.monotonic() - began_s < 60 * asked.minutes:
             variants = plan(kinds, dice, first=False, brief=asked.brief)
     if job.config.validation.enable:
-        before = len(drill_rules.looks(job.run))
-        job.until("a look at held-out text after the last fault", lambda: len(drill_rules.looks(job.run)) > before)
+        before = len(rules.looks(job.run))
+        job.until("a look at held-out text after the last fault", lambda: len(rules.looks(job.run)) > before)
     job.end()
     job.look()
 
 
 def open_job(
-    asked: DrillRequest, name: str, network: drill_net.Network | None = None, disk: ExitStack | None = None, **last: int
+    asked: DrillRequest, name: str, network: Network | None = None, disk: ExitStack | None = None, **last: int
 ) -> DrillJob:
     """In a folder of its own, of which nothing was before. `disk`: what closes the job's own. Raises ValueError."""
     from configs.load import load
@@ -248,7 +229,7 @@ def open_job(
     if disk and own:
         disk.callback(own.close)
     job = DrillJob(argv, asked.groups, network=network, disk=own, under=asked.under)
-    job.away_s, job.full_s, job.pair_s = asked.away_s, asked.full_s, asked.pair_s
+    job.away_s, job.full_s, job.pair_s = asked.times_s
     return job
 
 
@@ -256,8 +237,8 @@ def finish(asked: DrillRequest) -> Verdict:
     """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
     said, problem = dict[str, str](), ""
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
-        job.together(time.monotonic())
-        _, step = killed_in_a_save(job, job.writer)
+        job.together()
+        _, _, step = killed_in_a_save(job)
         whole_then = job.has(step)  # it was too late, and shows nothing
         job.gone |= set(job.groups)  # they may end
 
@@ -284,22 +265,18 @@ def finish(asked: DrillRequest) -> Verdict:
 
 def run_twin(asked: DrillRequest, run: Path, slots: int) -> Path:
     """A job that nothing happens to, until it has seen as many tokens; its folder."""
-    tokens = drill_rules.looks(run)[-1][0]
-    steps = drill_rules.steps_for(run, tokens, slots) + 2 * LOOK_STEPS
+    tokens = rules.looks(run)[-1][0]
+    steps = rules.steps_for(run, tokens, slots) + 2 * LOOK_STEPS
     with open_job(asked, "twin", None, training__steps=steps) as job:
         job.ended()
     return job.run
 
 
-# ------------------------------------------------------------------------------------------------ what is said
-
-
-def tell(job: DrillJob, incident: Incident, began_s: float) -> None:
-    next_s, gap_s = drill_rules.next_commit_s(job.diaries, incident), drill_rules.longest_gap_s(job.diaries, incident)
-    say(
-        f"{incident.at_s - began_s:6.1f} s, step {incident.step}: {incident.kind}, {incident.target}: next commit after {next_s:.2f} s, "
-        f"longest gap {gap_s:.2f} s, all back after {incident.back_s - incident.at_s:.1f} s"
-    )
+def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:
+    """Cells of its row, seconds but for the first two and the step."""
+    next_s, gap_s = rules.next_commit_s(job.diaries, incident), rules.longest_gap_s(job.diaries, incident)
+    at_s, back_s = f"{incident.at_s - began_s:.1f}", f"{incident.back_s - incident.at_s:.1f}"
+    return [incident.kind, incident.target, at_s, str(incident.step), f"{next_s:.2f}", f"{gap_s:.2f}", back_s]
 
 
 def report(
@@ -311,18 +288,7 @@ def report(
     began_s: float,
 ) -> None:
     header = ["fault", "target", "at s", "step", "next commit s", "longest gap s", "all back s"]
-    lines = [
-        [
-            incident.kind,
-            incident.target,
-            f"{incident.at_s - began_s:.1f}",
-            str(incident.step),
-            f"{drill_rules.next_commit_s(job.diaries, incident):.2f}",
-            f"{drill_rules.longest_gap_s(job.diaries, incident):.2f}",
-            f"{incident.back_s - incident.at_s:.1f}",
-        ]
-        for incident in incidents
-    ]
+    lines = [figures(job, incident, began_s) for incident in incidents]
     print(table(header, lines))
     for kind, why in left_out.items():
         print(f"left out: {kind}, {why}")
@@ -335,7 +301,7 @@ def report(
         print(verdict)
     told = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}
     (job.run / "drill.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
-    if len(drill_rules.rows(job.run)) > 1:
+    if len(rows(job.run)) > 1:
         marks = [(incident.step, incident.kind) for incident in incidents]
         curve = draw(f"{job.run.name}: {len(incidents)} faults", *read(job.run / "metrics.jsonl"), marks)
         (job.run / "drill.svg").write_text(curve, encoding="utf-8")

@@ -1,7 +1,7 @@
 """The faults of the drill: each is done to a running job, lasts, and is taken back; then all groups have to come together again.
 
 Flow: drill.py and tests/e2e ask `plan` what comes in which order, and `inject` one after the other. What the job did meanwhile is judged
-by drill_rules.py.
+by drill_rules.py; only what the harm itself shows to be wrong is told here (Failed).
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ import math
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from bench import drill_outages as outages
-from bench.drill_job import DrillJob, Hurt, pick
+from bench.drill_job import DrillJob, Hurt
+from bench.drill_machines import Disk, Network
+from bench.job import signal_all
 from training.drill import HANG, ORDER
 
 STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
 PARTITION_S, LINK_S = 10.0, 6.0
 BEAT_S = 1.0  # of a slow group: three quarters of it stopped
 LINK_MEGABITS = 8.0
+QUIET_S = 10.0  # who has committed nothing for so long sits out
+SAVE_S = 60.0  # for what a dead writer was about to save
+JOINERS = 3  # deaths of one group, each while it heals
+WRONG_S, BAD_INPUT = 60.0, 2  # for a start that is refused; its exit code
+REFILL_S = 0.2
 
 
 @dataclass
@@ -53,54 +61,46 @@ class Kind:
     once: bool = False
 
 
-# ------------------------------------------------------------------------------------------------ what is done
+# ------------------------------------------------------------------------------------------------ deaths
 
 
 def kill(job: DrillJob, dice: random.Random) -> Hurt:
     """A machine is lost: launcher, ranks and server at once."""
-    name = pick(dice, job.live)
-    job.signal(job.processes(name), signal.SIGKILL)
+    name = job.pick(dice)
+    job.kill(name)
     return Hurt(f"group {name}", {name})
 
 
 def kill_rank(job: DrillJob, dice: random.Random) -> Hurt:
     """The others of its group have to notice."""
-    name = pick(dice, job.live)
-    rank = dice.randrange(job.ranks)
-    job.signal([job.diaries[name].pids[rank]], signal.SIGKILL)
+    name, rank = job.pick(dice), dice.randrange(job.ranks)
+    signal_all([job.ranks_of(name)[rank]], signal.SIGKILL)
     return Hurt(f"rank {rank} of group {name}", {name})
 
 
 def kill_all(job: DrillJob, dice: random.Random) -> Hurt:
     """All state is lost but the newest checkpoint."""
     job.until("a checkpoint", lambda: any(job.checkpoints.glob("step-*/manifest.json")))
-    at_s = time.monotonic()
-    job.signal([pid for name in job.live for pid in job.processes(name)], signal.SIGKILL)
-    return Hurt("all groups", set(job.live), at_s)
+    return Hurt("all groups", set(job.live), job.kill(*job.live))
 
 
 def half(job: DrillJob, dice: random.Random) -> Hurt:
     """A switch fails, with all machines behind it."""
     names = sorted(dice.sample(sorted(job.live, key=int), len(job.live) // 2), key=int)
-    job.signal([pid for name in names for pid in job.processes(name)], signal.SIGKILL)
+    job.kill(*names)
     return Hurt(f"groups {', '.join(names)}", set(names))
 
 
 def kill_server(job: DrillJob, dice: random.Random) -> Hurt:
     """Its ranks end with it, and come back."""
-    name = pick(dice, job.live)
-    job.signal([job.server(name)], signal.SIGKILL)
+    name = job.pick(dice)
+    signal_all([job.server(name)], signal.SIGKILL)
     return Hurt(f"the server of group {name}", {name})
-
-
-def stop_server(job: DrillJob, dice: random.Random) -> Hurt:
-    name = pick(dice, job.live)
-    return Hurt(f"the server of group {name}", _stopped(job, name, [job.server(name)]))
 
 
 def hang(job: DrillJob, dice: random.Random) -> Hurt:
     """The main thread of one rank sleeps for ever; until the others go on without it, and it is killed."""
-    name, rank, count = pick(dice, job.live), dice.randrange(job.ranks), len(job.live)
+    name, rank, count = job.pick(dice), dice.randrange(job.ranks), len(job.live)
     _order(job, name, HANG, rank)
     at_s = time.monotonic()
     others = [job.diaries[other] for other in job.live if other != name]
@@ -109,8 +109,7 @@ def hang(job: DrillJob, dice: random.Random) -> Hurt:
         return all(any(x.contributors < count for x in diary.since(at_s, "commit")) for diary in others)
 
     job.until(f"a step of the others while rank {rank} of group {name} hangs", go_on)
-    job.signal(job.processes(name), signal.SIGKILL)
-    return Hurt(f"rank {rank} of group {name}", {name}, at_s, time.monotonic())
+    return Hurt(f"rank {rank} of group {name}", {name}, at_s, job.kill(name))
 
 
 def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
@@ -121,96 +120,182 @@ def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
     job.until(f"a {what}", lambda: not order.exists())
 
 
+def joiner(job: DrillJob, dice: random.Random) -> Hurt:
+    """A group dies, and again each time that its state begins to arrive."""
+    name = job.pick(dice)
+    since_s = job.kill(name)
+    for _ in range(JOINERS):
+        job.until(f"a heal of group {name}", lambda: any(x.heals for x in job.diaries[name].since(since_s, "quorum")))  # noqa: B023
+        since_s = job.kill(name)
+    return Hurt(f"group {name}, {JOINERS} times", {name})
+
+
+def writer(job: DrillJob, dice: random.Random) -> Hurt:
+    """The group that saves dies while it does. Whoever takes the role over has to save what was due."""
+    name, at_s, step = killed_in_a_save(job)
+    while job.has(step):  # it was too late: the checkpoint stood
+        job.together()
+        name, at_s, step = killed_in_a_save(job)
+    before_the_next = range(step, step + job.config.checkpoint.interval)
+    words = f"a checkpoint in place of that of step {step}, which group {name} died in"
+    job.until(words, lambda: any(map(job.has, before_the_next)), SAVE_S)
+    return Hurt(f"group {name}, step {step}", {name}, at_s)
+
+
+def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
+    """Kills the group that saves, the first of those that held the newest state, as it writes a checkpoint. Its name, when, which step."""
+    name = job.quorum.participants[0]
+    pids, stands = job.processes(name), {path.name for path in job.checkpoints.glob("step-*")}
+    while True:
+        job.look()
+        for _ in range(20):  # a look takes longer than a small checkpoint
+            for path in job.checkpoints.glob("step-*.partial-*"):
+                if path.name not in stands:
+                    signal_all(pids, signal.SIGKILL)
+                    return name, time.monotonic(), int(path.name.partition(".")[0].removeprefix("step-"))
+            time.sleep(0.001)
+
+
+# ------------------------------------------------------------------------------------------------ pauses
+
+
+def _stopped(job: DrillJob, pids: Collection[int], seconds: float) -> None:
+    signal_all(pids, signal.SIGSTOP)
+    job.hold(seconds)
+    signal_all(pids, signal.SIGCONT)
+
+
 def stop(job: DrillJob, dice: random.Random) -> Hurt:
     """Longer than the heartbeat timeout."""
-    name = pick(dice, job.live)
-    return Hurt(f"group {name}", _stopped(job, name, job.processes(name)))
+    name = job.pick(dice)
+    _stopped(job, job.processes(name), STOP_S)
+    return Hurt(f"group {name}", {name})
 
 
 def stop_trainer(job: DrillJob, dice: random.Random) -> Hurt:
     """The group's server still beats."""
-    name = pick(dice, job.live)
-    return Hurt(f"the ranks of group {name}", _stopped(job, name, job.diaries[name].pids))
+    name = job.pick(dice)
+    _stopped(job, job.ranks_of(name), STOP_S)
+    return Hurt(f"the ranks of group {name}", {name})
 
 
-def _stopped(job: DrillJob, name: str, pids: Sequence[int]) -> set[str]:
-    job.signal(pids, signal.SIGSTOP)
-    job.hold(STOP_S)
-    job.signal(pids, signal.SIGCONT)
-    return {name}
+def stop_server(job: DrillJob, dice: random.Random) -> Hurt:
+    name = job.pick(dice)
+    _stopped(job, [job.server(name)], STOP_S)
+    return Hurt(f"the server of group {name}", {name})
 
 
 def slow(job: DrillJob, dice: random.Random) -> Hurt:
     """A machine with a quarter of its speed: nobody is lost."""
-    name = pick(dice, job.live)
+    name = job.pick(dice)
     pids, end_s = job.processes(name), time.monotonic() + SLOW_S
     while time.monotonic() < end_s:
-        job.signal(pids, signal.SIGSTOP)
-        job.hold(0.75 * BEAT_S)
-        job.signal(pids, signal.SIGCONT)
+        _stopped(job, pids, 0.75 * BEAT_S)
         job.hold(0.25 * BEAT_S)
     return Hurt(f"group {name}")
 
 
 def lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
-    job.lighthouse.kill()
-    job.lighthouse.communicate()
-    job.hold(LIGHTHOUSE_AWAY_S)
-    job.start_lighthouse()
+    job.kill_lighthouse(LIGHTHOUSE_AWAY_S)
     return Hurt("the lighthouse")
 
 
 def stop_lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
-    job.signal([job.lighthouse.pid], signal.SIGSTOP)
-    job.hold(LIGHTHOUSE_STOPPED_S)
-    job.signal([job.lighthouse.pid], signal.SIGCONT)
+    _stopped(job, [job.lighthouse.pid], LIGHTHOUSE_STOPPED_S)
     return Hurt("the lighthouse")
 
 
-def partition(job: DrillJob, dice: random.Random) -> Hurt:
-    """Nothing gets through, either way, and nobody is told."""
+def lighthouse_away(job: DrillJob, dice: random.Random) -> Hurt:
+    at_s = time.monotonic()
+    job.kill_lighthouse(job.away_s)
+    return Hurt(f"the lighthouse, {job.away_s:g} s", at_s=at_s, repaired_s=time.monotonic())
+
+
+def capacity(job: DrillJob, dice: random.Random) -> Hurt:
+    """All but one are gone, and fewer are left than min_replica_size."""
+    stays = job.pick(dice)
+    names = sorted(set(job.live) - {stays}, key=int)
+    job.away |= set(names)
+    at_s = job.kill(*names)
+    job.hold(job.away_s)
+    job.away.clear()
+    return Hurt(f"all but group {stays}, {job.away_s:g} s", names, at_s, time.monotonic())
+
+
+def full(job: DrillJob, dice: random.Random, *, state: bool) -> Hurt:
+    """Fills the disk of figures, samples and checkpoints, or that of the lighthouse's state, the groups' logs and TMPDIR."""
+    assert job.disk
+    place, what = (job.disk.groups, "state, logs, TMPDIR") if state else (job.disk.run, "the run's folder")
+    at_s = time.monotonic()
+    while time.monotonic() < at_s + job.full_s:
+        Disk.fill(place)
+        job.hold(REFILL_S)
+    Disk.free(place)
+    return Hurt(f"{what}, {job.full_s:g} s", at_s=at_s, repaired_s=time.monotonic())
+
+
+# ------------------------------------------------------------------------------------------------ the network
+
+
+def parted(job: DrillJob, dice: random.Random, *, part: Callable[[Network, str, bool], None]) -> Hurt:
+    """Nothing gets through, either way (Network.cut), or from the group (Network.blind), and nobody is told."""
     assert job.network
-    return _parted(job, dice, job.network.cut)
-
-
-def one_way(job: DrillJob, dice: random.Random) -> Hurt:
-    """Cuts the direction away from the group: all that it sends is lost."""
-    assert job.network
-    return _parted(job, dice, job.network.blind)
-
-
-def _parted(job: DrillJob, dice: random.Random, part: Callable[[str, bool], None]) -> Hurt:
-    name = pick(dice, job.live)
-    part(name, True)
+    name = job.pick(dice)
+    part(job.network, name, True)
     job.hold(PARTITION_S)
-    part(name, False)
+    part(job.network, name, False)
     return Hurt(f"group {name}", {name})
 
 
 def link(job: DrillJob, dice: random.Random) -> Hurt:
     """A bad cable: slower for all, and nobody is lost."""
     assert job.network
-    name = pick(dice, job.live)
+    name = job.pick(dice)
     job.network.narrow(name, LINK_MEGABITS)
     job.hold(LINK_S)
     job.network.narrow(name, None)
     return Hurt(f"group {name}, {LINK_MEGABITS:g} Mbit/s")
 
 
+def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -> Hurt:
+    """Two groups lose each other's packets, and hear nothing of it, for job.pair_s. `forming`: just before a third one comes back, so that
+    they connect anew; else in the steps that they make. `at_store`: one of the two is where the others meet first; else the next
+    rendezvous is at a third group, which both of them reach."""
+    assert job.network
+    names, hit, quorum = sorted(job.live, key=int), set[str](), job.quorum
+    holders, number = list(quorum.participants), quorum.quorum_id + 1
+    if forming:
+        comes = job.pick(dice)
+        holders, number, hit = [name for name in holders if name != comes], number + 1, {comes}
+        killed_s = job.kill(comes)
+        job.until(f"a start of group {comes}", lambda: job.diaries[comes].since(killed_s, "start"))
+    store = holders[number % len(holders)]  # as ft/protocol/plan.py has it for rank 0
+    others = [name for name in names if name != store]
+    one, other = (store, job.pick(dice, others)) if at_store else sorted(dice.sample(others, 2), key=int)
+    at_s = time.monotonic()
+    job.network.part(one, other, True)
+    job.hold(job.pair_s)
+    job.network.part(one, other, False)
+    repaired_s = time.monotonic()
+    hit |= {name for name in (one, other) if not job.diaries[name].since(repaired_s - QUIET_S, "commit")}
+    return Hurt(f"groups {one} and {other}, store at {store}", hit, at_s, repaired_s)
+
+
+# ------------------------------------------------------------------------------------------------ who comes, who goes, who is wrong
+
+
 def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
     """Nothing but a comparison with the others tells it. The group must heal, or end and come back."""
-    name = pick(dice, job.live)
-    rank = dice.randrange(job.ranks)
-    diary = job.diaries[name]
+    name, rank = job.pick(dice), dice.randrange(job.ranks)
     _order(job, name, ORDER, rank)
     flipped_s = time.monotonic()
-    job.until("that it is noticed", lambda: diary.since(flipped_s, "healed", "start", rank=rank))
+    job.until("that it is noticed", lambda: job.diaries[name].since(flipped_s, "healed", "start", rank=rank))
     return Hurt(f"a bit of rank {rank} of group {name}", {name})
 
 
 def drain(job: DrillJob, dice: random.Random) -> Hurt:
     """It leaves on purpose, for good."""
-    name = pick(dice, job.live)
+    name = job.pick(dice)
     job.drain(name)
     job.until(f"the end of group {name}", lambda: job.groups[name].code == 0)
     return Hurt(f"group {name}", {name})
@@ -221,6 +306,28 @@ def add(job: DrillJob, dice: random.Random) -> Hurt:
     return Hurt(f"group {name}", {name})
 
 
+def wrong(job: DrillJob, dice: random.Random) -> Hurt:
+    """The lighthouse starts again, and then a group comes whose model has other layers. It is to be refused, and nobody else to notice."""
+    job.kill_lighthouse()
+    other = job.config.model.hidden_dim * 2 or 96
+    stray = job.group("wrong", f"--model.hidden_dim={other}", f"--job.dump_folder={Path(job.folder, 'wrong')}")
+    at_s = time.monotonic()
+    stray.start()
+    try:
+        job.until("the end of a group with another model", lambda: stray.ended() is not None, WRONG_S)
+        if stray.ended() != BAD_INPUT:
+            raise job.failure(f"a group with another model ended with exit code {stray.ended()}, not {BAD_INPUT}")
+    finally:
+        stray.end()
+    return Hurt(f"hidden_dim {other}", at_s=at_s)
+
+
+PAIRS = {
+    "pair, in a sum": (False, False),
+    "pair, store at an end": (False, True),
+    "pair, while forming": (True, False),
+    "pair, forming, store at an end": (True, True),
+}
 KINDS = {
     "kill": Kind({"kill": kill}),
     "kill_rank": Kind({"kill_rank": kill_rank}),
@@ -228,7 +335,10 @@ KINDS = {
     "stop": Kind({"stop": stop, "stop trainer": stop_trainer}),
     "slow": Kind({"slow": slow}),
     "lighthouse": Kind({"lighthouse killed": lighthouse, "lighthouse stopped": stop_lighthouse}, least=1),
-    "partition": Kind({"partition": partition, "partition, one way": one_way}, network=True),
+    "partition": Kind(
+        {"partition": partial(parted, part=Network.cut), "partition, one way": partial(parted, part=Network.blind)},
+        network=True,
+    ),
     "link": Kind({"link": link}, network=True),
     "corrupt": Kind({"corrupt": corrupt}, least=3),
     "drain": Kind({"drain": drain}),
@@ -236,23 +346,23 @@ KINDS = {
     "hang": Kind({"hang": hang}),
     "half": Kind({"half": half}, least=3),
     "server": Kind({"server killed": kill_server, "server stopped": stop_server}),
-    "joiner": Kind({"joiner": outages.joiner}),
-    "writer": Kind({"writer": outages.writer}),
-    "wrong": Kind({"wrong": outages.wrong}, least=1),
+    "joiner": Kind({"joiner": joiner}),
+    "writer": Kind({"writer": writer}),
+    "wrong": Kind({"wrong": wrong}, least=1),
     "pair": Kind(
-        {
-            "pair, in a sum": outages.pair_in_a_sum,
-            "pair, store at an end": outages.pair_at_the_store,
-            "pair, while forming": outages.pair_forming,
-            "pair, forming, store at an end": outages.pair_forming_at_the_store,
-        },
+        {name: partial(pair, forming=forming, at_store=at_store) for name, (forming, at_store) in PAIRS.items()},
         least=3,
         network=True,
         once=True,
     ),
-    "away": Kind({"lighthouse away": outages.lighthouse_away}, least=1, once=True),
-    "capacity": Kind({"capacity": outages.capacity}, once=True),
-    "full": Kind({"full disk": outages.full_disk, "full state": outages.full_state}, least=1, disk=True, once=True),
+    "away": Kind({"lighthouse away": lighthouse_away}, least=1, once=True),
+    "capacity": Kind({"capacity": capacity}, once=True),
+    "full": Kind(
+        {"full disk": partial(full, state=False), "full state": partial(full, state=True)},
+        least=1,
+        disk=True,
+        once=True,
+    ),
 }
 HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.items()}
 
@@ -283,7 +393,7 @@ def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
     before, at_s = frozenset(job.live), time.monotonic()
     step = max(job.diaries[name].step for name in before)
     hurt = HARMS[variant](job, dice)
-    job.together(time.monotonic())
+    job.together()
     hit, at_s = frozenset(hurt.hit), at_s if math.isnan(hurt.at_s) else hurt.at_s
     live = frozenset(job.live)
     return Incident(variant, hurt.target, hit, before - hit, at_s, step, time.monotonic(), live, hurt.repaired_s)

@@ -1,6 +1,6 @@
 """A job of replica groups as run_replicas.sh starts one, whose groups and lighthouse can be harmed. Leaving the context ends all processes.
 
-Flow: drill.py makes one; drill_faults.py does the harm; what the groups did is in their diaries (drill_diary.py).
+Flow: drill.py makes one; drill_faults.py does the harm; what the groups did is in their diaries (job.py).
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from bench.drill_diary import Diary
-from bench.drill_disk import Disk
-from bench.drill_net import HUB, HUB_ADDRESS, Network
-from bench.job import descendants
+from bench.drill_machines import HUB, HUB_ADDRESS, Disk, Network
+from bench.job import Diary, DiaryLine, descendants, signal_all, until
 from bench.pairs import Failed
+from scripts.launch import Plan, ranks_here, threads_per_rank
 from scripts.replicas import (
     ENABLED,
     ReplicaSupervisor,
     devices_of_groups,
     environment,
     prepare,
-    seen,
     start_lighthouse,
-    threads_per_group,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
-POLL_S = 0.02
+T = TypeVar("T")
 STEADY = 5  # steps of all together, after which the next fault may come
 LIMIT_S = 300.0  # for what must come
 AWAY_S, FULL_S = 180.0, 60.0  # a lighthouse, or capacity; a disk
@@ -51,6 +47,22 @@ class Hurt:
     repaired_s: float = math.nan
 
 
+class DevicePool:
+    """The devices of a job's groups, by `deal_devices`."""
+
+    def __init__(self, devices: Sequence[list[str]]) -> None:
+        self._devices = devices
+        self._dealt: dict[str, int] = {}  # which of them a group has
+
+    def of(self, name: str, gone: Collection[str] = ()) -> list[str]:
+        """A group's own devices. One that comes later takes those of a group that has left; where none has, the first's, which
+        NCCL allows if groups share them (SHARE_GPUS=1)."""
+        if name not in self._dealt:
+            held = {place for other, place in self._dealt.items() if other not in gone}
+            self._dealt[name] = min(set(range(len(self._devices))) - held, default=0)
+        return self._devices[self._dealt[name]]
+
+
 class DrillJob:
     """`argv`: a configuration and overrides. `network`: where groups are machines of their own. `disk`: that the run lies on. `under`: a
     command that becomes the one behind it, with less of something. Raises ValueError for bad settings."""
@@ -65,23 +77,19 @@ class DrillJob:
         under: Sequence[str] = (),
         drilled: bool = True,
     ) -> None:
-        from scripts.launch import Plan, ranks_here
-
         self._argv = [*argv, ENABLED]
-        self._devices = devices_of_groups(groups)
-        ranks = len(self._devices[0])
+        self._devices = DevicePool(devices_of_groups(groups))
+        ranks = len(self._devices.of("0"))
         self.config, self._restarts, self.grace_s = prepare(self._argv, groups, ranks=ranks or None)
         self.ranks = ranks or ranks_here(Plan.read(os.environ))
         self.network, self.disk, self._under = network, disk, list(under)
         self.run = self.config.run_folder
-        self.folder = self.run / "groups"
-        self.checkpoints = self.run / self.config.checkpoint.folder
+        self.folder, self.checkpoints = self.run / "groups", self.run / self.config.checkpoint.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self._env = {**environment(self.run, groups), "PHAROS_DRILL": str(int(drilled))}
         if disk:
             self._env["TMPDIR"] = str(disk.temporary)
-        self._env.setdefault("OMP_NUM_THREADS", threads_per_group(groups))
-        self._dealt: dict[str, int] = {}  # which of `_devices` a group has
+        self._env.setdefault("OMP_NUM_THREADS", threads_per_rank(groups))
         self.groups: dict[str, ReplicaSupervisor] = {}  # all that ever were
         self.diaries: dict[str, Diary] = {}
         self.gone: set[str] = set()  # on purpose
@@ -92,18 +100,27 @@ class DrillJob:
         for _ in range(groups):
             self.add()
 
-    # ------------------------------------------------------------------------------------------------ its parts
-
     @property
     def live(self) -> list[str]:
         """The groups that are to be there; one of them may be between two lives."""
         return [name for name in self.groups if name not in self.gone]
+
+    def pick(self, dice: random.Random, names: Collection[str] | None = None) -> str:
+        """One of the live, or of these, by the seed alone: not by who came first to what."""
+        return dice.choice(sorted(self.live if names is None else names, key=int))
 
     def start_lighthouse(self) -> None:
         """Again at the same address, with the state that the last one left."""
         through = [*(self.network.through(HUB) if self.network else []), *self._under]
         self.lighthouse, self.address = start_lighthouse(self.config, self._env, bind=self._bind, through=through)
         self._bind = self.address.partition("//")[2]
+
+    def kill_lighthouse(self, away_s: float = 0.0) -> None:
+        """Starts it again after that time."""
+        self.lighthouse.kill()
+        self.lighthouse.communicate()
+        self.hold(away_s)
+        self.start_lighthouse()
 
     def add(self) -> str:
         """One more group; its name."""
@@ -119,19 +136,11 @@ class DrillJob:
         """One that is yet to be started, and is none of the job's."""
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
-        env = {**self._env, **self._seen(name), "TORCHFT_LIGHTHOUSE": self.address}
-        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts)
+        env, its = {**self._env, "TORCHFT_LIGHTHOUSE": self.address}, self._devices.of(name, self.gone)
+        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts, its)
         group.command[:0] = [*(self.network.through(name) if self.network else []), *self._under]
         group.shown = False
         return group
-
-    def _seen(self, name: str) -> dict[str, str]:
-        """A group's own devices. One that comes later takes those of a group that has left; where none has, the first's, which
-        NCCL allows if groups share them (SHARE_GPUS=1)."""
-        if name not in self._dealt:
-            held = {place for other, place in self._dealt.items() if other not in self.gone}
-            self._dealt[name] = min(set(range(len(self._devices))) - held, default=0)
-        return seen(self._devices[self._dealt[name]], name)
 
     def drain(self, name: str) -> None:
         """It is told to leave, and does not come again."""
@@ -144,22 +153,31 @@ class DrillJob:
         process = self.groups[name].process
         return [process.pid, *descendants(process.pid)] if process else []
 
+    def ranks_of(self, name: str) -> list[int]:
+        """The ranks' processes: of their latest lives that have begun."""
+        starts = [[line.pid for line in lines if line.event == "start"] for lines in self.diaries[name].ranks]
+        return [pids[-1] for pids in starts if pids]
+
     def server(self, name: str) -> int:
         """The process of the group's server."""
         [pid] = [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
         return pid
 
+    def kill(self, *names: str) -> float:
+        """All processes of these groups. Returns when."""
+        at_s = time.monotonic()
+        signal_all([pid for name in names for pid in self.processes(name)], signal.SIGKILL)
+        return at_s
+
     @property
-    def writer(self) -> str:
-        """The group that saves: the first of those that held the newest state."""
-        return max((self.diaries[name].quorum for name in self.live), key=lambda line: line.quorum_id).participants[0]
+    def quorum(self) -> DiaryLine:
+        """The newest that anybody took part in."""
+        lines = (next(x for x in reversed(self.diaries[name].ranks[0]) if x.event == "quorum") for name in self.live)
+        return max(lines, key=lambda line: line.quorum_id)
 
-    def signal(self, pids: Iterable[int], number: signal.Signals) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    # ------------------------------------------------------------------------------------------------ time
+    def has(self, step: int) -> bool:
+        """True when that checkpoint is whole."""
+        return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
 
     def look(self) -> None:
         """Starts again who died, as run_replicas.sh does, and reads. Raises Failed where a group ended that must not."""
@@ -172,37 +190,41 @@ class DrillJob:
             if group.code is not None and (name not in self.gone or group.code != 0):
                 raise self.failure(f"group {name} ended with exit code {group.code}")
 
-    def until(self, what: str, holds: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
-        end_s = time.monotonic() + limit_s
-        while True:
-            self.look()
-            if holds():
-                return
-            if time.monotonic() > end_s:
-                raise self.failure(f"not in {limit_s:g} s: {what}")
-            time.sleep(POLL_S)
+    def until(self, what: str, holds: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+        return until(what, holds, limit_s, look=self.look, failure=self.failure, poll_s=0.02)
 
     def hold(self, seconds: float) -> None:
         """A fault lasts so long."""
         end_s = time.monotonic() + seconds
         self.until("the end of a fault", lambda: time.monotonic() >= end_s, seconds + LIMIT_S)
 
-    def together(self, since_s: float) -> None:
-        """Until the last steps were of all groups that are to be there."""
+    def together(self, since_s: float = 0.0) -> None:
+        """Until the last steps, made since then or from now on, were of all groups that are to be there, on all their ranks."""
+        since_s = since_s or time.monotonic()
 
         def holds() -> bool:
-            live = self.live
-            return all(self.diaries[name].is_with(len(live), STEADY, since_s) for name in live)
+            count = len(self.live)
+            last = (
+                self.diaries[name].since(since_s, "commit", "start", rank=rank)[-STEADY:]
+                for name in self.live
+                for rank in range(self.ranks)
+            )
+            return all([line.contributors for line in lines] == [count] * STEADY for lines in last)
 
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
     def compared(self) -> None:
-        """Until each is a witness of its own weights. Of three groups one of which has just healed nobody can tell whose went wrong."""
-        interval = self.config.fault_tolerance.digest_interval
-        self.until(
-            "a comparison of the weights of all groups",
-            lambda: all(self.diaries[name].is_compared(len(self.live), interval) for name in self.live),
-        )
+        """Until each is a witness of its own weights: since its latest life, and heal, began, all have compared them. Of three groups one
+        of which has just healed nobody can tell whose went wrong."""
+        interval, count = self.config.fault_tolerance.digest_interval, len(self.live)
+
+        def is_compared(lines: Sequence[DiaryLine]) -> bool:
+            since = max((number for number, line in enumerate(lines) if line.event in ("start", "healed")), default=0)
+            compared = (line for line in lines[since:] if line.event == "commit" and line.step % interval == 0)
+            return any(line.contributors == count for line in compared)
+
+        what = "a comparison of the weights of all groups"
+        self.until(what, lambda: all(is_compared(self.diaries[name].ranks[0]) for name in self.live))
 
     def end(self) -> None:
         """All save and leave."""
@@ -213,15 +235,19 @@ class DrillJob:
     def ended(self) -> None:
         """Until all have finished by themselves, however many steps that takes: each has its time."""
         self.gone |= set(self.groups)
-        while not self._over():
-            before = self._steps()
-            self.until("another step, or the end of all groups", lambda: self._over() or self._steps() != before)  # noqa: B023
+        over, before = False, list[int]()
 
-    def _over(self) -> bool:
-        return all(group.code == 0 for group in self.groups.values())
+        def news() -> bool:
+            nonlocal over, before
+            over, steps = (
+                all(group.code == 0 for group in self.groups.values()),
+                [d.step for d in self.diaries.values()],
+            )
+            before, same = steps, steps == before
+            return over or not same
 
-    def _steps(self) -> list[int]:
-        return [diary.step for diary in self.diaries.values()]
+        while not over:
+            self.until("another step, or the end of all groups", news)
 
     def failure(self, what: str) -> Failed:
         words = []
@@ -230,18 +256,12 @@ class DrillJob:
             words.append(f"group {name} at step {self.diaries[name].step}: {' | '.join(said[-4:])}")
         return Failed("\n  ".join([what, *words]))
 
-    def has(self, step: int) -> bool:
-        """True when that checkpoint is whole."""
-        return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
-
     def __enter__(self) -> DrillJob:
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, group in self.groups.items():
-            self.signal(
-                self.processes(name), signal.SIGKILL
-            )  # a stopped one, too; what it has started has other sessions
+            self.kill(name)  # a stopped one, too; what it has started has other sessions
             group.end()
         self.lighthouse.kill()
         self.lighthouse.communicate()
@@ -251,8 +271,3 @@ def _command(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-def pick(dice: random.Random, names: Sequence[str]) -> str:
-    """By the seed alone: not by who came first to what."""
-    return dice.choice(sorted(names, key=int))

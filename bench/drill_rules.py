@@ -1,21 +1,22 @@
-"""The pass rule of the drill: what must hold of a job that was harmed, each with its figure.
+"""The pass rule of the drill: what must hold of a job that was harmed, each with its figure, and how long a fault may hold the others up.
 
 Flow: drill.py hands over the diaries and the incidents when the job has ended. Pure, but for the run's files.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
-from bench.drill_diary import Diary, DiaryLine
-from bench.drill_faults import Incident
+from bench.drill_faults import PAIRS, QUIET_S, Incident
+from bench.job import Diary, DiaryLine, gaps, longest_gap, rows
+from ft.config import FaultTolerance
 from scripts import samples
 
 LOSS_NATS = 0.02  # from the twin, at most
@@ -32,13 +33,11 @@ class Verdict:
         return f"{'yes' if self.holds else 'NO '}  {self.name}: {self.words}"
 
 
-# ------------------------------------------------------------------------------------------------ survivors
-
-
+Diaries = Mapping[str, Diary]
 Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
 
 
-def survivors_went_on(diaries: Mapping[str, Diary], incidents: Sequence[Incident], trained: Trained) -> Verdict:
+def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: Trained) -> Verdict:
     """No survivor of a fault died, threw a step away, passed over one, or came to a halt. A collective may end in one survivor and break in
     another: this one then has the step from that one, with its own gradients in it, and nothing is lost."""
     problems, steps, taken = list[str](), list[int](), 0
@@ -81,31 +80,21 @@ def _commits(diary: Diary, incident: Incident) -> list[DiaryLine]:
     return [line for line in diary.since(incident.at_s, "commit") if line.at_s <= incident.back_s]
 
 
-def next_commit_s(diaries: Mapping[str, Diary], incident: Incident) -> float:
+def next_commit_s(diaries: Diaries, incident: Incident) -> float:
     """From the fault to the job's next commit: of a survivor, if there is one."""
-    who = incident.survivors or incident.hit
-    since_s = (
-        incident.at_s if incident.survivors else min(diaries[n].since(incident.at_s, "start")[0].at_s for n in who)
-    )
+    who, since_s = incident.survivors, incident.at_s
+    if not who:
+        who = incident.hit
+        since_s = min(diaries[name].since(since_s, "start")[0].at_s for name in who)
     return min(diaries[name].since(since_s, "commit")[0].at_s for name in who) - incident.at_s
 
 
-def longest_gap_s(diaries: Mapping[str, Diary], incident: Incident) -> float:
+def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
     """Between two commits of a survivor that follow each other, from the fault until all were back."""
-    who = incident.survivors or incident.hit
-    gaps = [
-        after.at_s - before.at_s
-        for name in who
-        for before, after in pairwise(diaries[name].since(0.0, "commit"))
-        if incident.at_s <= after.at_s <= incident.back_s
-    ]
-    return max(gaps, default=float("nan"))
+    return longest_gap([diaries[n] for n in incident.survivors or incident.hit], incident.at_s, incident.back_s)
 
 
-# ------------------------------------------------------------------------------------------------ weights
-
-
-def bitwise_equal(diaries: Mapping[str, Diary], incidents: Sequence[Incident]) -> Verdict:
+def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
     """Checks that each rank has the same commit, the same weights; and of each step one commit that anybody went on from, until all state
     was lost."""
     problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
@@ -147,7 +136,7 @@ def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[Dia
     return commits
 
 
-def _steps_of_all(diaries: Mapping[str, Diary], incident: Incident) -> int:
+def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
     """How many steps all groups that were to be there have in common, with equal weights on the rank that has fewest, until `back_s`."""
     seen: dict[tuple[int, int, str, str], set[str]] = defaultdict(set)
     ranks = range(len(next(iter(diaries.values())).ranks))
@@ -158,9 +147,6 @@ def _steps_of_all(diaries: Mapping[str, Diary], incident: Incident) -> int:
                     seen[rank, line.step, line.commit_id, line.digest].add(name)
     whole = [rank for (rank, *_), names in seen.items() if names == incident.live]
     return min(whole.count(rank) for rank in ranks)
-
-
-# ------------------------------------------------------------------------------------------------ data and loss
 
 
 def ledger_exact(run: Path) -> Verdict:
@@ -177,13 +163,6 @@ def figures_complete(run: Path) -> Verdict:
     problems = [f"{after} follows {before}" for before, after in pairwise(steps) if after - before != 1]
     words = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no steps"
     return Verdict("figures complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    """Reads the rows of metrics.jsonl; a line that is not whole yet, or never will be, is none."""
-    journal = run / "metrics.jsonl"
-    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def looks(run: Path) -> list[tuple[float, float]]:
@@ -217,3 +196,90 @@ def loss_of_twin(run: Path, twin: Path) -> Verdict:
             words = f"{loss:.4f} after {tokens:,.0f} tokens, {other:.4f} without faults: {loss - other:+.4f}"
             return Verdict(name, abs(loss - other) <= LOSS_NATS, words)
     return Verdict(name, False, f"the twin has no looks around {tokens:,.0f} tokens, from {there[0]} to {there[-1]}")
+
+
+SLACK_S = 5.0  # to come together, once it is known what to do
+BACK_S = 60.0  # after a cable is whole again
+STEADY_STEPS = 20
+HUNG_LEAST_S, HUNG_ALONE_S = 10.0, 60.0  # that a majority, or anybody, waits at least for who hangs
+HUNG_MEDIANS = 5
+Figure = tuple[str, float, float]  # words, what it is, what it may be at most
+
+
+def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
+    """Every fault that has a bound kept it."""
+    told, missed = list[str](), list[str]()
+    for incident in incidents:
+        for words, is_, at_most in (
+            BOUNDS[incident.kind](diaries, incident, settings) if incident.kind in BOUNDS else ()
+        ):
+            said = f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}"
+            (told if is_ <= at_most else missed).append(said)
+    words = "; ".join([*(f"NOT {miss}" for miss in missed), *told]) or "no fault that has a bound"
+    return Verdict("in time", not missed, words)
+
+
+def steady_s(diaries: Diaries, incident: Incident) -> float:
+    """A step of the survivors before the fault, seconds."""
+    before = ([x for x in diaries[n].since(0.0, "commit") if x.at_s < incident.at_s] for n in incident.survivors)
+    found = [gap for commits in before for gap in gaps(commits[-STEADY_STEPS:])]
+    return median(found) if found else math.nan
+
+
+def _next_s(diaries: Diaries, incident: Incident, since_s: float) -> float:
+    """Until the first commit of a survivor after that, seconds; inf: there is none."""
+    commits = [line.at_s for name in incident.survivors for line in diaries[name].since(since_s, "commit")[:1]]
+    return min(commits, default=math.inf) - since_s
+
+
+def _hang(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+    least_s = HUNG_LEAST_S if 2 * (len(incident.live) - 1) > len(incident.live) else HUNG_ALONE_S
+    limit_s = max(least_s, HUNG_MEDIANS * steady_s(diaries, incident))
+    yield "seconds without a step", longest_gap_s(diaries, incident), limit_s + SLACK_S
+
+
+def _pair(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+    mended_s, limit_s = incident.repaired_s, settings.heartbeat_timeout_s + settings.rendezvous_s + SLACK_S
+    commits = sorted(line.at_s for diary in diaries.values() for line in diary.since(0.0, "commit"))
+    while_s = [at_s for at_s in commits if incident.at_s <= at_s <= mended_s]
+    before_s = [at_s for at_s in commits if at_s < incident.at_s][-1:]
+    waits = [after - before for before, after in pairwise([*before_s, *while_s, mended_s])]
+    yield "seconds without a step of anybody", max(waits), limit_s
+    quiet = [
+        n for n in incident.live if not any(x.at_s <= mended_s for x in diaries[n].since(mended_s - QUIET_S, "commit"))
+    ]
+    yield "groups that sit out", len(quiet), 1
+    yield "seconds from the repair until all are together", incident.back_s - mended_s, BACK_S
+
+
+def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+    """Without a limit after which others may take the job over, nobody needs the lighthouse to commit: no step waits for it. A look at
+    held-out text and a save are among the steps."""
+    if settings.takeover_s == 0:
+        limit_s = 2 * steady_s(diaries, incident) + SLACK_S
+        yield "seconds without a step", longest_gap_s(diaries, incident), limit_s
+    else:
+        yield "seconds from its return to the next step", _next_s(diaries, incident, incident.repaired_s), 2 * SLACK_S
+
+
+def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+    starts = sorted(x.at_s for name in incident.hit for x in diaries[name].since(incident.repaired_s, "start")[:1])
+    enough = starts[settings.min_replica_size - 2]  # the survivor, and as many of these
+    yield "seconds from the start of who was missing", _next_s(diaries, incident, enough), SLACK_S
+
+
+def _joiner(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
+    """Its first death is that of a member; the bound is for those that follow."""
+    [name] = incident.hit
+    first_s = diaries[name].since(incident.at_s, "start")[0].at_s
+    longest_s = longest_gap([diaries[other] for other in incident.survivors], first_s, incident.back_s)
+    yield "seconds of the longest step", longest_s, 2 * steady_s(diaries, incident) + 1
+
+
+BOUNDS: dict[str, Callable[[Diaries, Incident, FaultTolerance], Iterator[Figure]]] = {
+    "hang": _hang,
+    **dict.fromkeys(PAIRS, _pair),
+    "lighthouse away": _away,
+    "capacity": _capacity,
+    "joiner": _joiner,
+}

@@ -8,7 +8,6 @@ over, with rows that the one before did not come to write.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
 
+from bench.pairs import parser  # noqa: E402
 from training.metrics_writer import LeaderMetricsWriter  # noqa: E402
 from training.scribe import Scribe  # noqa: E402
 from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks  # noqa: E402
@@ -31,17 +31,12 @@ CHART_EVERY = 10
 
 
 def sample(step: int) -> dict[str, object]:
-    return {
-        "slot_size": 8,
-        "slots": {str(16 * step): "a:0123456789ab", str(16 * step + 8): "b:0123456789ab"},
-        "holes": [],
-    }
+    slots = {str(16 * step): "a:0123456789ab", str(16 * step + 8): "b:0123456789ab"}
+    return {"slot_size": 8, "slots": slots, "holes": []}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    rows = parser.parse_args().rows
+    rows = parser(__doc__, rows=1_000_000).parse_args().rows
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / METRICS).open("w") as metrics, (folder / SAMPLES).open("w") as samples:
@@ -77,9 +72,8 @@ def main() -> int:
         with (folder / METRICS).open("rb") as file:
             there = sum(1 for _ in file)
         assert there == new, there
-        print(
-            f"{rows:,} rows, {size_mb:.0f} MB: a change of writer takes {1e3 * taken_over_s:.1f} ms in the scribe's thread;"
-        )
+        taken_ms = f"a change of writer takes {1e3 * taken_over_s:.1f} ms in the scribe's thread"
+        print(f"{rows:,} rows, {size_mb:.0f} MB: {taken_ms};")
         print(f"the slowest of the trainer's writes {1e3 * slowest_s:.2f} ms")
     return 0
 

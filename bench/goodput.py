@@ -22,23 +22,31 @@ import argparse
 import os
 import random
 import re
+import socket
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import JobSide, RecoveryJob, ReplicaGroup, ended
-from bench.pairs import Failed, Worker, in_turns, ratio, table
+from bench.job import LOOPBACK, ROOT, JobSide, RecoveryJob, ReplicaGroup
+from bench.pairs import Failed, Worker, ask_all, in_turns, parser, ratio, serve, spread, table
 
 PROCESSES, STEADY = 3, 20
 TOKENS = 1000  # of a process in a step
 CHECKPOINTS_S = (1, 2, 5, 10)
-WORKER = Path(__file__).with_name("goodput_worker.py")
+SETTINGS = {
+    "ft": ["--fault_tolerance.enable=true", f"--fault_tolerance.min_replica_size={PROCESSES}"],
+    "ddp": [f"--parallelism.data_parallel_replicate_degree={PROCESSES}", "--parallelism.data_parallel_shard_degree=1"],
+}
 GOALS = {"restart": {4: 1.3, 100: 2.0}, "torchft": {4: 1.35, 100: 2.0}}  # ours by theirs, by megabytes
 STARTUP_GOAL, CALM_GOAL = 2.0, 1.02
 
@@ -76,8 +84,7 @@ class Storm:
     due: list[tuple[float, ReplicaGroup]] = field(default_factory=list)
 
     def start(self) -> None:
-        for group in self.job.groups:
-            self.due.append((time.monotonic(), group))
+        self.due = [(time.monotonic(), group) for group in self.job.groups]
         self.restart()
 
     def kill(self, victim: ReplicaGroup) -> None:
@@ -87,7 +94,7 @@ class Storm:
     def ended(self) -> list[ReplicaGroup]:
         """Processes that nobody killed, and that do not run."""
         waiting = [group for _, group in self.due]
-        return [group for group in self.job.groups if group not in waiting and ended(group)]
+        return [group for group in self.job.groups if group not in waiting and group.ended]
 
     def restart(self) -> None:
         """Starts again the groups whose time has come."""
@@ -98,8 +105,8 @@ class Storm:
 
     def tokens(self, step: int) -> float:
         """Tokens of the steps after this one; each once, however many have logged it, and however often."""
-        steps = {line.step: line.participants for group in self.job.groups for line in group.since(0.0, "commit")}
-        return TOKENS * sum(participants for number, participants in steps.items() if number > step)
+        steps = {line.step: line.contributors for group in self.job.groups for line in group.since(0.0, "commit")}
+        return TOKENS * sum(groups for number, groups in steps.items() if number > step)
 
     def redone(self, from_s: float) -> int:
         return max(len(group.since(from_s, "abort")) for group in self.job.groups)
@@ -115,14 +122,7 @@ class Restarts(Storm):
     def kill(self, victim: ReplicaGroup) -> None:
         for group in self.job.groups:
             group.kill()
-        self.start_at(time.monotonic() + self.startup_s)
-
-    def start_at(self, at_s: float) -> None:
-        self.due = [(at_s, group) for group in self.job.groups]
-
-    def start(self) -> None:
-        self.start_at(time.monotonic())
-        self.restart()
+        self.due = [(time.monotonic() + self.startup_s, group) for group in self.job.groups]
 
     def restart(self) -> None:
         if not self.due or self.due[0][0] > time.monotonic():
@@ -166,9 +166,6 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> GoodputRun
         return GoodputRun(time.monotonic() - began_s, made.tokens(step), kills, own, made.redone(began_s))
 
 
-# ------------------------------------------------------------------------------------------------ what it comes to
-
-
 def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
     """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
     runs: dict[str, list[GoodputRun]] = {way.name: [] for way in ways}
@@ -180,7 +177,7 @@ def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -
         best = sorted((way for way in turns if way.checkpoint_s), key=lambda way: rates[way.name], reverse=True)[:2]
         turns = [way for way in reversed(turns) if not way.checkpoint_s or way in best]
     due = {way.name: options.rounds if way in turns else 1 for way in ways}
-    rows = [[f"{megabytes:g} MB", way.name, *_figures(runs[way.name], due[way.name])] for way in ways]
+    rows = [[f"{megabytes:g} MB", way.name, *figures(runs[way.name], due[way.name])] for way in ways]
     return rows, verdicts(runs, megabytes, startup=options.startup_s > 0)
 
 
@@ -195,13 +192,13 @@ def _turn(way: Way, megabytes: float, options: argparse.Namespace) -> list[Goodp
     return [run]
 
 
-def _figures(runs: Sequence[GoodputRun], rounds: int) -> list[str]:
-    rates = [run.rate for run in runs]
-    if not rates:
+def figures(runs: Sequence[GoodputRun], rounds: int) -> list[str]:
+    """Cells of a way's row."""
+    if not runs:
         return ["", "", "", "", f"{rounds} failed"]
-    said = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
     counts = ["/".join(str(getattr(run, what)) for run in runs) for what in ("kills", "ended", "redone")]
-    return [said, *counts, f"{rounds - len(runs)} failed" if len(runs) < rounds else ""]
+    failed = f"{rounds - len(runs)} failed" if len(runs) < rounds else ""
+    return [spread([run.rate for run in runs], ",.0f"), *counts, failed]
 
 
 def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bool) -> list[str]:
@@ -216,12 +213,9 @@ def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bo
     for name, goal in goals.items():
         if rates.get(name) and len(rates[name]) == whole:
             seen = ratio(rates["ours"], rates[name])
-            words = (
-                f"; at least {goal:g}x was to be reached: {reached(goal / seen.low, goal / seen.median)}"
-                if goal
-                else ""
-            )
-            said.append(f"{megabytes:g} MB, ours by {name}: {seen}{words}")
+            words = f"; at least {goal:g}x was to be reached: " if goal else ""
+            verdict = reached(goal / seen.low, goal / seen.median) if goal else ""
+            said.append(f"{megabytes:g} MB, ours by {name}: {seen}{words}{verdict}")
     return said
 
 
@@ -230,21 +224,79 @@ def reached(worst: float, median: float) -> str:
     return "reached" if worst <= 1 else "not shown, for it lies within the range" if median <= 1 else "missed"
 
 
-# ------------------------------------------------------------------------------------------------ without kills
+@contextmanager
+def calm_job(side: str) -> Iterator[list[Worker]]:
+    """The default job in three processes: with ft three groups of one rank and a lighthouse, with ddp one group of three."""
+    with tempfile.TemporaryDirectory(prefix="goodput-") as folder, ExitStack() as cleanup:
+        env = {**LOOPBACK, "NUM_REPLICA_GROUPS": str(PROCESSES), "CUDA_VISIBLE_DEVICES": ""}
+        if side == "ft":
+            from ft.compat.lighthouse_server import LighthouseServer
+
+            lighthouse = LighthouseServer("127.0.0.1:0", PROCESSES)
+            cleanup.callback(lighthouse.shutdown)
+            env["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+            places = [{"REPLICA_GROUP_ID": str(number)} for number in range(PROCESSES)]
+        else:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                env |= {
+                    "MASTER_ADDR": "localhost",
+                    "MASTER_PORT": str(free.getsockname()[1]),
+                    "WORLD_SIZE": str(PROCESSES),
+                }
+            places = [{"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(PROCESSES)]
+        command = [sys.executable, __file__, "--worker", side, folder]
+        team = [cleanup.enter_context(closing(Worker(side, command, {**env, **place}))) for place in places]
+        for worker in team:
+            worker.answer()
+        yield team
+
+
+class CalmRank:
+    """Steps of train.py's own, on request."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def steps(self, count: int, rank: int = 0) -> dict[str, float]:
+        """Seconds of one."""
+        began = time.perf_counter()
+        for _ in range(count):
+            while not self.step():
+                pass
+        return {"s": (time.perf_counter() - began) / count}
+
+
+def calm_rank(side: str, folder: str) -> None:
+    from configs.load import load
+    from ft.config import Environment
+    from parallelisms.distributed import launched_rank, process_group
+    from train import Run
+    from training.log import Log
+    from training.signals import Signals
+
+    # as long as it takes, without a pause: validation and checkpoints are not in train_step
+    argv = [
+        str(ROOT / "configs" / "llama.toml"),
+        f"--job.dump_folder={folder}",
+        "--training.steps=1000000",
+        *SETTINGS[side],
+    ]
+    config, log = load(argv), Log(global_rank=launched_rank(), stream=sys.stderr)
+    log.attach_to("pharos")
+    with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
+        rank = CalmRank(Run(config, Environment.read(os.environ), world, signals, log, cleanup).train_step)
+        serve(rank, rank.steps(1))
 
 
 def calm(options: argparse.Namespace) -> list[str]:
-    """Steps of the default job in three processes, with and without fault tolerance, in turns."""
-    workers = [Worker(name, [sys.executable, str(WORKER), name], {}) for name in ("ft", "ddp")]
-    try:
-        for worker in workers:
-            worker.answer()  # all ranks are there
-        in_turns(workers, {"steps": options.steps}, rounds=2)
-        answers = in_turns(workers, {"steps": options.steps}, rounds=options.rounds)
-    finally:
-        for worker in workers:
-            worker.close()
-    seconds = {name: [answer["seconds"] for answer in given] for name, given in answers.items()}
+    """Steps of the default job in three processes, with and without fault tolerance, in turns; of each the slowest process'."""
+    with calm_job("ft") as ft, calm_job("ddp") as ddp:
+
+        def slowest(team: list[Worker]) -> float:
+            return max(answer["s"] for answer in ask_all(team, "steps", count=options.steps))
+
+        seconds = in_turns({"ft": partial(slowest, ft), "ddp": partial(slowest, ddp)}, options.rounds, warm=2)
     seen = ratio(seconds["ft"], seconds["ddp"])
     steps = ", ".join(f"{name} {1e3 * statistics.median(of):.1f} ms" for name, of in seconds.items())
     verdict = reached(seen.high / CALM_GOAL, seen.median / CALM_GOAL)
@@ -255,42 +307,50 @@ def calm(options: argparse.Namespace) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ the command line
-
-
 def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
+    options = parser(
+        __doc__,
+        peer=(str, "a Python that has torchft"),
+        mb=("4,100", "sizes of the model"),
+        every=(20.0, "seconds between kills"),
+        minutes=(2.0, "of each turn"),
+        rounds=(int, "turns of each way, default 2; --no-kills: 9"),
+        seed=(1, "of the victims"),
+        step_ms=50.0,
+        startup_s=(0.0, "until a killed process is started again"),
+        no_kills=False,
+        steps=(20, "of a turn, with --no-kills"),
+        write=(Path, "adds the figures to this page"),
+    ).parse_args(argv)
+    options.rounds = options.rounds or (9 if options.no_kills else 2)
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     print(machine, file=sys.stderr)
     if options.no_kills:
-        said = calm(options)
-        print("\n".join(said))
-        _write(
-            options.write,
-            "Without kills",
-            f"{machine}, {options.rounds} rounds of {options.steps} steps",
-            "\n".join(said),
-        )
-        return 0
-    ways = [Way("ours", JobSide("ours", sys.executable))]
-    ways += [Way(f"restart, every {s} s", JobSide("restart", sys.executable), s) for s in CHECKPOINTS_S]
-    ways += [Way("torchft", JobSide("torchft", options.peer))] if options.peer else []
-    rows, said = [], []
-    for megabytes in map(float, options.mb.split(",")):
-        more, words = storms(ways, megabytes, options)
-        rows, said = rows + more, said + words
-    text = table(["model", "way", "tokens/s", "kills", "ended", "steps redone", ""], rows) + "\n\n" + "\n".join(said)
+        text, heading = "\n".join(calm(options)), "Without kills"
+        what = f"{machine}, {options.rounds} rounds of {options.steps} steps"
+    else:
+        ways = [
+            Way("ours", JobSide("ours")),
+            *(Way(f"restart, every {s} s", JobSide("restart"), s) for s in CHECKPOINTS_S),
+        ]
+        ways += [Way("torchft", JobSide("torchft", options.peer))] if options.peer else []
+        rows, said = list[list[str]](), list[str]()
+        for megabytes in map(float, options.mb.split(",")):
+            more, words = storms(ways, megabytes, options)
+            rows, said = rows + more, said + words
+        header = ["model", "way", "tokens/s", "kills", "ended", "steps redone", ""]
+        text = table(header, rows) + "\n\n" + "\n".join(said)
+        heading = f"With a start-up of {options.startup_s:g} s" if options.startup_s else "With kills"
+        kills = f"a kill every {options.every:g} s, turns of {options.minutes:g} min, {options.rounds} rounds"
+        what = f"{machine}, {kills}, steps of {options.step_ms:g} ms"
     print(text)
-    heading = f"With a start-up of {options.startup_s:g} s" if options.startup_s else "With kills"
-    kills = f"a kill every {options.every:g} s, turns of {options.minutes:g} min, {options.rounds} rounds"
-    _write(options.write, heading, f"{machine}, {kills}, steps of {options.step_ms:g} ms", text)
+    if options.write:
+        write(options.write, heading, what, text)
     return 0
 
 
-def _write(path: Path | None, heading: str, what: str, text: str) -> None:
+def write(path: Path, heading: str, what: str, text: str) -> None:
     """Puts the figures, with the date, in the place of those that stand under this heading of the page, or at its end."""
-    if path is None:
-        return
     today = datetime.now(timezone.utc).date()
     new = f"## {heading}\n\n{today}, {what}:\n\n```\n{text}\n```\n"
     parts = re.split(r"(?m)^(?=## )", path.read_text(encoding="utf-8"))
@@ -299,23 +359,8 @@ def _write(path: Path | None, heading: str, what: str, text: str) -> None:
     path.write_text("\n".join(part.strip("\n") + "\n" for part in parts), encoding="utf-8")
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", metavar="PYTHON")
-    parser.add_argument("--mb", default="4,100", help="sizes of the model")
-    parser.add_argument("--every", type=float, default=20, help="seconds between kills")
-    parser.add_argument("--minutes", type=float, default=2, help="of each turn")
-    parser.add_argument("--rounds", type=int, help="turns of each way, default 2; --no-kills: 9")
-    parser.add_argument("--seed", type=int, default=1, help="of the victims")
-    parser.add_argument("--step-ms", type=float, default=50)
-    parser.add_argument("--startup-s", type=float, default=0, help="until a killed process is started again")
-    parser.add_argument("--no-kills", action="store_true")
-    parser.add_argument("--steps", type=int, default=20, help="of a turn, with --no-kills")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="adds the figures to this page")
-    options = parser.parse_args(argv)
-    options.rounds = options.rounds or (9 if options.no_kills else 2)
-    return options
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["--worker"]:
+        calm_rank(*sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))

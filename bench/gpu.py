@@ -25,18 +25,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import date
 from fnmatch import fnmatch
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.gpu_page import page
-from bench.pairs import Failed, Worker
+from bench.job import ROOT
+from bench.pairs import Failed, Worker, parser
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "bench" / "gpu_worker.py"
 SIZES = {
     "8b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256, "batch": 1, "seq": 8192},
@@ -50,10 +55,11 @@ SIDES = (  # the fastest of each first; all bf16, weights and optimizer included
     ("pharos", "bf16 weights checkpoint chunked=8192"),
     ("transformers", "bf16 weights checkpoint"),
 )
-BACKENDS = {
-    "cuda": "inductor",
-    "cpu": "aot_eager",
-}  # of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
+# Of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
+BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
+MODEL = {  # our keys and those of SIZES
+    "vocab_size": "vocab", "dim": "dim", "n_layers": "layers", "n_heads": "heads", "n_kv_heads": "kv_heads", "hidden_dim": "hidden"
+}  # fmt: skip
 Figures = dict[str, Any]
 
 
@@ -65,12 +71,11 @@ class GpuTurn(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     options = _options(argv)
-    if options.device == "cuda" and not _has_cuda():
+    if options.device == "cuda" and not import_module("torch").cuda.is_available():
         print("bench/gpu.py: needs a CUDA device (--device cpu --sizes tiny shows that it runs)", file=sys.stderr)
         return 2
-    options.folder = (
-        options.folder or ROOT / "outputs" / "gpu" / f"{options.device}-{'-'.join(options.sizes)}"
-    ).resolve()
+    default = ROOT / "outputs" / "gpu" / f"{options.device}-{'-'.join(options.sizes)}"
+    options.folder = (options.folder or default).resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.wheels:
         _install(options.wheels, options.folder / "wheels")
@@ -109,36 +114,25 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
     return True
 
 
-# ------------------------------------------------------------------------------------------------ part 1
-
-
 def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
-    yield GpuTurn("1 versions", 120, lambda s: _worker("versions", s, device=options.device))
+    yield GpuTurn("1 versions", 120, partial(_worker, "versions", {"device": options.device}))
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
     for expandable in ("True", "False"):
+        how = f"expandable_segments:{expandable}"
+        env = {"PYTORCH_CUDA_ALLOC_CONF": how}
         for file in files:  # each in a process of its own: an illegal address ends one of them
-            yield GpuTurn(
-                f"1 tests {file.stem} expandable_segments:{expandable}",
-                240,
-                lambda s, file=file, env={"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}: _tests(
-                    file, env, s
-                ),
-            )
-    size = options.sizes[0]
-    checkpointing = "--activation_checkpoint.mode=selective"
-    trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
+            yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, env))
+    eager = ("--activation_checkpoint.mode=selective",)
     compiled = ("--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
-    yield GpuTurn(f"1 train {size} eager", 240, lambda s: _train(options, size, "eager", s, checkpointing))
-    yield GpuTurn(
-        f"1 train {size} compiled",
-        300,
-        lambda s: _train(options, size, "compiled", s, checkpointing, *compiled, *trace),
-    )
+    trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
+    for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*eager, *compiled, *trace))):
+        do = partial(_train, options, name, settings)
+        yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, do)
 
 
 def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", str(path)]
-    if not _has("pytest_timeout"):  # the settings of pyproject.toml name it
+    if find_spec("pytest_timeout") is None:  # the settings of pyproject.toml name it
         command += ["-o", "addopts=--import-mode=importlib"]
     code, text = _output(command, env, limit_s)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-500:])}
@@ -149,34 +143,20 @@ def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
 
 
 def _train(
-    options: argparse.Namespace,
-    size: str,
-    name: str,
-    limit_s: float,
-    *settings: str,
-    steps: int = 15,
-    env: dict[str, str] | None = None,
-    program: Sequence[str] = ("train.py",),
-) -> Figures:
+    options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int = 15,
+    program: Sequence[str] = ("train.py",), env: Mapping[str, str] = MappingProxyType({}),
+) -> Figures:  # fmt: skip
     """train.py to its very end, the sample included: medians of its later steps."""
-    sizes, folder = SIZES[size], options.folder / "runs" / name
+    sizes, folder = SIZES[options.sizes[0]], options.folder / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
-    model = {
-        "vocab_size": "vocab",
-        "dim": "dim",
-        "n_layers": "layers",
-        "n_heads": "heads",
-        "n_kv_heads": "kv_heads",
-        "hidden_dim": "hidden",
-    }
     command = [
         sys.executable, *program, "configs/llama.toml", f"--job.dump_folder={folder}", f"--training.steps={steps}",
-        *(f"--model.{ours}={sizes[here]}" for ours, here in model.items()),
+        *(f"--model.{ours}={sizes[here]}" for ours, here in MODEL.items()),
         f"--training.seq_len={sizes['seq']}", f"--training.local_batch_size={sizes['batch']}", "--lr_scheduler.warmup_steps=2",
         "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
         "--sample.tokens=8", *settings,
     ]  # fmt: skip
-    code, text = _output(command, {**_device_env(options.device), **(env or {})}, limit_s)
+    code, text = _output(command, {**_device_env(options.device), **env}, limit_s)
     if code:
         raise Failed(_last_line(text, code))
     [journal] = folder.glob("**/metrics.jsonl")
@@ -194,23 +174,15 @@ def _train(
     return figures
 
 
-# ------------------------------------------------------------------------------------------------ part 2
-
-
 def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
     rounds = options.rounds or (2 if options.device == "cuda" else 1)
+    backend = f" compile={BACKENDS['cpu']}" if options.device == "cpu" else " compile"
+    sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
     for size in options.sizes:  # all of 1B before 8B
         for round_ in range(rounds):
-            sides = list(SIDES)
-            if options.device == "cpu":
-                backend = f" compile={BACKENDS['cpu']}"
-                sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
             for side, setting in sides if round_ % 2 == 0 else sides[::-1]:
-                yield GpuTurn(
-                    f"2 {size} {round_} {side}: {setting}",
-                    90 if size != "8b" else 180,
-                    lambda s, side=side, setting=setting, size=size: _speed(options, size, side, setting, s),
-                )
+                do = partial(_speed, options, size, side, setting)
+                yield GpuTurn(f"2 {size} {round_} {side}: {setting}", 90 if size != "8b" else 180, do)
 
 
 def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limit_s: float) -> Figures:
@@ -218,48 +190,34 @@ def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limi
     arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": []}
     python = sys.executable if side == "pharos" else options.peer_python
     command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
-    worker = Worker(side, command, _paths(), limit_s=limit_s)
-    try:
+    with closing(Worker(side, command, _paths(), limit_s=limit_s)) as worker:
         worker.answer()
-        worker.ask({"steps": 1})
-        answer = worker.ask({"steps": options.steps})
-    finally:
-        worker.close()
+        worker.ask({"do": "run", "steps": 1})
+        answer = worker.ask({"do": "run", "steps": options.steps})
     tokens = options.steps * sizes["batch"] * sizes["seq"]
     return {"tokens_per_s": tokens / answer["seconds"], **{name: answer[name] for name in ("memory_mib", "graphs")}}
-
-
-# ------------------------------------------------------------------------------------------------ part 3
 
 
 def part_3(options: argparse.Namespace) -> Iterator[GpuTurn]:
     cuda = options.device == "cuda"
     inline, child = ("nccl", "baby_nccl") if cuda else ("gloo", "baby_gloo")
-    size, steps = options.sizes[0], 15 if cuda else 6
+    device, steps = {"device": options.device}, 15 if cuda else 6
     for kind, victim in ((child, "child"), (inline, "group"), (child, "group")):
         watch_s = (180.0 if victim == "group" and kind == inline else 20.0) if cuda else 1.0
-        arguments = {
-            "device": options.device,
-            "kind": kind,
-            "victim": victim,
-            "watch_s": watch_s,
-            "megabytes": 1000 if cuda else 8,
-        }
-        yield GpuTurn(
-            f"3 kill {victim}, {kind}", 120 + watch_s, lambda s, arguments=arguments: _worker("kill", s, **arguments)
-        )
+        how = {"kind": kind, "victim": victim, "watch_s": watch_s, "megabytes": 1000 if cuda else 8}
+        yield GpuTurn(f"3 kill {victim}, {kind}", 120 + watch_s, partial(_worker, "kill", {**device, **how}))
     for round_ in range(3 if cuda else 1):
         for kind in ("none", inline, child):
-            yield GpuTurn(f"3 steady {kind} {round_}", 120, lambda s, kind=kind: _steady(options, size, kind, steps, s))
-    yield GpuTurn("3 healing", 120, lambda s: _worker("healing", s, device=options.device, gb=4.0 if cuda else 0.05))
-    yield GpuTurn("3 stall", 120, lambda s: _worker("stall", s, device=options.device, megabytes=4000 if cuda else 20))
+            yield GpuTurn(f"3 steady {kind} {round_}", 120, partial(_steady, options, kind, steps))
+    yield GpuTurn("3 healing", 120, partial(_worker, "healing", {**device, "gb": 4.0 if cuda else 0.05}))
+    yield GpuTurn("3 stall", 120, partial(_worker, "stall", {**device, "megabytes": 4000 if cuda else 20}))
 
 
-def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit_s: float) -> Figures:
+def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) -> Figures:
     """A step of train.py without replica groups, or as the only group."""
-    program = (str(WORKER), "train")
+    train = partial(_train, options, "steady", limit_s=limit_s, steps=steps, program=(str(WORKER), "train"))
     if kind == "none":
-        return _train(options, size, "steady", limit_s, steps=steps, program=program)
+        return train(())
     try:
         from ft.compat.lighthouse_server import LighthouseServer
     except ImportError as error:
@@ -267,23 +225,17 @@ def _steady(options: argparse.Namespace, size: str, kind: str, steps: int, limit
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
     try:
         env = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-        settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
-        return _train(options, size, "steady", limit_s, *settings, steps=steps, env=env, program=program)
+        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), env=env)
     finally:
         lighthouse.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------ processes
-
-
-def _worker(what: str, limit_s: float, **arguments: Any) -> Figures:
+def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
     """The one answer of gpu_worker.py."""
     env = {**_device_env(arguments["device"]), "OMP_NUM_THREADS": "1"}
-    worker = Worker(what, [sys.executable, str(WORKER), what, json.dumps(arguments)], env, limit_s=limit_s)
-    try:
+    command = [sys.executable, str(WORKER), what, json.dumps(arguments)]
+    with closing(Worker(what, command, env, limit_s=limit_s)) as worker:
         return dict(worker.answer())
-    finally:
-        worker.close()
 
 
 def _output(command: Sequence[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
@@ -320,58 +272,32 @@ def _device_env(device: str) -> dict[str, str]:
 def _install(wheels: Path, target: Path) -> None:
     """Installs those of `wheels` into `target`, last in PYTHONPATH: there they hide what the machine has of the same name."""
     found = sorted(map(str, wheels.glob("*.whl")))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--no-deps",
-        "--upgrade",
-        "--target",
-        str(target),
-        *found,
-    ]
+    install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(target)]
+    command = [sys.executable, *install, *found]
     if found and (done := subprocess.run(command, capture_output=True, text=True)).returncode:
         print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(target)])
     sys.path.append(str(target))
 
 
-def _has(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
-    parser.add_argument(
-        "--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help="the first is trained in parts 1 and 3"
+    flags = parser(
+        __doc__,
+        minutes=(9.5, "a turn that may not fit any more is left to the next call"),
+        rounds=(int, "of part 2; default 2, on a CPU 1"),
+        steps=(5, "of a turn of part 2 that count"),
+        only=("*", "turns whose key fits this pattern, such as '2 1b *'"),
+        again=(False, "take turns that failed once more"),
+        wheels=(Path, "a folder of .whl files: torchtitan, pytest and what they need"),
+        peer_python=(sys.executable, "interpreter in which the peers are installed"),
+        folder=(Path, "of the results; default: outputs/gpu/<device>-<sizes>"),
+        write=(Path, "the page"),
     )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument(
-        "--minutes", type=float, default=9.5, help="a turn that may not fit any more is left to the next call"
-    )
-    parser.add_argument("--rounds", type=int, help="of part 2; default 2, on a CPU 1")
-    parser.add_argument("--steps", type=int, default=5, help="of a turn of part 2 that count")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="turns whose key fits, such as '2 1b *'")
-    parser.add_argument("--again", action="store_true", help="take turns that failed once more")
-    parser.add_argument(
-        "--wheels", type=Path, metavar="FOLDER", help="of .whl files: torchtitan, pytest and what they need"
-    )
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter in which the peers are installed")
-    parser.add_argument("--folder", type=Path, help="of the results; default: outputs/gpu/<device>-<sizes>")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the page")
-    return parser.parse_args(argv)
+    words = "the first is trained in parts 1 and 3"
+    flags.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
+    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=words)
+    flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    return flags.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -66,69 +66,45 @@ def verdicts(good: Mapping[str, Row], speeds: Mapping[str, Mapping[str, Any]], d
     found: list[Verdict] = []
 
     def bound(name: str, seen: str | None, reached: bool = False) -> None:
-        found.append(
-            (
-                name,
-                seen or "",
-                NOT_RUN if seen is None else "no verdict" if device == "cpu" else ("reached" if reached else "not"),
-            )
-        )
+        verdict = "no verdict" if device == "cpu" else "reached" if reached else "not"
+        found.append((name, seen or "", NOT_RUN if seen is None else verdict))
 
     for size in ("1b", "8b"):
         ours, theirs = (speeds.get(f"{size} {side}: {setting}") for side, setting in BEST.items())
-        pair = None
-        if ours and theirs and (rounds := sorted(set(ours["by_round"]) & set(theirs["by_round"]))):
-            pair = ratio([ours["by_round"][r] for r in rounds], [theirs["by_round"][r] for r in rounds])
+        rounds = sorted(set(ours["by_round"]) & set(theirs["by_round"])) if ours and theirs else []
+        pair = ratio(*([side["by_round"][r] for r in rounds] for side in (ours, theirs) if side)) if rounds else None
         bound(f"{size}: 1.05x torchtitan's tokens/s", str(pair) if pair else None, bool(pair and pair.median >= 1.05))
-        memory = ours["memory"] / theirs["memory"] if ours and theirs else None
-        bound(
-            f"{size}: no more memory than torchtitan",
-            f"{memory:.3f}x" if memory else None,
-            bool(memory and memory <= 1),
-        )
-    ours = speeds.get(f"8b pharos: {BEST['pharos']}")
-    bound(
-        "8b: 45 % MFU",
-        f"{100 * ours['mfu']:.1f} %" if ours and ours["mfu"] else None,
-        bool(ours and ours["mfu"] >= 0.45),
-    )
+        memory = ours["memory"] / theirs["memory"] if ours and theirs else 0
+        seen = f"{memory:.3f}x" if memory else None
+        bound(f"{size}: no more memory than torchtitan", seen, 0 < memory <= 1)
+    mfu = speeds.get(f"8b pharos: {BEST['pharos']}", {}).get("mfu", 0)
+    bound("8b: 45 % MFU", f"{100 * mfu:.1f} %" if mfu else None, mfu >= 0.45)
     for kind, limit in (("nccl", 1.02), ("baby_nccl", 1.05)):
         names = (kind, kind.replace("nccl", "gloo"))  # gloo stands for it on a CPU
-        steady = {
-            (kind, n): row["step_ms"]
-            for kind in (*names, "none")
-            for n in range(9)
-            if (row := good.get(f"3 steady {kind} {n}"))
-        }
-        pairs = [
-            (steady[name, n], steady["none", n])
-            for name in names
-            for n in range(9)
-            if (name, n) in steady and ("none", n) in steady
-        ]
+        both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
+        pairs = [(one["step_ms"], none["step_ms"]) for one, none in both if one and none]
         step = ratio(*zip(*pairs, strict=True)) if pairs else None
         bound(f"a step by {kind}: at most {limit}x", str(step) if step else None, bool(step and step.median <= limit))
     kills = [row for key, row in good.items() if key.startswith("3 kill")]
-    for name, figure, reached in (
-        ("the next commit within 1 s of a kill", "next_step_s", lambda x: x <= 1),
-        ("no step lost", "steps_lost", lambda x: x == 0),
-        ("equal bits", "bits", lambda x: x is True),
-        ("no memory lost (64 MiB of slack), MiB", "memory_lost_mib", lambda x: x <= 64),
-    ):  # fmt: skip
-        seen = [row[figure] for row in kills]
-        bound(name, ", ".join(map(str, seen)) if len(seen) == 3 else None, all(map(reached, seen)))
-    watched = [
-        row["watched_s"] for key, row in good.items() if key.startswith(("3 kill group, nccl", "3 kill group, gloo"))
-    ]
-    bound(
-        "the survivor lives three minutes", f"{watched[0]} s" if watched else None, bool(watched and watched[0] >= 180)
-    )
-    for name, key, reached in (
-        ("healing: 80 % of a pinned copy over the same wire", "3 healing", lambda x: x >= 0.8),
-        ("an async checkpoint stalls 1.1x of a copy", "3 stall", lambda x: x <= 1.1),
+    for name, figure, most in (
+        ("the next commit within 1 s of a kill", "next_step_s", 1),
+        ("no step lost", "steps_lost", 0),
+        ("equal bits", "bits", None),
+        ("no memory lost (64 MiB of slack), MiB", "memory_lost_mib", 64),
     ):
-        row = good.get(key)
-        bound(name, f"{row['share']:.2f}x" if row else None, bool(row and reached(row["share"])))
+        figures = [row[figure] for row in kills]
+        holds = all(figures) if most is None else all(seen <= most for seen in figures)
+        bound(name, ", ".join(map(str, figures)) if len(figures) == 3 else None, holds)
+    inline = ("3 kill group, nccl", "3 kill group, gloo")
+    lived_s = [row["watched_s"] for key, row in good.items() if key in inline]
+    bound(
+        "the survivor lives three minutes", f"{lived_s[0]} s" if lived_s else None, bool(lived_s and lived_s[0] >= 180)
+    )
+    healing, stall = (good[key]["share"] if key in good else None for key in ("3 healing", "3 stall"))
+    words = "healing: 80 % of a pinned copy over the same wire"
+    bound(words, f"{healing:.2f}x" if healing else None, bool(healing and healing >= 0.8))
+    words = "an async checkpoint stalls 1.1x of a copy"
+    bound(words, f"{stall:.2f}x" if stall else None, bool(stall and stall <= 1.1))
     return found
 
 
@@ -148,13 +124,10 @@ def _speeds(good: Mapping[str, Row], sizes: Mapping[str, Mapping[str, int]], nam
         side["memory"] = max(side["memory"], row["memory_mib"])
         side["graphs"] = max(side["graphs"], row.get("graphs", 0))
     peak = known_peak_tflops(name) if name else None
-    flops = {
-        size: our_llama(dict(sizes[size])).flops_per_token(sizes[size]["seq"])
-        for size in {s["size"] for s in found.values()}
-    }
     for side in found.values():
-        side["speeds"] = list(side["by_round"].values())
-        side["mfu"] = flops[side["size"]] * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
+        side["speeds"], size = list(side["by_round"].values()), sizes[side["size"]]
+        flops = our_llama(dict(size)).flops_per_token(size["seq"]) if peak else 0
+        side["mfu"] = flops * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
     return found
 
 

@@ -1,52 +1,257 @@
-"""A job of replica groups on this machine, for recovery.py: its lighthouse and groups as processes, their faults, and what their logs say.
-
-A group is replica.py in a process of its own, with what that starts in turn. Everything listens on loopback, on ports of its own choice.
+"""Processes that the benchmarks start and harm: a lighthouse, replica groups, members forked from one that has imported torch; and what
+groups write down of each step (ft/recording.py, replica.py). Everything listens on loopback, on ports of its own choice.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 from bench.pairs import Failed
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 REPLICA = Path(__file__).with_name("replica.py")
-POLL_S = 0.01
-THEIRS = """
+POLL_S, FORKED_S = 0.01, 180.0
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
+TORCHFT = """
 import sys, time
-from torchft._torchft import LighthouseServer
+import importlib.machinery, importlib.util
+from pathlib import Path
+folder = Path(importlib.util.find_spec("torchft").origin).parent
+path = str(next(folder.glob("_torchft*.so")))  # the server alone: the package would load torch
+loader = importlib.machinery.ExtensionFileLoader("_torchft", path)
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_torchft", loader))
+loader.exec_module(module)
 defaults = {"join_timeout_ms": 60000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5000}  # of its command line
-server = LighthouseServer(bind=f"127.0.0.1:{sys.argv[1]}", min_replicas=1, **defaults)
-print(f"http://127.0.0.1:{server.address().rpartition(':')[2]}", flush=True)
+server = module.LighthouseServer(bind=sys.argv[1], min_replicas=int(sys.argv[2]), **defaults)
+print("http://127.0.0.1:" + server.address().rpartition(":")[2], flush=True)
 while True: time.sleep(1)
 """
 
 
-class LogLine(NamedTuple):
-    """One line of a group's log (replica.py). `words`: what follows the event."""
+def until(
+    what: str, holds: Callable[[], T], limit_s: float, *, look: Callable[[], object] = int,
+    failure: Callable[[str], Exception] = Failed, poll_s: float = POLL_S,
+) -> T:  # fmt: skip
+    """What `holds` gives once that is true; `look` is called before each time, and may raise. Raises `failure` where it takes too long."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        look()
+        if found := holds():
+            return found
+        if time.monotonic() > end_s:
+            raise failure(f"not in {limit_s:g} s: {what}")
+        time.sleep(poll_s)
 
-    at_s: float
+
+# ------------------------------------------------------------------------------------------------ what a process uses
+
+
+def descendants(pid: int) -> list[int]:
+    """Its children, theirs, and so on (Linux)."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            for child in task.read_text(encoding="ascii").split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all its threads since its start. The clock of another process (Linux: clock_getcpuclockid)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def memory_bytes(field: str, pid: int | str = "self") -> int:
+    """VmRSS: what it holds now; VmHWM: its peak (Linux)."""
+    return 1024 * int(re.findall(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))[0])
+
+
+def reset_peak() -> int:
+    """What this process holds now, from which on its peak is counted (Linux; proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return memory_bytes("VmRSS")
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+# ------------------------------------------------------------------------------------------------ lighthouses, forked processes
+
+
+def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
+    """On a free port, without page and state file, unless said otherwise."""
+    given = {"min_replicas": min_replicas, "bind": "127.0.0.1:0", "http": "none", "state_file": "none"} | flags
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
+
+
+def their_lighthouse(min_replicas: int, python: str, bind: str = "127.0.0.1:0") -> list[str]:
+    """torchft's, with the defaults of its command line."""
+    return [python, "-c", TORCHFT, bind, str(min_replicas)]
+
+
+class LighthouseProcess:
+    """A lighthouse in a process of its own, at "host:port". Raises Failed where it does not start."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        with tempfile.TemporaryFile("w+") as said:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, cwd=ROOT)
+            self.pid, self.address = self._process.pid, self.line().removeprefix("http://")
+            if not self.address:
+                said.seek(0)
+                raise Failed(f"the lighthouse did not start: {said.read()[-500:]}")
+
+    def line(self) -> str:
+        """The next one that it says: its address, and then its page's where it has one."""
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Forked:
+    """`target(*arguments, pipe)` in a process of its own, forked where `preload` is imported already. Raises Failed where nothing comes."""
+
+    def __init__(self, preload: Sequence[str], target: Callable[..., object], *arguments: object) -> None:
+        from ft.children import start_forkserver
+
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        start_forkserver()  # its first user decides for all
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, *order: object) -> Any:
+        self.tell(*order)
+        return self.hear()
+
+    def tell(self, *order: object) -> None:
+        try:
+            self.pipe.send(order)
+        except OSError as error:
+            raise Failed(f"process {self.process.pid} is gone ({error})") from None
+
+    def hear(self) -> Any:
+        try:
+            if self.pipe.poll(FORKED_S):
+                return self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Failed(f"process {self.process.pid} is gone ({error})") from None
+        raise Failed(f"process {self.process.pid} says nothing for {FORKED_S:g} s")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
+    """In a forked process: until whoever gives the orders is gone."""
+    with suppress(EOFError, OSError):
+        while True:
+            order, *about = pipe.recv()
+            pipe.send(orders[order](*about))
+    os._exit(0)
+
+
+# ------------------------------------------------------------------------------------------------ what groups write down
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Those of metrics.jsonl; a line that is not whole yet, or never will be, is none."""
+    journal = run / "metrics.jsonl"
+    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@dataclass(frozen=True)
+class DiaryLine:
+    """Of ft/recording.py; of replica.py from `digest` on: `weight` is that of all, and nan where they differ."""
+
     event: str
-    words: tuple[str, ...]
+    at_s: float
+    pid: int = 0
+    step: int = 0
+    commit_id: str = ""
+    quorum_id: int = 0
+    participants: Sequence[str] = ()  # names of groups
+    heals: bool = False
+    digest: str = ""
+    contributors: int = 0
+    weight: float = math.nan
+    sum_s: float = 0.0
+    free: int = 0  # bytes of the device
+
+    @property
+    def state(self) -> tuple[int, float, str]:
+        return self.step, self.weight, self.digest
+
+
+class Diary:
+    """The record of one group over all its lives: the lines of each rank, oldest first."""
+
+    def __init__(self, name: str, folder: Path, ranks: int = 1) -> None:
+        self.name, self.folder = name, folder
+        self.ranks: list[list[DiaryLine]] = [[] for _ in range(ranks)]
+        self._read_to = [0] * ranks
+
+    def read(self) -> None:
+        """Reads what is there by now; a line that is not whole yet comes with the next call."""
+        for rank, lines in enumerate(self.ranks):
+            path = self.folder / f"diary.{rank}.jsonl"
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read_to[rank])
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read_to[rank] += len(whole)
+            lines += [DiaryLine(**json.loads(line)) for line in whole.splitlines()]
+
+    def since(self, at_s: float, *events: str, rank: int = 0) -> list[DiaryLine]:
+        return [line for line in self.ranks[rank] if line.at_s >= at_s and line.event in events]
 
     @property
     def step(self) -> int:
-        return int(self.words[0])
+        """The last that it has committed, or began its present life with."""
+        return next((line.step for line in reversed(self.ranks[0]) if line.event in ("commit", "start")), 0)
 
-    @property
-    def participants(self) -> int:
-        return int(self.words[1])
+
+def gaps(commits: Sequence[DiaryLine], from_s: float = 0.0, to_s: float = math.inf) -> list[float]:
+    """Seconds between two that follow each other, of those that end in between."""
+    return [b.at_s - a.at_s for a, b in pairwise(commits) if from_s <= b.at_s <= to_s]
+
+
+def longest_gap(diaries: Iterable[Diary], from_s: float, to_s: float = math.inf) -> float:
+    """Not a number where nobody commits any more."""
+    found = [gap for diary in diaries for gap in gaps(diary.since(0.0, "commit"), from_s, to_s)]
+    return max(found, default=math.nan)
+
+
+# ------------------------------------------------------------------------------------------------ a job of tiny groups
 
 
 @dataclass(frozen=True)
@@ -55,45 +260,24 @@ class JobSide:
     dies."""
 
     name: str
-    python: str
+    python: str = sys.executable
 
-    def lighthouse(self, port: int) -> list[str]:
+    def lighthouse(self, folder: Path, bind: str) -> list[str]:
         """Default times, one group is enough: a killed one must not hold the others. Empty: this side has none."""
-        if self.name == "restart":
-            return []
         if self.name == "torchft":
-            return [self.python, "-c", THEIRS, str(port)]
-        flags = [
-            "--min_replicas",
-            "1",
-            "--bind",
-            f"127.0.0.1:{port}",
-            "--http",
-            "none",
-            "--state_file",
-            "lighthouse.json",
-        ]
-        return [self.python, "-m", "ft.rpc.lighthouse_main", *flags]
-
-    def replica(self, group: int, log: Path, megabytes: float, step_ms: float, kind: str) -> list[str]:
-        words = [str(group), str(log), str(megabytes), str(step_ms)]
-        return [self.python, str(REPLICA), *words, self.name, *(["baby"] if kind == "baby" else [])]
+            return their_lighthouse(1, self.python, bind)
+        state = folder / "lighthouse.json"
+        return our_lighthouse(1, bind=bind, state_file=state) if self.name == "ours" else []
 
 
-class ReplicaGroup:
-    """One replica group over all its lives: the process that lives now, and the log that they share."""
+class ReplicaGroup(Diary):
+    """One group of replica.py over all its lives: the process that lives now, and the log that they share."""
 
-    def __init__(
-        self, number: int, folder: Path, command: Callable[[int, Path], list[str]], env: dict[str, str]
-    ) -> None:
-        self.number = number
-        self.lines: list[LogLine] = []
-        self._log = folder / f"{number}.log"
-        self._log.touch()
-        self._out = folder / f"{number}.out"
-        self._read_to = 0
-        self._command = command(number, self._log)
-        self._env = {**env, "REPLICA_GROUP_ID": str(number)}
+    def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__(name, folder / name)
+        self.folder.mkdir()
+        self._out, self._command = folder / f"{name}.out", command
+        self._env = {**env, "REPLICA_GROUP_ID": name}
         self.process: subprocess.Popen[str] | None = None
         self.started_s = 0.0
 
@@ -101,20 +285,21 @@ class ReplicaGroup:
         self.started_s = time.monotonic()
         with self._out.open("a") as out:
             self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                text=True,
-                env={**self._env, **env},
+                self._command, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, env={**self._env, **env},
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     @property
     def runs(self) -> bool:
         """It lives, and has committed in its present life."""
-        lives = self.process is not None and self.process.poll() is None
-        return lives and bool(self.since(self.started_s, "commit"))
+        return bool(self.process and self.process.poll() is None and self.since(self.started_s, "commit"))
+
+    @property
+    def ended(self) -> bool:
+        if not self.process or self.process.poll() is None:
+            return False
+        self.read()
+        return True
 
     def kill(self) -> float:
         """SIGKILL of the trainer: its children have to notice. Returns when, on the logs' clock."""
@@ -130,148 +315,99 @@ class ReplicaGroup:
         """To the trainer alone, or to it and all that it has started."""
         assert self.process
         at_s = time.monotonic()
-        for pid in [self.process.pid, *(descendants(self.process.pid) if whole else ())]:
-            os.kill(pid, number)
+        signal_all([self.process.pid, *(descendants(self.process.pid) if whole else ())], number)
         return at_s
 
-    def end_after(self, step: int) -> None:
+    def tell(self, **order: object) -> None:
+        """end=STEP: it ends after that step. kill="child" or "group": it dies in its next sum."""
         assert self.process and self.process.stdin
-        self.process.stdin.write(f"{step}\n")
-        self.process.stdin.flush()
-
-    def read(self) -> None:
-        """Reads what the log has by now; a line that is not whole yet comes with the next call."""
-        with self._log.open("rb") as log:
-            log.seek(self._read_to)
-            text = log.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read_to += len(whole)
-        for line in whole.decode().splitlines():
-            at_s, event, *words = line.split()
-            self.lines.append(LogLine(float(at_s), event, tuple(words)))
-
-    def since(self, at_s: float, *events: str) -> list[LogLine]:
-        return [line for line in self.lines if line.at_s >= at_s and line.event in events]
-
-    @property
-    def step(self) -> int:
-        """The last that it has committed in its present life, 0 before the first."""
-        for line in reversed(self.lines):
-            if line.event in ("commit", "start"):
-                return line.step
-        return 0
+        print(json.dumps(order), file=self.process.stdin, flush=True)
 
     def last_words(self) -> str:
         code = self.process.poll() if self.process else None
         state = "runs" if code is None else f"ended with code {code}"
-        said = self._out.read_text(errors="replace").strip().splitlines()
-        return f"group {self.number} {state} at step {self.step}: {' | '.join(said[-4:])}"
+        said = self._out.read_text(errors="replace").strip().splitlines() if self._out.exists() else []
+        return f"group {self.name} {state} at step {self.step}: {' | '.join(said[-4:])}"
 
 
 class RecoveryJob:
     """A lighthouse and its groups, none of them started. Leaving the context ends all processes."""
 
     def __init__(
-        self, side: JobSide, groups: int, *, megabytes: float = 4, step_ms: float = 50, kind: str = "gloo"
-    ) -> None:
+        self, side: JobSide, groups: int, *, megabytes: float = 4, step_ms: float = 50, kind: str = "gloo", device: str = "cpu"
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory(prefix="recovery-")
-        self.folder = Path(self._folder.name)
-        self._side = side
-        self._env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "NUM_REPLICA_GROUPS": str(groups),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        self._env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-        self._env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self._lighthouse: subprocess.Popen[str] | None = None
-        if side.lighthouse(0):
-            address = self._start_lighthouse(0)
-            self._port = int(address.rpartition(":")[2])
-            self._env["TORCHFT_LIGHTHOUSE"] = address
+        self.folder, self._side = Path(self._folder.name), side
+        env = {**os.environ, **LOOPBACK, "NUM_REPLICA_GROUPS": str(groups)}
+        env |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._lighthouse: LighthouseProcess | None = None
+        self._bind = "127.0.0.1:0"
+        self.start_lighthouse()
+        env["TORCHFT_LIGHTHOUSE"] = f"http://{self._bind}"
+        command = [side.python, str(REPLICA), side.name, str(megabytes), str(step_ms), kind, device]
+        self.groups = [
+            ReplicaGroup(str(number), self.folder, [*command, str(number), str(self.folder / str(number))], env)
+            for number in range(groups)
+        ]
 
-        def command(group: int, log: Path) -> list[str]:
-            return side.replica(group, log, megabytes, step_ms, kind)
-
-        self.groups = [ReplicaGroup(number, self.folder, command, self._env) for number in range(groups)]
-
-    def _start_lighthouse(self, port: int) -> str:
-        with (self.folder / "lighthouse.out").open("a") as out:
-            self._lighthouse = subprocess.Popen(
-                self._side.lighthouse(port),
-                stdout=subprocess.PIPE,
-                stderr=out,
-                text=True,
-                cwd=self.folder,
-                env=self._env,
-            )
-        assert self._lighthouse and self._lighthouse.stdout
-        address = self._lighthouse.stdout.readline().strip()
-        if not address:
-            raise Failed(f"the lighthouse did not start: {(self.folder / 'lighthouse.out').read_text()[-500:]}")
-        return address
+    def start_lighthouse(self) -> None:
+        """Again at the same address, with the state file that it left, if it leaves one."""
+        if command := self._side.lighthouse(self.folder, self._bind):
+            self._lighthouse = LighthouseProcess(command)
+            self._bind = self._lighthouse.address
 
     def kill_lighthouse(self) -> float:
         at_s = time.monotonic()
         if self._lighthouse:
-            self._lighthouse.kill()
-            self._lighthouse.communicate()
+            self._lighthouse.close()
         return at_s
-
-    def restart_lighthouse(self) -> None:
-        """At the same address, with the state file that it left, if it leaves one."""
-        self._start_lighthouse(self._port)
 
     def start(self) -> None:
         for group in self.groups:
             group.start()
 
     def until(
-        self, done: Callable[[], bool], what: str, limit_s: float = 120.0, lives: Iterable[ReplicaGroup] | None = None
-    ) -> None:
+        self, what: str, holds: Callable[[], T], limit_s: float = 120.0, lives: Iterable[ReplicaGroup] | None = None
+    ) -> T:
         """Waits, reading the logs. Raises Failed when it takes too long, or when one of `lives` (all, unless said) ends."""
         watched = list(self.groups if lives is None else lives)
-        end_s = time.monotonic() + limit_s
-        while True:
+
+        def look() -> None:
+            ends = [group for group in watched if group.ended]
             for group in self.groups:
                 group.read()
-            if done():
-                return
-            if any(group.process and group.process.poll() is not None for group in watched):
+            if ends and not holds():
                 raise self.failure(f"a group ended before {what}")
-            if time.monotonic() > end_s:
-                raise self.failure(f"not in {limit_s:g} s: {what}")
-            time.sleep(POLL_S)
+
+        return until(what, holds, limit_s, look=look, failure=self.failure)
 
     def wait(self, seconds: float) -> None:
         """Reads the logs meanwhile."""
         end_s = time.monotonic() + seconds
-        self.until(lambda: time.monotonic() >= end_s, "", seconds + 1, lives=())
+        self.until("", lambda: time.monotonic() >= end_s, seconds + 1, lives=())
 
     def failure(self, what: str) -> Failed:
         return Failed("\n  ".join([what, *(group.last_words() for group in self.groups)]))
 
-    def steps(self, count: int, participants: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
-        """Until each of them (all) has committed so many more steps, of so many participants each."""
-        since_s = time.monotonic()
-        watched = self.groups if groups is None else groups
+    def steps(self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
+        """Until each of them (all) has committed so many more steps, of so many groups each."""
+        since_s, watched = time.monotonic(), self.groups if groups is None else groups
 
         def done() -> bool:
-            return all(
-                sum(line.participants == participants for line in group.since(since_s, "commit")) >= count
-                for group in watched
-            )
+            seen = ([line.contributors for line in group.since(since_s, "commit")] for group in watched)
+            return all(of.count(contributors) >= count for of in seen)
 
-        self.until(done, f"{count} steps of {participants} groups", lives=watched)
+        self.until(f"{count} steps of {contributors} groups", done, lives=watched)
 
-    def finish(self) -> list[LogLine]:
-        """All train to one and the same step and end. Their last lines: step, first weight, digest of all."""
-        last = max(group.step for group in self.groups) + 20
-        for group in self.groups:
-            group.end_after(last)
-        self.until(lambda: all(ended(group) for group in self.groups), f"the end at step {last}", lives=())
-        lines = [group.lines[-1] for group in self.groups]
+    def finish(self, groups: Sequence[ReplicaGroup] | None = None) -> list[DiaryLine]:
+        """All (of them) train to one and the same step and end. Their last lines."""
+        finishing = self.groups if groups is None else groups
+        last = max(group.step for group in finishing) + 20
+        for group in finishing:
+            group.tell(end=last)
+        self.until(f"the end at step {last}", lambda: all(group.ended for group in finishing), lives=())
+        lines = [group.ranks[0][-1] for group in finishing]
         if any(line.event != "end" for line in lines):
             raise self.failure("a group ended without its last line")
         return lines
@@ -279,33 +415,11 @@ class RecoveryJob:
     def __enter__(self) -> RecoveryJob:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in [group.process for group in self.groups if group.process]:
             children = descendants(process.pid) if process.poll() is None else []
             process.kill()
             process.communicate()
-            for pid in children:  # that were stopped, or outlive their trainer
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_all(children, signal.SIGKILL)  # that were stopped, or outlive their trainer
         self.kill_lighthouse()
         self._folder.cleanup()
-
-
-def ended(group: ReplicaGroup) -> bool:
-    assert group.process
-    if group.process.poll() is None:
-        return False
-    group.read()
-    return True
-
-
-def descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on (Linux)."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has just ended
-            for child in task.read_text(encoding="ascii").split():
-                found += [int(child), *descendants(int(child))]
-    return found

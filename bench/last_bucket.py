@@ -11,71 +11,62 @@ Prints in how many of the kills one survivor had all sums and the other had not:
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import itertools
-import multiprocessing
 import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from itertools import combinations, pairwise
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
 
-from ft.children import start_forkserver  # noqa: E402
+from bench.job import Forked, until  # noqa: E402
+from bench.pairs import parser  # noqa: E402
 
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
 MOMENT_S = 0.006  # the latest moment of a kill, from the launch of the last bucket
 LIMIT_S = 60.0
 
 
-# ------------------------------------------------------------------------------------------------ one group, in its process
-
-
-def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None:
-    """Until it hears something."""
+def train(name: str, lighthouse: str, talk: Any) -> None:
+    """One group, until it hears something."""
     import torch
 
     from ft.gradients import Gradients
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
 
     class Told(Gradients):
         def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
             super().launch(tail, zeros=zeros)
-            say.send(("launched", 0))
+            talk.send(("launched", 0))
 
     def seen(now_s: float, event: m.Event, out: m.Out) -> None:
         if isinstance(event, m.Reduced | m.ReduceFailed):
-            say.send((type(event).__name__, event.step))
+            talk.send((type(event).__name__, event.step))
         for effect in out.effects:
             if isinstance(effect, m.LoadState):
-                say.send(("healed", effect.step))
+                talk.send(("healed", effect.step))
 
     torch.set_num_threads(1)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
     config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
-    manager = Manager(
-        ProcessGroupGloo(),
-        config,
-        ManagerOptions(init_sync=False),
-        gradients=Told(bucket_bytes=BUCKET_BYTES),
-        seen=seen,
-    )
+    gradients, options = Told(bucket_bytes=BUCKET_BYTES), ManagerOptions(init_sync=False)
+    manager = Manager(ProcessGroupGloo(), config, options, gradients=gradients, seen=seen)
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
     while not manager.left:
-        if hear.poll():
+        if talk.poll():
             manager.leave()
         deal = manager.begin_step()
         for slot in deal.slots:
@@ -90,39 +81,31 @@ def train(name: str, lighthouse: str, say: Connection, hear: Connection) -> None
                 parameter -= parameter.grad
                 parameter.grad = None
                 digest.update(parameter.numpy().data)
-        say.send(("committed", (manager.step, manager.commit_id, digest.hexdigest()[:16], len(commit.contributors))))
+        talk.send(("committed", (manager.step, manager.commit_id, digest.hexdigest()[:16], len(commit.contributors))))
     manager.close()
 
 
-# ------------------------------------------------------------------------------------------------ the proof
-
-
-@dataclass
-class BucketGroup:
-    name: str
-    process: Any
-    heard: Connection
-    tell: Connection
-    commits: dict[int, tuple[str, str, int]] = field(default_factory=dict)  # step -> commit id, weights, contributors
-    sums: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))  # step -> how its reductions ended
-    healed: set[int] = field(default_factory=set)  # to these steps: another had committed what this group could not
-    launched: int = 0
+class BucketGroup(Forked):
+    def __init__(self, name: str, lighthouse: str) -> None:
+        super().__init__(("ft.manager", "ft.process_groups.gloo"), train, name, lighthouse)
+        self.name, self.launched = name, 0
+        self.commits: dict[int, tuple[str, str, int]] = {}  # step -> commit id, weights, contributors
+        self.sums: dict[int, list[str]] = defaultdict(list)  # step -> how its reductions ended
+        self.healed: set[int] = set()  # to these steps: another had committed what this group could not
 
     def read(self) -> None:
-        with suppress(EOFError):  # after its last word
-            while self.heard.poll():
-                self._take(*self.heard.recv())
-
-    def _take(self, what: str, told: Any) -> None:
-        if what == "committed":
-            step, commit_id, weights, contributors = told
-            self.commits[step] = (commit_id, weights, contributors)
-        elif what == "launched":
-            self.launched += 1
-        elif what == "healed":
-            self.healed.add(told)
-        else:
-            self.sums[told].append(what)
+        """All that it has said; what it was about to say as it died is lost."""
+        with suppress(EOFError, OSError):
+            while self.pipe.poll():
+                what, told = self.pipe.recv()
+                if what == "committed":
+                    self.commits[told[0]] = told[1:]
+                elif what == "launched":
+                    self.launched += 1
+                elif what == "healed":
+                    self.healed.add(told)
+                else:
+                    self.sums[told].append(what)
 
     @property
     def step(self) -> int:
@@ -132,102 +115,74 @@ class BucketGroup:
         return sum(contributors == groups for _, _, contributors in self.commits.values())
 
 
-class BucketJob:
-    def __init__(self, lighthouse: str) -> None:
-        self.lighthouse = lighthouse
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline"])
-        start_forkserver()
-        self.groups: list[BucketGroup] = []
-
-    def start(self, name: str) -> BucketGroup:
-        heard, say = self.context.Pipe(duplex=False)
-        hear, tell = self.context.Pipe(duplex=False)
-        process = self.context.Process(target=train, args=(name, self.lighthouse, say, hear), name=name)
-        process.start()
-        say.close()
-        hear.close()
-        self.groups.append(BucketGroup(name, process, heard, tell))
-        return self.groups[-1]
-
-    def until(self, what: str, holds: Any) -> None:
-        until_s = time.monotonic() + LIMIT_S
-        while not holds():
-            live = [group for group in self.groups if group.process.is_alive()]
-            wait([group.heard for group in live], timeout=0.1)
-            for group in live:
-                group.read()
-            if time.monotonic() > until_s:
-                raise RuntimeError(f"{what}: not within {LIMIT_S:g} s")
-
-    def problems(self) -> list[str]:
-        """Finds states that may not be. A step may have two versions only if nobody went on from one of them."""
-        weights: dict[str, str] = {}
-        found = []
-        for group in self.groups:
-            for step, (commit_id, digest, _) in group.commits.items():
-                if weights.setdefault(commit_id, digest) != digest:
-                    found.append(f"{group.name}, step {step}: other weights under commit {commit_id[:8]}")
-            steps = sorted(group.commits)
-            gaps = [step for before, step in itertools.pairwise(steps) if step > before + 1]
-            found += [f"{group.name}: no step before {step}" for step in gaps if step - 1 not in group.healed]
-        for one in self.groups:
-            for other in self.groups:
-                for step in one.commits.keys() & other.commits.keys():
-                    both_went_on = step + 1 in one.commits and step + 1 in other.commits
-                    if both_went_on and one.commits[step][0] != other.commits[step][0]:
-                        found.append(f"{one.name} and {other.name} went on from different commits of step {step}")
-        return found
+def problems(groups: Sequence[BucketGroup]) -> list[str]:
+    """Finds states that may not be. A step may have two versions only if nobody went on from one of them."""
+    weights: dict[str, str] = {}
+    found = []
+    for group in groups:
+        for step, (commit_id, digest, _) in group.commits.items():
+            if weights.setdefault(commit_id, digest) != digest:
+                found.append(f"{group.name}, step {step}: other weights under commit {commit_id[:8]}")
+        gaps = [step for before, step in pairwise(sorted(group.commits)) if step > before + 1]
+        found += [f"{group.name}: no step before {step}" for step in gaps if step - 1 not in group.healed]
+    for one, other in combinations(groups, 2):
+        for step in one.commits.keys() & other.commits.keys():
+            both_went_on = step + 1 in one.commits and step + 1 in other.commits
+            if both_went_on and one.commits[step][0] != other.commits[step][0]:
+                found.append(f"{one.name} and {other.name} went on from different commits of step {step}")
+    return found
 
 
 def prove(kills: int, seed: int) -> int:
     from ft.compat.lighthouse_server import LighthouseServer
 
-    dice, lighthouse = random.Random(seed), LighthouseServer("127.0.0.1:0", 1)
-    job = BucketJob(lighthouse.address())
-    survivors = [job.start("a"), job.start("b")]
-    split = 0
-    began_s = time.monotonic()
+    dice, lighthouse, split, began_s = random.Random(seed), LighthouseServer("127.0.0.1:0", 1), 0, time.monotonic()
+    start = partial(BucketGroup, lighthouse=lighthouse.address())
+    survivors = [start("a"), start("b")]
+    groups = [*survivors]
+
+    def read() -> None:
+        live = [group for group in groups if group.process.is_alive()]
+        connection.wait([group.pipe for group in live], timeout=0.1)
+        for group in live:
+            group.read()
+
+    def wait(what: str, holds: Callable[[], bool]) -> None:
+        until(what, holds, LIMIT_S, look=read, poll_s=0.0)
+
     for kill in range(kills):
-        victim = job.start("c")
-        job.until("the newcomer takes part", lambda: victim.together(3) >= 2)  # noqa: B023 (called at once)
+        victim = start("c")
+        groups.append(victim)
+        wait("the newcomer takes part", lambda: victim.together(3) >= 2)  # noqa: B023 (called at once)
         before, moment_s = victim.launched, dice.uniform(0.0, MOMENT_S)
-        job.until("the victim launches its last bucket", lambda: victim.launched > before)  # noqa: B023
+        wait("the victim launches its last bucket", lambda: victim.launched > before)  # noqa: B023
         time.sleep(moment_s)
         victim.process.kill()
         victim.process.join()
         step = max(group.step for group in survivors)
-        job.until("the survivors go on", lambda: all(group.step > step + 1 for group in survivors))  # noqa: B023
-        victim.heard.close()
-        victim.tell.close()
+        wait("the survivors go on", lambda: all(group.step > step + 1 for group in survivors))  # noqa: B023
+        victim.pipe.close()
         failed = [[at for at in range(step - 1, step + 3) if "ReduceFailed" in group.sums[at]] for group in survivors]
         split += failed[0] != failed[1]
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{kill + 1} of {kills} kills, {split} split ")
     for group in survivors:
-        group.tell.send("enough")
-    job.until("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))
+        group.tell("enough")
+    wait("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))
     for group in survivors:
         group.read()
     lighthouse.shutdown()
-    problems = job.problems()
-    last = [group.commits[min(survivors, key=lambda one: one.step).step] for group in survivors]
+    found = problems(groups)
+    last = [group.commits[min(one.step for one in survivors)] for group in survivors]
     if last[0][:2] != last[1][:2]:
-        problems.append("the survivors do not end equal")
+        found.append("the survivors do not end equal")
     steps = max(group.step for group in survivors)
     print(f"{kills} kills at the last bucket, seed {seed}: {steps} steps in {time.monotonic() - began_s:.0f} s")
     print(f"one survivor had all sums, and the other not: {split} times")
-    print("one history: " + ("; ".join(problems) if problems else "yes"))
-    return 1 if problems else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    return prove(given.kills, given.seed)
+    print("one history: " + ("; ".join(found) if found else "yes"))
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    given = parser((__doc__ or "").partition("\n")[0], kills=200, seed=1).parse_args()
+    sys.exit(prove(given.kills, given.seed))

@@ -1,4 +1,4 @@
-"""For bench/quorum.py: lighthouses in processes of their own, and groups that only speak and never train.
+"""For bench/quorum.py: groups that only speak and never train.
 
 Requests and answers stay bytes on this side, so that the load costs the same whichever lighthouse it speaks to. What it costs is measured
 as well: on few cores a load that is busy all the time sets the pace, and not the lighthouse.
@@ -8,41 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import re
 import statistics
-import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from bench.job import LighthouseProcess, cpu_s, our_lighthouse, their_lighthouse
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
-ROOT = Path(__file__).resolve().parents[1]
-OURS = "import sys; from ft.rpc.lighthouse_main import main; sys.exit(main(sys.argv[1:]))"
-THEIRS = """
-import sys, time
-import importlib.machinery, importlib.util
-from pathlib import Path
-folder = Path(importlib.util.find_spec("torchft").origin).parent
-path = str(next(folder.glob("_torchft*.so")))  # the server alone: the package would load torch
-loader = importlib.machinery.ExtensionFileLoader("_torchft", path)
-module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_torchft", loader))
-loader.exec_module(module)
-server = module.LighthouseServer("127.0.0.1:0", int(sys.argv[1]), join_timeout_ms=60_000)
-print("http://127.0.0.1:" + server.address().rpartition(":")[2], flush=True)
-time.sleep(1e6)
-"""
 # The least that grpc.aio costs: a server that joins the calls of a round and answers all of them with the same bytes, of a given length.
 BARE = """
 import asyncio, sys
@@ -80,49 +63,13 @@ TORCHFT_QUORUM, TORCHFT_BEAT = "/torchft.LighthouseService/Quorum", "/torchft.Li
 QUORUM, WATCH = "/pharos.Lighthouse/Quorum", "/pharos.Lighthouse/Watch"
 
 
-# ------------------------------------------------------------------------------------------------ a lighthouse
-
-
-class LighthouseProcess:
-    """A lighthouse in a process of its own, at "host:port"."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
-        )
-        self.address = self.line().removeprefix("http://")
-        assert self.address, f"{' '.join(command[:2])} did not start"
-
-    def line(self) -> str:
-        """The next one that it says: its address, and then its page's where it has one."""
-        assert self._process.stdout
-        return self._process.stdout.readline().strip()
-
-    def cpu_s(self) -> float:
-        """CPU seconds of all its threads since its start. The clock of another process (Linux: clock_getcpuclockid)."""
-        return time.clock_gettime((~self._process.pid << 3) | 2)
-
-    def memory_mb(self) -> float:
-        """Memory that it holds now (RSS)."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
-        [kilobytes] = re.findall(r"VmRSS:\s+(\d+) kB", status)
-        return int(kilobytes) / 1024
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def ours(min_replicas: int, *flags: str) -> LighthouseProcess:
-    """flags: what differs from a lighthouse on a free port, without page and state file, that never takes anybody for silent."""
-    given = {"--bind": "127.0.0.1:0", "--http": "none", "--state_file": "none", "--heartbeat_timeout_ms": NEVER_MS}
-    given |= dict(zip(flags[::2], flags[1::2], strict=True))
-    options = [word for pair in given.items() for word in pair]
-    return LighthouseProcess([sys.executable, "-c", OURS, "--min_replicas", str(min_replicas), *options])
+def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
+    """One that never takes anybody for silent, unless said otherwise."""
+    return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": NEVER_MS, **flags}))
 
 
 def theirs(min_replicas: int, python: str) -> LighthouseProcess:
-    return LighthouseProcess([python, "-c", THEIRS, str(min_replicas)])
+    return LighthouseProcess(their_lighthouse(min_replicas, python))
 
 
 def bare(groups: int, answer_bytes: int) -> LighthouseProcess:
@@ -132,9 +79,6 @@ def bare(groups: int, answer_bytes: int) -> LighthouseProcess:
 def connect(address: str, channels: int) -> list[Any]:
     options = [("grpc.max_receive_message_length", 1 << 30), ("grpc.use_local_subchannel_pool", 1)]
     return [grpc.aio.insecure_channel(address, options=options) for _ in range(channels)]
-
-
-# ------------------------------------------------------------------------------------------------ rounds
 
 
 @dataclass
@@ -173,13 +117,14 @@ class LoadSide:
         return took_s
 
     async def turn(self, rounds: int) -> LoadTurn:
-        server_s, load_s, took_s = self.server.cpu_s(), 0.0, []
+        server_s, load_s, took_s = cpu_s(self.server.pid), 0.0, []
         for _ in range(rounds):
             load_began_s = time.process_time()
             took_s.append(await self.round())
             load_s += time.process_time() - load_began_s
         busy = load_s / sum(took_s)
-        return LoadTurn(statistics.median(took_s), (self.server.cpu_s() - server_s) / rounds, load_s / rounds, busy)
+        used_s = cpu_s(self.server.pid) - server_s
+        return LoadTurn(statistics.median(took_s), used_s / rounds, load_s / rounds, busy)
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self.channels))
@@ -243,32 +188,28 @@ def addresses(i: int) -> tuple[str, str]:
     return f"http://{host}:29600", f"{host}:29601"
 
 
-# ------------------------------------------------------------------------------------------------ who looks at the page
-
-
 @contextmanager
-def watching(page: str, watchers: int) -> Iterator[Callable[[], tuple[int, int]]]:
-    """So many readers of /events, in a process of their own, as browsers would be. Call the function that this gives for the updates and
-    bytes that they have had so far, all together."""
+def beside(target: Callable[..., None], *arguments: object) -> Iterator[Callable[[], Any]]:
+    """`target(*arguments, pipe)` in a process of its own, which says when it is under way, and answers what this gives to call."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    process = spawn.Process(target=_read_events, args=(page, watchers, there), daemon=True)
+    process = spawn.Process(target=target, args=(*arguments, there), daemon=True)
     process.start()
-    here.recv()  # each has had its first update
+    here.recv()
 
-    def had() -> tuple[int, int]:
-        here.send("had")
-        events, size = here.recv()
-        return events, size
+    def ask() -> Any:
+        here.send("tell")
+        return here.recv()
 
     try:
-        yield had
+        yield ask
     finally:
         process.kill()
         process.join()
 
 
-def _read_events(page: str, watchers: int, pipe: Any) -> None:
+def read_events(page: str, watchers: int, pipe: Any) -> None:
+    """So many readers of /events, as browsers would be. Tells the updates and bytes that they have had so far, all together."""
     had = [[0, 0] for _ in range(watchers)]
 
     def read(count: list[int]) -> None:
@@ -281,13 +222,10 @@ def _read_events(page: str, watchers: int, pipe: Any) -> None:
         threading.Thread(target=read, args=(count,), daemon=True).start()
     while not all(count[0] for count in had):
         time.sleep(0.01)
-    pipe.send("watching")
+    pipe.send("each has had its first update")
     while True:
         pipe.recv()
         pipe.send((sum(count[0] for count in had), sum(count[1] for count in had)))
-
-
-# ------------------------------------------------------------------------------------------------ beats of torchft's groups
 
 
 @dataclass(frozen=True)
@@ -300,31 +238,12 @@ class Beaten:
     cpu_s: float  # of the process that sent them
 
 
-@asynccontextmanager
-async def beating(address: str, groups: int) -> AsyncIterator[Callable[[], Any]]:
-    """Each group beats from here on as torchft's do: 100 ms after the last answer. In a process of its own. Call the function that this
-    gives to stop them and to have the figures."""
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_beat, args=(address, groups, there), daemon=True)
-    process.start()
-    await asyncio.to_thread(here.recv)  # all have beaten once
-
-    async def stop() -> Beaten:
-        here.send("stop")
-        return Beaten(*await asyncio.to_thread(here.recv))
-
-    try:
-        yield stop
-    finally:
-        process.kill()
-        await asyncio.to_thread(process.join)
+def beat(address: str, groups: int, pipe: Any) -> None:
+    """Each group beats from here on as torchft's do: 100 ms after the last answer. Tells what became of the beats, and stops."""
+    asyncio.run(_beat(address, groups, pipe))
 
 
-def _beat(address: str, groups: int, pipe: Any) -> None:
-    asyncio.run(_beat_for_ever(address, groups, pipe))
-
-
-async def _beat_for_ever(address: str, groups: int, pipe: Any) -> None:
+async def _beat(address: str, groups: int, pipe: Any) -> None:
     calls = [channel.unary_unary(TORCHFT_BEAT) for channel in connect(address, 8)]
     last_s: dict[int, float] = {}
     gaps: list[float] = []
@@ -343,16 +262,12 @@ async def _beat_for_ever(address: str, groups: int, pipe: Any) -> None:
     while len(last_s) < groups:
         await asyncio.sleep(BEAT_S)
     gaps.clear()
-    began_s, cpu_s = time.perf_counter(), time.process_time()
-    pipe.send("beating")
+    began_s, used_s = time.perf_counter(), time.process_time()
+    pipe.send("all have beaten once")
     await asyncio.to_thread(pipe.recv)
-    seconds = time.perf_counter() - began_s
-    pipe.send((seconds, len(gaps), max(gaps), time.process_time() - cpu_s))
+    pipe.send(Beaten(time.perf_counter() - began_s, len(gaps), max(gaps), time.process_time() - used_s))
     for task in tasks:
         task.cancel()
-
-
-# ------------------------------------------------------------------------------------------------ our groups
 
 
 class LoadGroup:

@@ -11,7 +11,6 @@ through all rounds; they take turns.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -24,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from bench.pairs import Worker, in_turns, ratio, table
+from bench.job import memory_bytes, reset_peak
+from bench.pairs import asking, in_turns, parser, ratio, serve, table, workers
 from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
 from training.loss import cross_entropy_sum
@@ -40,72 +40,71 @@ VARIANTS = (
 )
 # Large tensors come from the kernel and go back to it at once, so the resident size is what is held
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/allocator.py sets it for a run
+REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096, help="tokens of a batch")
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--width", type=int, default=128, help="of the hidden state")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # set in the processes of the variants
-    options = parser.parse_args(argv)
-    if options.variant:
-        return _serve(options)
-    env = {"OMP_NUM_THREADS": str(options.threads)}
-    megabytes = {name: answers[-1]["mib"] for name, answers in _measure(argv, env | EXACT_MEMORY, rounds=1).items()}
-    seconds = {
-        name: [answer["seconds"] for answer in answers]
-        for name, answers in _measure(argv, env | REUSED_MEMORY, rounds=options.rounds).items()
-    }
-    rows = [
-        (
-            name,
-            f"{1e3 * statistics.median(seconds[name]):.1f}",
-            str(ratio(seconds[name], seconds[VARIANTS[0]])),
-            f"{megabytes[name]:,.0f}",
-        )
-        for name in VARIANTS
-    ]
-    print(
-        f"{options.rows} tokens, vocabulary of {options.vocab}, width {options.width}, chunks of {options.chunk} tokens: "
-        f"the logits are {options.rows * options.vocab / 2**19:,.0f} MiB"
+    flags = parser(
+        __doc__,
+        rows=(4096, "tokens of a batch"),
+        vocab=32_000,
+        width=(128, "of the hidden state"),
+        chunk=(512, "tokens of a chunk"),
+        rounds=7,
+        threads=len(os.sched_getaffinity(0)),
+        device="cpu",
     )
+    flags.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # set in the processes of the variants
+    options = flags.parse_args(argv)
+    if options.variant:
+        serve(LossSide(options))
+        return 0
+    exact, reused = (_measure(argv, options, *how) for how in ((EXACT_MEMORY, 1), (REUSED_MEMORY, options.rounds)))
+    seconds = {name: [answer["seconds"] for answer in answers] for name, answers in reused.items()}
+    rows = []
+    for name, spent in seconds.items():
+        ms, beside = f"{1e3 * statistics.median(spent):.1f}", str(ratio(spent, seconds[VARIANTS[0]]))
+        rows.append((name, ms, beside, f"{exact[name][-1]['mib']:,.0f}"))
+    sizes = (
+        f"{options.rows} tokens, vocabulary of {options.vocab}, width {options.width}, chunks of {options.chunk} tokens"
+    )
+    print(f"{sizes}: the logits are {options.rows * options.vocab / 2**19:,.0f} MiB")
     print(table(("loss", "ms", "time to the first", "MiB held at most"), rows))
     return 0
 
 
-def _measure(argv: Sequence[str], env: dict[str, str], *, rounds: int) -> dict[str, list[dict[str, float]]]:
-    workers = [Worker(name, [sys.executable, __file__, *argv, "--variant", name], env) for name in VARIANTS]
-    try:
-        in_turns(workers, {}, rounds=2)  # compiles, and touches the memory
-        return in_turns(workers, {}, rounds=rounds)
-    finally:
-        for worker in workers:
-            worker.close()
+def _measure(
+    argv: Sequence[str], options: argparse.Namespace, env: dict[str, str], rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    commands = {name: [sys.executable, __file__, *argv, "--variant", name] for name in VARIANTS}
+    with workers(commands, OMP_NUM_THREADS=str(options.threads), **env) as sides:
+        return in_turns(asking(sides, do="turn"), rounds, warm=2)  # compiles, and touches the memory
 
 
-def _serve(options: argparse.Namespace) -> int:
-    """Answers each line with the seconds and the memory of one forward and backward."""
-    loss = _loss(options.variant, chunk_tokens=options.chunk)
-    head = "head" in options.variant
-    shapes = (
-        [(1, options.rows, options.width), (options.vocab, options.width)] if head else [(options.rows, options.vocab)]
-    )
-    inputs = [torch.randn(shape).to(options.device, torch.bfloat16).requires_grad_() for shape in shapes]
-    labels = torch.randint(0, options.vocab, inputs[0].shape[:-1], device=options.device)
-    memory = CudaMemory() if labels.is_cuda else ResidentMemory()
-    for _ in sys.stdin:
-        held = memory.start()
+class LossSide:
+    """A variant. Its peak is this process', by the kernel's own counter, or the device's."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.loss = _loss(options.variant, chunk_tokens=options.chunk)
+        shapes = [(options.rows, options.vocab)]
+        if "head" in options.variant:
+            shapes = [(1, options.rows, options.width), (options.vocab, options.width)]
+        self.inputs = [torch.randn(shape).to(options.device, torch.bfloat16).requires_grad_() for shape in shapes]
+        self.labels = torch.randint(0, options.vocab, self.inputs[0].shape[:-1], device=options.device)
+
+    def turn(self) -> dict[str, float]:
+        """Seconds and memory of one forward and backward."""
+        cuda = self.labels.is_cuda
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated() if cuda else reset_peak()
         began = time.perf_counter()
-        torch.autograd.grad(loss(*inputs, labels), inputs)
-        peak = memory.peak()  # on a GPU this waits for it
-        print(json.dumps({"seconds": time.perf_counter() - began, "mib": (peak - held) / 2**20}), flush=True)
-    return 0
+        torch.autograd.grad(self.loss(*self.inputs, self.labels), self.inputs)
+        if cuda:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if cuda else memory_bytes("VmHWM")
+        return {"seconds": time.perf_counter() - began, "mib": (peak - held) / 2**20}
 
 
 def _loss(variant: str, *, chunk_tokens: int) -> Callable[..., Tensor]:
@@ -118,32 +117,6 @@ def _loss(variant: str, *, chunk_tokens: int) -> Callable[..., Tensor]:
         return lambda logits, labels: torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
     loss = torch.compile(cross_entropy_sum) if "compiled" in variant else cross_entropy_sum
     return loss if "inside" in variant else lambda logits, labels: loss(logits.float(), labels)
-
-
-class CudaMemory:
-    def start(self) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
-
-
-class ResidentMemory:
-    """Peak memory of this process, by the kernel's own counter (Linux, proc_pid_clear_refs(5))."""
-
-    def start(self) -> int:
-        Path("/proc/self/clear_refs").write_text("5")
-        return self._bytes("VmRSS")
-
-    def peak(self) -> int:
-        return self._bytes("VmHWM")
-
-    def _bytes(self, field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 if __name__ == "__main__":

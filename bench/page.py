@@ -9,13 +9,11 @@ chromium, headless. What the page costs the lighthouse: bench/quorum.py --watche
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import io
 import os
 import secrets
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 
 from bench import lighthouse_load as load
 from bench.page_job import Herd
-from bench.pairs import table
+from bench.pairs import parser, spread, table
 
 SIZES = (3, 1000)
 COLOURS = 192  # of a picture: half of its bytes
@@ -55,7 +53,7 @@ class PageJob:
     def __init__(self, groups: int, folder: Path) -> None:
         self.groups, self.token = groups, secrets.token_urlsafe(18)
         (folder / "token").write_text(self.token)
-        self.server = load.ours(groups, "--http", "127.0.0.1:0", "--token_file", str(folder / "token"))
+        self.server = load.ours(groups, http="127.0.0.1:0", token_file=folder / "token")
         self.page = self.server.line()
         self.herd = Herd(f"http://{self.server.address}", self.token)
         unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(groups)]
@@ -86,9 +84,7 @@ class PageJob:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", metavar="FOLDER", type=Path)
-    options = parser.parse_args(argv)
+    options = parser(__doc__, pictures=(Path, "a folder for them")).parse_args(argv)
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         print("page.py: there is no chromium here; Debian: apt-get install chromium", file=sys.stderr)
@@ -107,19 +103,8 @@ def main(argv: Sequence[str]) -> int:
                         rows.append(_measure(browser, job))
                 print(f"{groups} groups done", file=sys.stderr)
     if rows:
-        print(
-            table(
-                [
-                    "groups",
-                    "usable after ms",
-                    "a death after ms",
-                    "KB to begin",
-                    "largest event KB",
-                    "a step of all KB",
-                ],
-                rows,
-            )
-        )
+        figures = ("usable after ms", "a death after ms", "KB to begin", "largest event KB", "a step of all KB")
+        print(table(["groups", *figures], rows))
     return 0
 
 
@@ -142,7 +127,7 @@ def _measure(browser: Any, job: PageJob) -> list[str]:
         _seen(page)
     page.context.close()
     begin, largest, step = _bytes(job)
-    figures = (f"{statistics.median(all_of):.0f} ({min(all_of):.0f}-{max(all_of):.0f})" for all_of in (usable, deaths))
+    figures = (spread(all_of, ".0f") for all_of in (usable, deaths))
     return [str(job.groups), *figures, *(f"{size / 1000:.1f}" for size in (begin, largest, step))]
 
 
@@ -201,12 +186,8 @@ def _picture(browser: Any, job: PageJob, folder: Path) -> None:
     job.train(3)
     job.herd.heal(job.ids[third], 1.0)
     job.train(12)
-    name = job.ids[second].partition(":")[0]
-    job.herd.tell(
-        job.ids[0],
-        "corruption",
-        f"after step {job.herd.step} rank 0 of group {name} holds other weights than the same rank of 2 others",
-    )
+    words = f"after step {job.herd.step} rank 0 of group {job.ids[second].partition(':')[0]} holds other weights"
+    job.herd.tell(job.ids[0], "corruption", f"{words} than the same rank of 2 others")
     job.train(10)
     job.lose(second)
     job.train(2)
@@ -220,9 +201,8 @@ def _picture(browser: Any, job: PageJob, folder: Path) -> None:
         job.train(2)
         page.wait_for_timeout(1500)  # the curve is drawn once a second
         image = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
-        image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-            folder / f"{picture}.png", optimize=True
-        )
+        image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        image.save(folder / f"{picture}.png", optimize=True)
         page.context.close()
 
 

@@ -6,6 +6,7 @@ same machine, so the ratio inside a round is steady where the figures themselves
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -13,11 +14,27 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
+    """A command's. Of each flag the default, or the type where there is none, alone or with a help text; False: a switch."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, what in flags.items():
+        default, text = what if isinstance(what, tuple) else (what, None)
+        kind = default if isinstance(default, type) else type(default)
+        how: Any = {"action": "store_true"} if default is False else {"type": kind}
+        if not isinstance(default, type):
+            how["default"] = default
+        made.add_argument(f"--{name.replace('_', '-')}", help=text, **how)
+    return made
 
 
 @dataclass(frozen=True)
@@ -104,17 +121,22 @@ class Worker:
 
 
 @contextmanager
+def workers(commands: Mapping[str, Sequence[str]], **env: str) -> Iterator[list[Worker]]:
+    """A process for each command, by name, all ready."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(closing(Worker(name, command, env))) for name, command in commands.items()]
+        for one in made:
+            one.answer()
+        yield made
+
+
+@contextmanager
 def members(program: str, count: int) -> Iterator[list[Worker]]:
     """Processes of one side that need each other: `program --worker`, which calls `serve`. Each is named by its rank."""
-    command = [sys.executable, program, "--worker"]
-    made = [Worker(str(rank), command, {"OMP_NUM_THREADS": "1"}) for rank in range(count)]
-    try:
-        for member in made:
-            member.answer()
-        yield made
-    finally:
-        for member in made:
-            member.close()
+    with workers(
+        {str(rank): [sys.executable, program, "--worker"] for rank in range(count)}, OMP_NUM_THREADS="1"
+    ) as team:
+        yield team
 
 
 def ask_all(members: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
@@ -124,21 +146,33 @@ def ask_all(members: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
         return list(threads.map(Worker.ask, members, requests))
 
 
-def serve(member: object) -> None:
-    """In a member's process: calls the method that each request names, whose answer is a dict."""
-    print("{}", flush=True)
+def serve(member: object, ready: Any = None) -> None:
+    """In a member's process: says that it is ready, and calls the method that each request names. Answers are dicts."""
+    print(json.dumps(ready or {}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(getattr(member, request.pop("do"))(**request)), flush=True)
 
 
-def in_turns(workers: Sequence[Worker], request: Any, *, rounds: int) -> dict[str, list[Any]]:
-    """Each worker's answers to `request`, by name, one a round. Every other round runs backwards: nobody is always first."""
-    answers: dict[str, list[Any]] = {worker.name: [] for worker in workers}
-    for index in range(rounds):
-        for worker in workers if index % 2 == 0 else reversed(workers):
-            answers[worker.name].append(worker.ask(request))
-    return answers
+def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 0) -> dict[str, list[T]]:
+    """What each side gives, one a round, after `warm` rounds that do not count. Every other runs backwards: nobody is always first."""
+    given: dict[str, list[T]] = {name: [] for name in sides}
+    for index in range(warm + rounds):
+        for name in list(sides)[:: -1 if index % 2 else 1]:
+            result = sides[name]()
+            given[name] += [result] if index >= warm else []
+    return given
+
+
+def asking(sides: Iterable[Worker], **request: Any) -> dict[str, Callable[[], Any]]:
+    """For `in_turns`."""
+    return {worker.name: partial(worker.ask, request) for worker in sides}
+
+
+def spread(figures: Sequence[float], form: str, scale: float = 1.0) -> str:
+    """The median, and the range."""
+    middle, low, high = (format(scale * f(figures), form) for f in (statistics.median, min, max))
+    return f"{middle} ({low}-{high})"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

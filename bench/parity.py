@@ -43,12 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 
 import torch
 
+from bench.job import ROOT
 from bench.parity_layouts import cases
 from bench.parity_worker import Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, ready
 from configs.load import load
 from tests.multiproc.pool import Pool, WorkerError
 
-ROOT = Path(__file__).resolve().parents[1]
 SEQUENCES = 32  # of a step: what 8 data-parallel ranks need for 4 microbatches in 1 forward-backward, or for 2 in 2
 TINY = {  # of configs/llama.toml, where no CONFIG is given
     "--model.dim": "64",
@@ -58,6 +58,7 @@ TINY = {  # of configs/llama.toml, where no CONFIG is given
     "--model.hidden_dim": "128",
     "--training.seq_len": "32",
 }
+MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
 START_TIMEOUT_S = 600.0  # all workers import torch at once
 CASE_TIMEOUT_S = 300.0
 
@@ -96,16 +97,6 @@ class ParityVerdict:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Look:
-    """One step as every rank saw it, beside the truth's."""
-
-    when: str
-    steps: Sequence[StepSeen]
-    truth: StepSeen
-    gradient_bound: float
-
-
 def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> ParityVerdict:
     """`truth` by step, `seen` by rank."""
     assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
@@ -113,37 +104,27 @@ def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> 
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
     gradients, others = list[Deviation](), list[Deviation]()
-    for look in _looks(truth, seen, adamw=adamw):
-        counts = {step.tokens for step in look.steps} - {look.truth.tokens}
-        problems += [f"{look.when}: {count:.0f} targets, not {look.truth.tokens:.0f}" for count in counts]
-        problems += _unmatched(look.when, stages, [step.gradients for step in look.steps], look.truth.gradients)
-        for step in look.steps:
-            loss, norm = _apart(step.loss, look.truth.loss), _apart(step.norm, look.truth.norm)
-            others.append(Deviation(f"{look.when}: loss", loss, LOSS_BOUND[case.optimizer]))
-            others.append(Deviation(f"{look.when}: gradient norm", norm, NORM_BOUND))
-            gradients += [Deviation(f"{look.when}: {g.name}", g.deviation, look.gradient_bound) for g in step.gradients]
-    if adamw:
-        problems += _unmatched("moves", stages, [rank.moves for rank in seen], truth[0].gradients)
-        others += [Deviation(f"move of {m.name}", m.deviation, ADAMW_BOUND) for rank in seen for m in rank.moves]
-    beyond = sorted({d for d in (*gradients, *others) if d.share > 1}, key=_share, reverse=True)
-    nothing = Deviation("no gradient", inf, GRADIENT_BOUND)
-    return ParityVerdict(
-        case, max(beyond or gradients, key=_share, default=nothing), (*dict.fromkeys(problems), *map(str, beyond))
-    )
-
-
-_share = attrgetter("share")
-
-
-def _looks(truth: Sequence[StepSeen], seen: Sequence[Seen], *, adamw: bool) -> Iterator[Look]:
-    for number, expected in enumerate(truth):
-        on_its_way = adamw and number > 0
-        steps = [rank.steps[number] for rank in seen]
-        yield Look(f"step {number + 1}", steps, expected, ADAMW_BOUND if on_its_way else GRADIENT_BOUND)
+    looks = [(f"step {number + 1}", [rank.steps[number] for rank in seen], step) for number, step in enumerate(truth)]
     if adamw:
         again = [rank.again for rank in seen if rank.again is not None]
         assert len(again) == len(seen)
-        yield Look("again", again, truth[-1], GRADIENT_BOUND)
+        looks.append(("again", again, truth[-1]))
+    for number, (when, steps, expected) in enumerate(looks):
+        bound = ADAMW_BOUND if adamw and 0 < number < len(truth) else GRADIENT_BOUND
+        counts = {step.tokens for step in steps} - {expected.tokens}
+        problems += [f"{when}: {count:.0f} targets, not {expected.tokens:.0f}" for count in counts]
+        problems += _unmatched(when, stages, [step.gradients for step in steps], expected.gradients)
+        for step in steps:
+            others.append(Deviation(f"{when}: loss", _apart(step.loss, expected.loss), LOSS_BOUND[case.optimizer]))
+            others.append(Deviation(f"{when}: gradient norm", _apart(step.norm, expected.norm), NORM_BOUND))
+            gradients += [Deviation(f"{when}: {g.name}", g.deviation, bound) for g in step.gradients]
+    if adamw:
+        problems += _unmatched("moves", stages, [rank.moves for rank in seen], truth[0].gradients)
+        others += [Deviation(f"move of {m.name}", m.deviation, ADAMW_BOUND) for rank in seen for m in rank.moves]
+    share = attrgetter("share")
+    beyond = sorted({d for d in (*gradients, *others) if d.share > 1}, key=share, reverse=True)
+    worst = max(beyond or gradients, key=share, default=Deviation("no gradient", inf, GRADIENT_BOUND))
+    return ParityVerdict(case, worst, (*dict.fromkeys(problems), *map(str, beyond)))
 
 
 def _apart(value: float, expected: float) -> float:
@@ -185,15 +166,11 @@ class Proof:
         try:
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
-        except WorkerError as error:
-            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), _causes(str(error)))
+        except WorkerError as error:  # the ranks' output, each line once: their tracebacks are mostly the same
+            said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
+            words = tuple(dict.fromkeys(filter(None, said)))
+            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), words)
         return replace(found, seconds=time.monotonic() - began)
-
-
-def _causes(text: str) -> tuple[str, ...]:
-    """The ranks' output, each line once: the other ranks' tracebacks are mostly the same."""
-    said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", text, flags=re.MULTILINE))
-    return tuple(dict.fromkeys(filter(None, said)))
 
 
 HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")
@@ -244,7 +221,11 @@ def main(argv: Sequence[str]) -> int:
         say("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
     end = _end(verdicts, chosen, began)
     if options.json:
-        print(json.dumps({"facts": facts, "cases": [_record(verdict) for verdict in verdicts], "end": end}, indent=1))
+        records = [
+            {**dict(zip(HEAD, row(one), strict=True)), "ranks": one.case.world_size, "problems": one.problems}
+            for one in verdicts
+        ]
+        print(json.dumps({"facts": facts, "cases": records, "end": end}, indent=1))
     say(end)
     return 1 if failed else 0
 
@@ -259,11 +240,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
     )
+    words = "a regular expression over layout and optimizer"
     parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
     parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
-    parser.add_argument(
-        "--only", type=_pattern, default="", metavar="PATTERN", help="a regular expression over layout and optimizer"
-    )
+    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=words)
     parser.add_argument("--json", action="store_true", help="all figures to stdout, the lines to stderr")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
     return parser.parse_args(argv)
@@ -278,10 +258,9 @@ def _ranks(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4') from None
     for number in ranks:
         if number not in legal:
+            words = f"a step of {SEQUENCES} sequences is shared by {legal}"
             nearest = min(legal, key=lambda size: abs(size - number))
-            raise argparse.ArgumentTypeError(
-                f"{number}: a step of {SEQUENCES} sequences is shared by {legal}; nearest: {nearest}"
-            )
+            raise argparse.ArgumentTypeError(f"{number}: {words}; nearest: {nearest}")
     return ranks
 
 
@@ -331,21 +310,9 @@ def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "ranks": list(ranks),
-        "model": {
-            key: getattr(task.model, key)
-            for key in ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
-            if hasattr(task.model, key)
-        },
+        "model": {key: getattr(task.model, key) for key in MODEL_FACTS if hasattr(task.model, key)},
         "sequences": task.global_batch_size,
         "seq_len": task.seq_len,
-    }
-
-
-def _record(verdict: ParityVerdict) -> dict[str, Any]:
-    return {
-        **dict(zip(HEAD, row(verdict), strict=True)),
-        "ranks": verdict.case.world_size,
-        "problems": verdict.problems,
     }
 
 
@@ -362,28 +329,9 @@ def _page(verdicts: Sequence[ParityVerdict], facts: dict[str, Any], end: str) ->
         f"{GRADIENT_BOUND:.0e} again."
     )
     seen = "; ".join(f"{key} {value}" for key, value in facts.items())
-    return "\n".join(
-        [
-            "# Parity",
-            "",
-            doc[0],
-            "",
-            f"```\n    {doc[1]}\n```",
-            "",
-            doc[2],
-            "",
-            f"```\n    {doc[3]}\n```",
-            "",
-            doc[4],
-            "",
-            bounds,
-            "",
-            f"Seen: {seen}. {end}.",
-            "",
-            *table,
-            "",
-        ]
-    )
+    usage, compared = (f"```\n    {doc[number]}\n```" for number in (1, 3))
+    parts = ["# Parity", doc[0], usage, doc[2], compared, doc[4], bounds, f"Seen: {seen}. {end}.", "\n".join(table)]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -39,40 +39,24 @@ class Option:
     activation_checkpoint: ActivationCheckpointConfig | None = None
 
 
-def _option(title: str, **parallelism: Any) -> Option:
-    return Option(title, parallelism)
-
-
-PLAIN = _option("")
+PLAIN = Option("", {})
 GROUPING = (
-    _option("2 blocks a group", fsdp_blocks_per_group=2),
-    _option("prefetch 2", fsdp_forward_prefetch=2, fsdp_backward_prefetch=2),
+    Option("2 blocks a group", {"fsdp_blocks_per_group": 2}),
+    Option("prefetch 2", {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}),
 )
-RESHARDING = tuple(_option(f"reshard {when}", fsdp_reshard_after_forward=when) for when in ("never", "always"))
+RESHARDING = tuple(Option(f"reshard {when}", {"fsdp_reshard_after_forward": when}) for when in ("never", "always"))
+SCHEDULES = ("GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+LESS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
 OPTIONS = {  # by axis
     "pp": (
-        *(
-            _option(name, pipeline_parallel_schedule=name)
-            for name in (
-                "GPipe",
-                "LoopedBFS",
-                "Interleaved1F1B",
-                "InterleavedZeroBubble",
-                "ZBVZeroBubble",
-                "DualPipeV",
-            )
-        ),
-        _option("CSV file", pipeline_parallel_schedule_csv=BACKWARDS_CSV),
-        _option(
-            "ends weigh nothing",
-            pipeline_parallel_first_stage_less_layers=0,
-            pipeline_parallel_last_stage_less_layers=0,
-        ),
+        *(Option(name, {"pipeline_parallel_schedule": name}) for name in SCHEDULES),
+        Option("CSV file", {"pipeline_parallel_schedule_csv": BACKWARDS_CSV}),
+        Option("ends weigh nothing", dict.fromkeys(LESS, 0)),
     ),
     "dp_replicate": GROUPING,
     "dp_shard": (*RESHARDING, *GROUPING),
-    "cp": (_option("cp unbalanced", context_parallel_load_balancer="none"),),
-    "tp": (_option("whole logits", disable_loss_parallel=True),),
+    "cp": (Option("cp unbalanced", {"context_parallel_load_balancer": "none"}),),
+    "tp": (Option("whole logits", {"disable_loss_parallel": True}),),
 }
 RECOMPUTATION = (
     Option("AC full", {}, ActivationCheckpointConfig("full")),
@@ -148,26 +132,18 @@ def _pair(task: Task, degrees: Degrees, options: tuple[Option, ...], index: int)
     """SGD, with the `index`th choice of everything else; AdamW, with all the opposites."""
     halves, even, chunked = (bool(index >> bit & 1) for bit in range(3))
     return (
-        _case(task, degrees, options, "SGD", halves=halves, even=even, chunked=chunked),
-        _case(task, degrees, options, "AdamW", halves=not halves, even=not even, chunked=not chunked),
+        _case(task, degrees, options, "SGD", halves, even, chunked),
+        _case(task, degrees, options, "AdamW", not halves, not even, not chunked),
     )
 
 
 def _case(
-    task: Task,
-    degrees: Degrees,
-    options: tuple[Option, ...],
-    optimizer: OptimizerName,
-    *,
-    halves: bool,
-    even: bool,
-    chunked: bool,
-) -> ParityCase:
+    task: Task, degrees: Degrees, options: tuple[Option, ...], optimizer: OptimizerName, halves: bool, even: bool, chunked: bool
+) -> ParityCase:  # fmt: skip
     microsteps = 2 if halves else 1
     local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)
-    microbatches = min(
-        local_batch_size, 2 * degrees.pp
-    )  # as many as the largest number of stages: DualPipeV asks for it
+    # as many as the largest number of stages: DualPipeV asks for it
+    microbatches = min(local_batch_size, 2 * degrees.pp)
     config = ParallelismConfig(
         pipeline_parallel_degree=degrees.pp,
         data_parallel_replicate_degree=degrees.dp_replicate,
@@ -195,28 +171,17 @@ def _case(
 
 def _title(degrees: Degrees) -> str:
     """The names of the techniques, outermost first: "pp 2 + fsdp 2"."""
-    words = {
-        "pp": degrees.pp,
-        "ddp": degrees.dp_replicate,
-        "fsdp": degrees.dp_shard,
-        "cp": degrees.cp,
-        "tp": degrees.tp,
-    }
-    parts = [f"{word} {size}" for word, size in words.items() if size > 1]
+    names = {"pp": "pp", "dp_replicate": "ddp", "dp_shard": "fsdp", "cp": "cp", "tp": "tp"}
+    parts = [f"{word} {getattr(degrees, axis)}" for axis, word in names.items() if getattr(degrees, axis) > 1]
     text = " + ".join(parts) or "one rank"
-    return text.replace(
-        f"ddp {degrees.dp_replicate} + fsdp {degrees.dp_shard}", f"hsdp {degrees.dp_replicate}x{degrees.dp_shard}"
-    )
+    both = (degrees.dp_replicate, degrees.dp_shard)
+    return text.replace("ddp {} + fsdp {}".format(*both), "hsdp {}x{}".format(*both))
 
 
 def _write_backwards(folder: Path, pp: int, microbatches: int) -> Path:
     """A schedule that no name has: all forwards, then the backwards from the last microbatch to the first."""
     path = folder / f"backwards-{pp}-{microbatches}.csv"
-    rows = (
-        ",".join(
-            [*(f"{stage}F{m}" for m in range(microbatches)), *(f"{stage}B{m}" for m in reversed(range(microbatches)))]
-        )
-        for stage in range(pp)
-    )
+    orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
+    rows = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(pp))
     path.write_text("\n".join(rows) + "\n")
     return path

@@ -22,15 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
 from models.contract import ModelConfig
-from parallelisms.clip import gradient_norm, scale_gradients
 from parallelisms.layout import Layout
-from parallelisms.means import sum_over_ranks
 from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
 from training import checkpoint_dcp
-from training.checkpoint_states import ModelState, plain_name
+from training.checkpoint import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
-from training.optimizer import OptimizerConfig, build_optimizer
+from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
 
 OptimizerName = Literal["SGD", "AdamW"]
 STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5}
@@ -117,9 +115,8 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     shape = (task.global_batch_size, task.seq_len)
     inputs = torch.randint(0, vocab_size, shape, generator=draws)
     labels = torch.randint(0, vocab_size, shape, generator=draws)
-    ignored = torch.randint(
-        0, task.seq_len, (task.global_batch_size,), generator=draws
-    )  # of each sequence, at its head
+    # of each sequence, at its head
+    ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
     labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
     return inputs, labels
@@ -212,12 +209,14 @@ class Rank:
 
     def moves(self) -> list[Compared]:
         """The way from the seed checkpoint to the weights as they are."""
-        before, after = (
-            checkpoint_values(self.task.weights(self.case.vocab_size, self.case.optimizer, step))
-            for step in (0, len(self.truth))
-        )
+        folders = (self.folder(step) for step in (0, len(self.truth)))
+        before, after = map(checkpoint_values, folders)
         moved = ((name, whole - before[f"model.{name}"]) for name, whole in _gathered(self._parameters()))
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
+
+    def folder(self, step: int) -> Path:
+        """The truth's weights after that step."""
+        return self.task.weights(self.case.vocab_size, self.case.optimizer, step)
 
     def load_weights(self, step: int) -> None:
         """Fills the parts, by name, from the checkpoint of the truth's weights after `step` steps."""
@@ -225,7 +224,7 @@ class Rank:
         live = state.state_dict()
         for value in live.values():
             local(value).fill_(nan)  # what the checkpoint does not fill will be seen
-        folder = self.task.weights(self.case.vocab_size, self.case.optimizer, step)
+        folder = self.folder(step)
         metadata = checkpoint_dcp.read_metadata(folder)
         fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
         if problem := "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=self.group):
@@ -243,7 +242,9 @@ class Rank:
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
             tokens += int((y != IGNORED).sum()) if self.coordinate.counts else 0
-        loss, divisor = sum_over_ranks(torch.stack((loss_sum, torch.tensor(tokens).double()))).tolist()
+        sums = torch.stack((loss_sum, torch.tensor(tokens).double()))
+        dist.all_reduce(sums)
+        loss, divisor = sums.tolist()
         parameters = [parameter for _, parameter in self._parameters()]
         norm = gradient_norm(parameters).item() / divisor
         scale_gradients(parameters, 1 / divisor)
@@ -254,6 +255,10 @@ class Rank:
         """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
         parts = self.parallel.parts
         return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
+
+
+def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def local(value: Tensor) -> Tensor:

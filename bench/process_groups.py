@@ -8,88 +8,52 @@ shared memory (no copy) and with others (copied in and out). Ratios are taken in
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.pairs import Worker, ask_all, members, ratio, serve, table
+from bench.pairs import ask_all, in_turns, members, parser, ratio, serve, spread, table
+from bench.reduce import MeetingMember
+
+SIDES = ("plain", "gloo", "baby_gloo, shared", "baby_gloo, copied")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--members", type=int, default=3, help="that sum")
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args(argv)
+    options = parser(__doc__, megabytes=100, members=(3, "that sum"), rounds=9).parse_args(argv)
 
     from ft.process_groups import store
 
     server = store.serve()
     with members(__file__, options.members) as team:
-        reduce(team, options.megabytes, options.rounds, f"127.0.0.1:{server.port}")
+        ask_all(
+            team, "meet", store=f"127.0.0.1:{server.port}/sums", size=len(team), bytes=options.megabytes * 1_000_000
+        )
+
+        def slowest(side: str) -> float:
+            return max(answer["s"] for answer in ask_all(team, "sum", side=side))
+
+        figures = in_turns({side: partial(slowest, side) for side in SIDES}, options.rounds, warm=1)
+    rows = [[side, spread(spent, ".3f"), str(ratio(spent, figures["plain"]))] for side, spent in figures.items()]
+    print(f"all-reduce of {options.megabytes} MB, {options.members} members, {options.rounds} rounds")
+    print(table(["side", "seconds", "by plain"], rows))
     return 0
 
 
-def reduce(team: list[Worker], megabytes: int, rounds: int, store: str) -> None:
-    sides = ["plain", "gloo", "baby_gloo, shared", "baby_gloo, copied"]
-    ask_all(team, "meet", store=f"{store}/sums", size=len(team), bytes=megabytes * 1_000_000)
-    figures: dict[str, list[float]] = {side: [] for side in sides}
-    for index in range(rounds + 1):
-        for side in sides if index % 2 else reversed(sides):
-            slowest = max(answer["s"] for answer in ask_all(team, "sum", side=side))
-            if index:  # the first round touches the memory
-                figures[side].append(slowest)
-    rows = []
-    for side in sides:
-        spent = figures[side]
-        seconds = f"{statistics.median(spent):.3f} ({min(spent):.3f}-{max(spent):.3f})"
-        rows.append([side, seconds, str(ratio(spent, figures["plain"]))])
-    print(f"all-reduce of {megabytes} MB, {len(team)} members, {rounds} rounds")
-    print(table(["side", "seconds", "by plain"], rows))
-
-
-# ---------------------------------------------------------------------------------------------- one member
-
-
-class CollectiveMember:
-    def __init__(self) -> None:
-        import torch
-
-        from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
-
-        torch.set_num_threads(1)
-        self.interface = "lo" if sys.platform == "linux" else "lo0"
-        self.groups: dict[str, Any] = {
-            "gloo": ProcessGroupGloo(rendezvous_s=120.0, interface=self.interface),
-            "baby_gloo": ProcessGroupBabyGloo(rendezvous_s=120.0, interface=self.interface),
-        }
-        self.groups["baby_gloo"].prepare()
-        self.sides: dict[str, tuple[Any, Any]] = {}
-
+class CollectiveMember(MeetingMember):
     def meet(self, store: str, rank: int, size: int, bytes: int) -> dict[str, Any]:
         import torch
         import torch.distributed as dist
 
-        from ft.process_groups.store import StoreClient
-
-        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
-        plain = StoreClient(f"{store}/plain", 120.0)
-        plain.connect()
-        dist.init_process_group("gloo", store=plain, rank=rank, world_size=size)
-        for kind, group in self.groups.items():
-            group.configure(f"{store}/{kind}", rank, size)
-        baby, count = self.groups["baby_gloo"], bytes // 4
-        self.sides = {
+        gloo, baby = self.join(store, rank, size)
+        count = bytes // 4
+        self.sides: dict[str, tuple[Any, Any]] = {
             "plain": (dist.group.WORLD, torch.ones(count)),
-            "gloo": (self.groups["gloo"], torch.ones(count)),
+            "gloo": (gloo, torch.ones(count)),
             "baby_gloo, shared": (baby, baby.empty(count).fill_(1.0)),
             "baby_gloo, copied": (baby, torch.ones(count)),
         }

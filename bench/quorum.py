@@ -17,21 +17,21 @@ the calls and answers with as many bytes. To be run on an idle machine (Linux).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import socket
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench import lighthouse_load as load
-from bench.pairs import Ratio, ratio, table
+from bench.job import cpu_s, memory_bytes
+from bench.pairs import Ratio, parser, ratio, table
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.serving import room_for_connections
 
@@ -42,39 +42,35 @@ BOUNDS = {
 BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB, WATCHED_BOUND = 1.5, 0.20, 5.0, 1.1
 ROUND_EVERY_S = 0.5  # beside beats: a quick step
 IDLE_GROUPS = 1000
+FIGURES = ("a round", "median ms", "server CPU ms", "load CPU ms", "load busy")
 CHANGES = (1_000, 10_000)
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kind = parser.add_mutually_exclusive_group()
+    flags = parser(
+        __doc__,
+        peer=(str, "a Python that has torchft"),
+        groups=(str, "default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails"),
+        pairs=(9, "of turns of the two sides"),
+        seconds=(60.0, "of beats or idleness"),
+    )
+    kind = flags.add_mutually_exclusive_group()
     for name in ("heartbeats", "idle", "churn"):
         kind.add_argument(f"--{name}", action="store_true")
-    kind.add_argument(
-        "--watchers",
-        type=int,
-        metavar="N",
-        help="pages that are open; --groups: 1000; 0: what the machine itself makes of two equal sides",
-    )
-    parser.add_argument("--peer", metavar="PYTHON")
-    parser.add_argument("--groups", help="default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails")
-    parser.add_argument("--pairs", type=int, default=9, help="of turns of the two sides")
-    parser.add_argument("--seconds", type=float, default=60, help="of beats or idleness")
-    options = parser.parse_args(argv)
+    words = "pages that are open; --groups: 1000; 0: what the machine itself makes of two equal sides"
+    kind.add_argument("--watchers", type=int, metavar="N", help=words)
+    options = flags.parse_args(argv)
+    default = "256,384,512,768,1000" if options.heartbeats else "2,8,64,256,1000"
+    groups = [int(n) for n in (options.groups or default).split(",")]
     if options.heartbeats:
-        groups = options.groups or "256,384,512,768,1000"
-        return asyncio.run(heartbeats([int(n) for n in groups.split(",")], options.seconds))
+        return asyncio.run(heartbeats(groups, options.seconds))
     if options.idle:
         return asyncio.run(idle(options.seconds))
     if options.churn:
         return asyncio.run(churn())
     if options.watchers is not None:
         return asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
-    groups = options.groups or "2,8,64,256,1000"
-    return asyncio.run(rounds([int(n) for n in groups.split(",")], options.pairs, options.peer))
-
-
-# ------------------------------------------------------------------------------------------------ rounds
+    return asyncio.run(rounds(groups, options.pairs, options.peer))
 
 
 async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
@@ -92,26 +88,10 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
         theirs = [turn.round_s for turn in turns.get("torchft", [])]
         for name, side in turns.items():
             beside = ratio([turn.round_s for turn in side], theirs) if theirs and name != "torchft" else None
-            rows.append(
-                [
-                    f"{groups} groups, {name}",
-                    *_figures(side),
-                    str(len(sides[name].answer)),
-                    *_verdict(name, groups, beside),
-                ]
-            )
+            answer = str(len(sides[name].answer))
+            rows.append([f"{groups} groups, {name}", *_figures(side), answer, *_verdict(name, groups, beside)])
         print(f"{groups} groups done", file=sys.stderr)
-    header = [
-        "a round",
-        "median ms",
-        "server CPU ms",
-        "load CPU ms",
-        "load busy",
-        "bytes an answer",
-        "beside torchft's",
-        "bound",
-    ]
-    print(table(header, rows))
+    print(table([*FIGURES, "bytes an answer", "beside torchft's", "bound"], rows))
     return 0
 
 
@@ -132,25 +112,19 @@ async def in_turns(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> 
 
 async def watched(groups: int, watchers: int, pairs: int) -> int:
     """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
-    servers = {name: load.ours(groups, "--http", "127.0.0.1:0") for name in ("watched", "unwatched")}
+    servers = {name: load.ours(groups, http="127.0.0.1:0") for name in ("watched", "unwatched")}
     page = await asyncio.to_thread(servers["watched"].line)
     sides = {name: await load.known_side(server, groups) for name, server in servers.items()}
-    with load.watching(page, watchers) as had:
-        turns = await in_turns(
-            sides, pairs, max(15, min(100, 24000 // groups))
-        )  # some seconds: pages have an update in each
+    with load.beside(load.read_events, page, watchers) as had:
+        # some seconds: pages have an update in each
+        turns = await in_turns(sides, pairs, max(15, min(100, 24000 // groups)))
         updates, size = had()
-    beside = ratio(*([turn.round_s for turn in turns[name]] for name in ("watched", "unwatched")))
-    cpu = ratio(*([turn.server_s for turn in turns[name]] for name in ("watched", "unwatched")))
-    print(
-        table(
-            ["a round", "median ms", "server CPU ms", "load CPU ms", "load busy"],
-            [[f"{groups} groups, {name}", *_figures(side)] for name, side in turns.items()],
-        )
+    beside, cpu = (
+        ratio(*([getattr(turn, figure) for turn in turns[name]] for name in ("watched", "unwatched")))
+        for figure in ("round_s", "server_s")
     )
-    verdict = (
-        "reached" if beside.high <= WATCHED_BOUND else "inside the range" if beside.low <= WATCHED_BOUND else "missed"
-    )
+    print(table(FIGURES, [[f"{groups} groups, {name}", *_figures(side)] for name, side in turns.items()]))
+    verdict = _reached(beside, WATCHED_BOUND)
     print(f"with {watchers} watchers: {beside} of a round (bound {WATCHED_BOUND}x: {verdict}), {cpu} of its CPU")
     print(f"each had {updates / max(1, watchers):.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
     return 0
@@ -167,13 +141,11 @@ def _verdict(name: str, groups: int, beside: Ratio | None) -> list[str]:
     bound = BOUNDS.get(name, {}).get(groups)
     if beside is None or bound is None:
         return [str(beside or ""), ""]
-    return [
-        str(beside),
-        f"{bound:g}x {'reached' if beside.high <= bound else 'in range' if beside.low <= bound else 'missed'}",
-    ]
+    return [str(beside), f"{bound:g}x {_reached(beside, bound)}"]
 
 
-# ------------------------------------------------------------------------------------------------ rounds beside beats
+def _reached(beside: Ratio, bound: float) -> str:
+    return "reached" if beside.high <= bound else "in range" if beside.low <= bound else "missed"
 
 
 async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
@@ -186,48 +158,34 @@ async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
         if not holds:
             break
         largest = groups
-    header = [
-        "groups",
-        "beats/s",
-        "of",
-        "longest gap s",
-        "quiet ms",
-        "beaten ms",
-        "ratio",
-        "server",
-        "beats' load",
-        "lost",
-    ]
-    print(table(header, rows))
+    shares = ("server", "beats' load", "lost")
+    print(table(["groups", "beats/s", "of", "longest gap s", "quiet ms", "beaten ms", "ratio", *shares], rows))
     print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {seconds:g} s of beats): {largest} groups")
     return 0
 
 
 async def _beaten(groups: int, seconds: float) -> tuple[list[str], bool]:
     """Quiet rounds, rounds with beats, quiet rounds again."""
-    side = load.torchft_side(load.ours(groups // 2 + 1, "--heartbeat_timeout_ms", "5000"), groups)
+    side = load.torchft_side(load.ours(groups // 2 + 1, heartbeat_timeout_ms=5000), groups)
+    beating = partial(load.beside, load.beat, side.server.address, groups)
     try:
-        async with load.beating(side.server.address, groups):  # or the first half would be a quorum without the rest
+        with beating():  # or the first half would be a quorum without the rest
             await side.round()
         quiet, lost = await _paced(side, groups, seconds / 3)
-        async with load.beating(side.server.address, groups) as stop:
-            cpu_s = side.server.cpu_s()
+        with beating() as stop:
+            used_s = cpu_s(side.server.pid)
             beaten, lost_too = await _paced(side, groups, seconds)
-            cpu_s = side.server.cpu_s() - cpu_s
-            beats: load.Beaten = await stop()
+            used_s = cpu_s(side.server.pid) - used_s
+            beats: load.Beaten = stop()
         again, lost_again = await _paced(side, groups, seconds / 3)
     finally:
         await side.close()
-    slower = statistics.median(beaten) / statistics.median(quiet + again)
-    lost += lost_too + lost_again
+    quiet_s, beaten_s = statistics.median(quiet + again), statistics.median(beaten)
+    slower, lost = beaten_s / quiet_s, lost + lost_too + lost_again
     figures = [f"{beats.answered / beats.seconds:.0f}", f"{groups / load.BEAT_S:.0f}", f"{beats.longest_gap_s:.2f}"]
-    times = [
-        f"{1e3 * statistics.median(quiet + again):.1f}",
-        f"{1e3 * statistics.median(beaten):.1f}",
-        f"{slower:.2f}x",
-    ]
-    shares = [f"{cpu_s / beats.seconds:.0%}", f"{beats.cpu_s / beats.seconds:.0%}"]
-    return [str(groups), *figures, *times, *shares, str(lost)], slower <= BEATS_BOUND and not lost
+    figures += [f"{1e3 * quiet_s:.1f}", f"{1e3 * beaten_s:.1f}", f"{slower:.2f}x"]
+    figures += [f"{used_s / beats.seconds:.0%}", f"{beats.cpu_s / beats.seconds:.0%}", str(lost)]
+    return [str(groups), *figures], slower <= BEATS_BOUND and not lost
 
 
 async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list[float], int]:
@@ -241,14 +199,11 @@ async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list
     return times, lost
 
 
-# ------------------------------------------------------------------------------------------------ idle groups
-
-
 async def idle(seconds: float) -> int:
     """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
     room_for_connections()
-    port = _free_port()
-    server = load.ours(IDLE_GROUPS, "--heartbeat_timeout_ms", "5000", "--http", f"127.0.0.1:{port}")
+    server = load.ours(IDLE_GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
+    page = await asyncio.to_thread(server.line)
     groups = [load.LoadGroup(server.address, load.replica_id(i)) for i in range(IDLE_GROUPS)]
     hearts = []
     try:
@@ -257,27 +212,24 @@ async def idle(seconds: float) -> int:
             await asyncio.gather(*(group.open() for group in opened))
             hearts += [asyncio.ensure_future(group.beat_for_ever(1.0)) for group in opened]
         await asyncio.gather(*(group.ask() for group in groups))
-        quorums, (beats, notices) = await asyncio.to_thread(_scrape, port), _heard(groups)
-        cpu_s, load_s, began_s = server.cpu_s(), time.process_time(), time.perf_counter()
+        quorums, (beats, notices) = await asyncio.to_thread(_scrape, page), _heard(groups)
+        used_s, load_s, began_s = cpu_s(server.pid), time.process_time(), time.perf_counter()
         await asyncio.sleep(seconds)
         took_s = time.perf_counter() - began_s
-        cpu_s, load_s = server.cpu_s() - cpu_s, time.process_time() - load_s
+        used_s, load_s = cpu_s(server.pid) - used_s, time.process_time() - load_s
         beats, notices = (now - before for now, before in zip(_heard(groups), (beats, notices), strict=True))
-        quorums = await asyncio.to_thread(_scrape, port) - quorums
+        quorums = await asyncio.to_thread(_scrape, page) - quorums
     finally:
         for heart in hearts:
             heart.cancel()
         await asyncio.gather(*(group.close() for group in groups))
-        memory_mb = server.memory_mb()
+        memory_mb = memory_bytes("VmRSS", server.pid) / 2**20
         server.close()
-    print(
-        f"{IDLE_GROUPS} groups, {beats / took_s:.0f} beats/s for {took_s:.0f} s: {quorums:.0f} quorums, {notices} notices"
-    )
-    share = cpu_s / beats * IDLE_GROUPS  # at one beat a second from each, should the load have been slower
-    verdict = "reached" if share < IDLE_BOUND else "missed"
-    print(
-        f"lighthouse: {1e6 * cpu_s / beats:.0f} us a beat, {share:.1%} of a core (bound {IDLE_BOUND:.0%}: {verdict}), {memory_mb:.0f} MB"
-    )
+    told = f"{beats / took_s:.0f} beats/s for {took_s:.0f} s: {quorums:.0f} quorums, {notices} notices"
+    print(f"{IDLE_GROUPS} groups, {told}")
+    share = used_s / beats * IDLE_GROUPS  # at one beat a second from each, should the load have been slower
+    bound = f"(bound {IDLE_BOUND:.0%}: {'reached' if share < IDLE_BOUND else 'missed'})"
+    print(f"lighthouse: {1e6 * used_s / beats:.0f} us a beat, {share:.1%} of a core {bound}, {memory_mb:.0f} MB")
     print(f"the load: {load_s / took_s:.0%} of a core")
     return 0
 
@@ -288,27 +240,18 @@ def _heard(groups: Sequence[load.LoadGroup]) -> tuple[int, int]:
     return sum(group.beats for group in groups), told
 
 
-def _scrape(port: int) -> float:
+def _scrape(page: str) -> float:
     """Quorums answered so far. A GET on loopback, once before and once after."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
-        lines = page.read().decode().splitlines()
+    with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-# ------------------------------------------------------------------------------------------------ groups that come and go
 
 
 async def churn() -> int:
     """One group stays; its peer is killed and another one comes, of a name never heard before: two losses of a generation's members
     and one new quorum a change, each on disk before it is answered."""
     with tempfile.TemporaryDirectory() as folder:
-        server = load.ours(2, "--state_file", str(Path(folder) / "state.json"))
+        server = load.ours(2, state_file=Path(folder, "state.json"))
         memory: list[float] = []
         try:
             stays, known = load.LoadGroup(server.address, "stays:1"), 0
@@ -319,12 +262,11 @@ async def churn() -> int:
                 known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
                 await comes.close()
                 if change in CHANGES:
-                    memory.append(server.memory_mb())
+                    memory.append(memory_bytes("VmRSS", server.pid) / 2**20)
                     print(f"{memory[-1]:.1f} MB after {change:,} changes, quorum {known}")
             grown = memory[-1] - memory[0]
-            print(
-                f"grown by {grown:.1f} MB (bound {CHURN_BOUND_MB:g}: {'reached' if grown <= CHURN_BOUND_MB else 'missed'})"
-            )
+            verdict = "reached" if grown <= CHURN_BOUND_MB else "missed"
+            print(f"grown by {grown:.1f} MB (bound {CHURN_BOUND_MB:g}: {verdict})")
             await stays.close()
             return 0
         finally:

@@ -12,89 +12,96 @@ Whoever divides does it where the trainer does: `fused` in the learning rate, el
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.pairs import ask_all, members, ratio, serve, table
+from bench.job import LOOPBACK, cpu_s
+from bench.pairs import ask_all, in_turns, members, parser, ratio, serve, spread, table
 
 SIDES = ("plain", "kept", "kept, fused", "not kept", "not kept, fused", "baby", "baby, fused")
 LR = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--members", type=int, default=3)
-    parser.add_argument("--megabytes", type=float, default=100.0, help="of fp32 gradients")
-    parser.add_argument("--tensors", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4, help="per side and round")
-    parser.add_argument("--sides", default=";".join(SIDES))
-    options = parser.parse_args(argv)
-    sides = options.sides.split(";")
+    options = parser(
+        __doc__,
+        members=3,
+        megabytes=(100.0, "of fp32 gradients"),
+        tensors=8,
+        rounds=7,
+        steps=(4, "per side and round"),
+        sides=";".join(SIDES),
+    ).parse_args(argv)
 
     from ft.process_groups import store
 
-    server = store.serve()
-    figures: dict[str, list[float]] = {side: [] for side in sides}
-    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    server, sides = store.serve(), options.sides.split(";")
     with members(__file__, options.members) as team:
         sizes = {"elements": int(options.megabytes * 1e6 / 4), "tensors": options.tensors}
         ask_all(team, "meet", store=f"127.0.0.1:{server.port}", size=options.members, **sizes)
-        for index in range(options.rounds + 1):
-            for side in sides if index % 2 else reversed(sides):
-                answers = ask_all(team, "steps", side=side, count=options.steps)
-                if index:  # the first round touches the memory
-                    figures[side].append(max(answer["s"] for answer in answers))
-                    cpu[side].append(sum(answer["cpu_s"] for answer in answers))
+        steps = partial(ask_all, team, "steps", count=options.steps)
+        answers = in_turns({side: partial(steps, side=side) for side in sides}, options.rounds, warm=1)
+    spent, cpu = (
+        {side: [over(answer[figure] for answer in turn) for turn in turns] for side, turns in answers.items()}
+        for figure, over in (("s", max), ("cpu_s", sum))
+    )
     rows = []
     for side in sides:
-        spent, cpu_ms = figures[side], f"{1e3 * statistics.median(cpu[side]):.0f}"
-        ms = f"{1e3 * statistics.median(spent):.0f} ({1e3 * min(spent):.0f}-{1e3 * max(spent):.0f})"
-        rows.append([side, ms, str(ratio(spent, figures["plain"])), cpu_ms, str(ratio(cpu[side], cpu["plain"]))])
+        cpu_ms, by_cpu = f"{1e3 * statistics.median(cpu[side]):.0f}", str(ratio(cpu[side], cpu["plain"]))
+        rows.append([side, spread(spent[side], ".0f", 1e3), str(ratio(spent[side], spent["plain"])), cpu_ms, by_cpu])
     what = f"{options.megabytes:g} MB in {options.tensors} tensors, {options.members} members, {options.rounds} rounds"
     print(f"a step of {what}\n{table(['side', 'ms a step', 'by plain', 'CPU ms, all', 'by plain'], rows)}")
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- one member
+class MeetingMember:
+    """One that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
 
-
-class ReduceMember:
-    def meet(self, store: str, rank: int, size: int, elements: int, tensors: int) -> dict[str, Any]:
+    def join(self, store: str, rank: int, size: int) -> tuple[Any, Any]:
         import torch
         import torch.distributed as dist
-        from torch import nn
 
-        from ft.gradients import Gradients
         from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
         from ft.process_groups.store import StoreClient
 
         torch.set_num_threads(1)
-        interface = os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        interface = os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]
         mine = StoreClient(f"{store}/plain", 120.0)
         mine.connect()
         dist.init_process_group("gloo", store=mine, rank=rank, world_size=size)
+        gloo, baby = (
+            kind(rendezvous_s=120.0, interface=interface) for kind in (ProcessGroupGloo, ProcessGroupBabyGloo)
+        )
+        for name, group in (("gloo", gloo), ("baby", baby)):
+            group.configure(f"{store}/{name}", rank, size)
+        return gloo, baby
+
+
+class ReduceMember(MeetingMember):
+    def meet(self, store: str, rank: int, size: int, elements: int, tensors: int) -> dict[str, Any]:
+        import torch
+        from torch import nn
+
+        from ft.gradients import Gradients
+
+        gloo, baby = self.join(store, rank, size)
         self.size = size
         self.parameters: list[Any] = [nn.Parameter(torch.zeros(elements // tensors)) for _ in range(tensors)]
         self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
-        gloo = ProcessGroupGloo(rendezvous_s=120.0, interface=interface)
-        baby = ProcessGroupBabyGloo(rendezvous_s=120.0, interface=interface)
         self.sides: dict[str, tuple[Any, Gradients]] = {
             "kept": (gloo, Gradients()),
             "not kept": (gloo, Gradients(keep=False)),
             "baby": (baby, Gradients(shared=True)),
         }
-        for name, group in (("gloo", gloo), ("baby", baby)):
-            group.configure(f"{store}/{name}", rank, size)
         for _, gradients in self.sides.values():
             gradients.attach(self.parameters)
         return {}
@@ -105,9 +112,10 @@ class ReduceMember:
 
         name, _, fused = side.partition(", ")
         sum_up: Callable[[], None] = self.plain if name == "plain" else lambda: self.ours(*self.sides[name])
-        group = None if name == "plain" else self.sides[name][0]
+        child = None if name == "plain" else getattr(self.sides[name][0], "child", None)
+        pids = [os.getpid(), *([child.pid] if child else [])]
         spent, before = [], [parameter.detach().clone() for parameter in self.parameters]
-        began_s = cpu_s(group)
+        began_s = sum(map(cpu_s, pids))
         for _ in range(count):
             dist.barrier()  # nobody begins before the others have ended
             start_s = time.perf_counter()
@@ -115,7 +123,7 @@ class ReduceMember:
             sum_up()
             self.update(fused=bool(fused))
             spent.append(time.perf_counter() - start_s)
-        used_s = (cpu_s(group) - began_s) / count
+        used_s = (sum(map(cpu_s, pids)) - began_s) / count
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.testing.assert_close(parameter.detach(), old - count * LR)
         return {"s": statistics.median(spent), "cpu_s": used_s}
@@ -150,15 +158,6 @@ class ReduceMember:
                 parameter.grad.div_(self.size)
         self.optimizer.param_groups[0]["lr"] = LR / self.size if fused else LR
         self.optimizer.step()
-
-
-def cpu_s(group: Any) -> float:
-    """That this process has used, and the group's child if it has one."""
-    child = getattr(group, "child", None)
-    if child is None or sys.platform != "linux":
-        return time.process_time()
-    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-    return time.process_time() + sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
 if __name__ == "__main__":

@@ -1,29 +1,34 @@
-"""One replica group, of one rank, of a tiny data-parallel job: what recovery.py starts, kills and starts again.
+"""One replica group, of one rank, of a tiny data-parallel job: what recovery.py, goodput.py and gpu.py start, kill and start again.
 
-    python replica.py GROUP LOGFILE MB STEP_MS ours|torchft|restart [baby]        env: TORCHFT_LIGHTHOUSE, RUN_S
+    python replica.py ours|torchft|restart MB STEP_MS gloo|baby|nccl|... DEVICE GROUP FOLDER       env: TORCHFT_LIGHTHOUSE
 
 The model is MB megabytes of float32; a step "computes" for STEP_MS and has ones for gradients: after n steps every weight is the number of
-the group that the job began with, less n / 1024, to the last bit. Ends after RUN_S seconds, or after the step whose number comes on stdin
-(ours takes one more to say so to the others).
-The log has one line an event: seconds of the monotonic clock, the event, and
+the group that the job began with, less n / 1024, to the last bit. FOLDER/diary.0.jsonl has a line an event, as ft/recording.py has it:
 
-    start 0 0                     all is loaded and made; the first quorum has not been asked for
-    commit STEP PARTICIPANTS      a step holds; participants: the groups whose gradients are in it
-    abort STEP PARTICIPANTS       it does not, and its gradients are lost: STEP is the last one that holds
-    sum SUM 0                     of the first weights, at the end
-    end STEP WEIGHT DIGEST        the first weight, and what all weights are
+    start        all is loaded and made; the first quorum has not been asked for
+    commit       a step holds; contributors: the groups whose gradients are in it; sum_s: what its sum took; free: bytes of the device
+    abort        it does not, and its gradients are lost: `step` is the last one that holds
+    kill         it is about to die in a sum, as it was told
+    end          weight: of all, nan where they differ; digest: of all
+
+Orders come on stdin, a JSON object a line: {"end": the step after which it ends} (ours takes one more to say so to the others), {"kill":
+"child" or "group"}: SIGKILL in the middle of the next sum of two, of the process group's child or of this process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,111 +36,111 @@ LEARNING_RATE = 2.0**-10  # a power of two: sums of it are exact
 TIMEOUT = timedelta(seconds=30)  # torchft's; ours keeps its defaults
 
 
-def main(arguments: list[str]) -> None:
-    group, log, step_s = int(arguments[0]), ReplicaLog(Path(arguments[1])), float(arguments[3]) / 1e3
-    torch.set_num_threads(1)
-    model = build(float(arguments[2]), float(group))
-    train = {"ours": ours, "torchft": torchft, "restart": restart}[arguments[4]]
-    train(group, model, log, step_s, "baby" in arguments)
-    log.end(model)
-    os._exit(0)  # gloo's threads may hold on to a group that is gone
+class Replica:
+    """The model, the lines, and when to end."""
 
+    def __init__(self, megabytes: str, step_ms: str, kind: str, device: str, group: str, folder: str) -> None:
+        torch.set_num_threads(1)
+        self.kind, self.device, self.group, self.step_s, self.step = kind, device, int(group), float(step_ms) / 1e3, 0
+        width = max(1, int(float(megabytes) * 1e6 / 4 / 1000 / 8))
+        layers = [torch.nn.Linear(1000, width, bias=False, device=device) for _ in range(8)]
+        self.model = torch.nn.Sequential(*layers)
+        self.parameters = list(self.model.parameters())
+        for parameter in self.parameters:
+            parameter.data.fill_(float(group))
+        self.optimizer = torch.optim.SGD(self.parameters, lr=LEARNING_RATE)
+        self.orders: dict[str, Any] = {}
+        self._file = (Path(folder) / "diary.0.jsonl").open("a", buffering=1, encoding="utf-8")
+        threading.Thread(target=self._hear, daemon=True).start()
 
-def build(megabytes: float, value: float) -> torch.nn.Module:
-    width = max(1, int(megabytes * 1e6 / 4 / 1000 / 8))
-    model = torch.nn.Sequential(*[torch.nn.Linear(1000, width, bias=False) for _ in range(8)])
-    for parameter in model.parameters():
-        parameter.data.fill_(value)
-    return model
-
-
-def compute(model: torch.nn.Module, step_s: float, slots: int = 1) -> None:
-    time.sleep(step_s)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, slots)
-
-
-class ReplicaLog:
-    """The lines, and when to end."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._end_s = time.monotonic() + float(os.environ.get("RUN_S", "inf"))
-        self._last = float("inf")
-        self._step = 0
-        threading.Thread(target=self._read, name="last-step", daemon=True).start()
-
-    def _read(self) -> None:
+    def _hear(self) -> None:
         for line in sys.stdin:
-            self._last = int(line)
+            self.orders.update(json.loads(line))
 
-    def say(self, event: str, *words: object) -> None:
-        print(f"{time.monotonic():.4f}", event, *words, file=self._file)
+    def compute(self, slots: int = 1) -> None:
+        time.sleep(self.step_s)
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, slots)
 
-    def committed(self, step: int, participants: int) -> None:
-        self._step = step
-        self.say("commit", step, participants)
+    def say(self, event: str, **words: object) -> None:
+        line = {"event": event, "at_s": time.monotonic(), "pid": os.getpid(), "step": self.step, **words}
+        print(json.dumps(line), file=self._file)
 
+    def committed(self, step: int, contributors: int, sum_s: float = 0.0) -> None:
+        self.step = step
+        free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else 0
+        self.say("commit", contributors=contributors, sum_s=sum_s, free=free)
+
+    @property
     def goes_on(self) -> bool:
-        return self._step < self._last and time.monotonic() < self._end_s
+        return self.step < self.orders.get("end", math.inf)
 
-    def end(self, model: torch.nn.Module) -> None:
-        weights = [parameter.detach().flatten() for parameter in model.parameters()]
-        digest = hashlib.sha256()
-        for flat in weights:
-            digest.update(flat.numpy().data)
-        self.say("sum", f"{float(weights[0].double().sum()):.3f}", 0)
-        self.say("end", self._step, float(weights[0][0]), digest.hexdigest())
-
-
-# ------------------------------------------------------------------------------------------------ two managers
+    def end(self) -> None:
+        digest, weight = hashlib.sha256(), float(self.parameters[0].detach().flatten()[0])
+        for parameter in self.parameters:
+            digest.update(parameter.detach().cpu().numpy().data)
+            weight = weight if bool((parameter == weight).all()) else math.nan
+        self.say("end", weight=weight, digest=digest.hexdigest())
 
 
-def ours(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, baby: bool) -> None:
+def ours(replica: Replica) -> None:
+    from ft.config import FaultTolerance
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
-    from ft.process_groups.baby import ProcessGroupBabyGloo
-    from ft.process_groups.inline import ProcessGroupGloo
     from ft.protocol.messages import Times
     from ft.rpc.access import Access
+    from ft.start import process_group
 
-    lighthouse = os.environ["TORCHFT_LIGHTHOUSE"]
-    config = ReplicaGroupConfig(str(group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
-    manager = Manager((ProcessGroupBabyGloo if baby else ProcessGroupGloo)(), config, ManagerOptions())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    lighthouse, kind = os.environ["TORCHFT_LIGHTHOUSE"], {"baby": "baby_gloo"}.get(replica.kind, replica.kind)
+    config = ReplicaGroupConfig(str(replica.group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    settings = FaultTolerance(enable=True, process_group=kind, collective_s=60.0)  # type: ignore[arg-type]
+    group: Any = process_group(settings, replica.device)
+    manager, model, sum_s, contributors = Manager(group, config, ManagerOptions()), replica.model, 0.0, 0
     manager.register("model", model.state_dict, model.load_state_dict)
-    manager.register("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+    manager.register("optimizer", replica.optimizer.state_dict, replica.optimizer.load_state_dict)
     manager.attach([model])
-    log.say("start", 0, 0)
+    replica.say("start")
+
+    def kill(target: int, after_s: float) -> None:
+        time.sleep(after_s)
+        replica.say("kill")
+        os.kill(target, signal.SIGKILL)
+
     while not manager.left:
-        if not log.goes_on():
+        if not replica.goes_on:
             manager.leave()  # said in one more step, so that it costs the others none
         deal = manager.begin_step()
         if deal.slots:
-            compute(model, step_s, len(deal.slots))
-        commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 0.0, True))
+            replica.compute(len(deal.slots))
+        if "kill" in replica.orders and contributors == 2:
+            target = group.child.pid if replica.orders.pop("kill") == "child" else os.getpid()
+            threading.Thread(target=kill, args=(target, sum_s / 2), daemon=True).start()
+        began_s = time.monotonic()
+        sums = manager.reduce([1.0] * len(deal.slots), 0.0, True)
+        sum_s = time.monotonic() - began_s
+        commit = manager.commit(sums)
         if commit is None:
-            log.say("abort", deal.step, 0)
+            replica.say("abort", step=deal.step)
             continue
-        torch._foreach_div_(
-            [parameter.grad for parameter in model.parameters() if parameter.grad is not None], commit.divisor
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        log.committed(manager.step, len(commit.contributors))
+        grads = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
+        torch._foreach_div_(grads, commit.divisor)
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+        contributors = len(commit.contributors)
+        replica.committed(manager.step, contributors, sum_s)
     manager.close()
 
 
-def torchft(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, baby: bool) -> None:
+def torchft(replica: Replica) -> None:
     """The same job on torchft, as its own examples use it."""
     socket.gethostname = lambda: "localhost"  # before torchft asks: the machine's own name need not resolve
     from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
     from torchft.process_group import ProcessGroupBabyGloo  # type: ignore[import-not-found]
 
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    inner = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    model, inner = replica.model, replica.optimizer
     manager = Manager(
-        pg=(ProcessGroupBabyGloo if baby else ProcessGroupGloo)(timeout=TIMEOUT),
+        pg=(ProcessGroupBabyGloo if replica.kind == "baby" else ProcessGroupGloo)(timeout=TIMEOUT),
         min_replica_size=1,
         timeout=TIMEOUT,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
@@ -143,25 +148,25 @@ def torchft(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, 
             model.load_state_dict(state["model"]),
             inner.load_state_dict(state["optimizer"]),
         ),
-        replica_id=f"group{group}_",
+        replica_id=f"group{replica.group}_",
         rank=0,
         world_size=1,
         store_addr="localhost",
         store_port=store.port,
     )
     optimizer = Optimizer(manager, inner)
-    log.say("start", 0, 0)
-    while log.goes_on():
+    replica.say("start")
+    while replica.goes_on:
         optimizer.zero_grad()  # asks for a quorum
-        compute(model, step_s)
-        for work in [manager.allreduce(parameter.grad) for parameter in model.parameters()]:
+        replica.compute()
+        for work in [manager.allreduce(parameter.grad) for parameter in replica.parameters]:
             work.wait()
         before = manager.current_step()
         optimizer.step()  # if the group's vote allows
         if manager.current_step() != before:
-            log.committed(manager.current_step(), manager.num_participants())
+            replica.committed(manager.current_step(), manager.num_participants())
         else:
-            log.say("abort", before, manager.num_participants())
+            replica.say("abort", step=before, contributors=manager.num_participants())
     manager.shutdown(wait=False)
 
 
@@ -176,34 +181,38 @@ class _Ones(torch.nn.Module):
         return torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum()
 
 
-def restart(group: int, model: torch.nn.Module, log: ReplicaLog, step_s: float, baby: bool) -> None:
+def restart(replica: Replica) -> None:
     """The same job without fault tolerance: DistributedDataParallel, and a checkpoint every CHECKPOINT_S seconds to go on from.
 
     env, too: RENDEZVOUS, a file that does not exist yet, the same for all ranks of a start; CHECKPOINT, a file."""
     world, saved = int(os.environ["NUM_REPLICA_GROUPS"]), Path(os.environ["CHECKPOINT"])
     meet = f"file://{os.environ['RENDEZVOUS']}"
-    torch.distributed.init_process_group("gloo", init_method=meet, rank=group, world_size=world)
-    optimizer, step = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), 0
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=replica.group, world_size=world)
+    states: dict[str, Any] = {"model": replica.model, "optimizer": replica.optimizer}
     if saved.exists():
-        state = torch.load(saved)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    net, saved_s = torch.nn.parallel.DistributedDataParallel(_Ones(model)), time.monotonic()
-    log.say("start", step, 0)
-    while log.goes_on():
-        time.sleep(step_s)
+        found = torch.load(saved)
+        replica.step = found["step"]
+        for name, state in states.items():
+            state.load_state_dict(found[name])
+    net, saved_s = torch.nn.parallel.DistributedDataParallel(_Ones(replica.model)), time.monotonic()
+    replica.say("start")
+    while replica.goes_on:
+        time.sleep(replica.step_s)
         net().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        log.committed(step, world)
-        if group == 0 and time.monotonic() - saved_s >= float(os.environ["CHECKPOINT_S"]):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, saved.with_suffix(".part"))
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+        replica.committed(replica.step + 1, world)
+        if replica.group == 0 and time.monotonic() - saved_s >= float(os.environ["CHECKPOINT_S"]):
+            torch.save(
+                {name: s.state_dict() for name, s in states.items()} | {"step": replica.step},
+                saved.with_suffix(".part"),
+            )
             saved.with_suffix(".part").replace(saved)
             saved_s = time.monotonic()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    made = Replica(*sys.argv[2:])
+    {"ours": ours, "torchft": torchft, "restart": restart}[sys.argv[1]](made)
+    made.end()
+    os._exit(0)  # gloo's threads may hold on to a group that is gone

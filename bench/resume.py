@@ -15,9 +15,7 @@ the way. Prints a table; exit code 0 if all of it holds, 1 if not.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -27,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +38,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.job import ROOT, rows, until
+from bench.pairs import parser, table
+
 START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
 # Another layout adds the same gradients in another order, and AdamW magnifies the difference where a gradient is near 0: there
 # the sign of a rounding error decides about a whole step. Hence a bound for single weights, as a share of the longest way that
@@ -82,14 +82,7 @@ class Runs:
         self.folder = folder
         self.steps = steps  # n: the runs have 2n
         self._command = [sys.executable, str(ROOT / "scripts" / "launch.py"), config, "--job.dump_folder", str(folder)]
-        self._command += [
-            "--training.steps",
-            str(2 * steps),
-            "--checkpoint.interval",
-            str(steps),
-            *TINY.split(),
-            *settings,
-        ]
+        self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split(), *settings]
 
     @contextmanager
     def started(self, name: str, precision: str, layout: str = "1 rank") -> Iterator[subprocess.Popen[bytes]]:
@@ -111,18 +104,20 @@ class Runs:
             code = process.wait(START_TIMEOUT_S)
         if code:
             raise RuntimeError(f"{name}: exit code {code}; its last output:\n{self.output(name)}")
-        times = {line["step"]: line["time"] for line in self.metrics(name)}
+        times = {line["step"]: line["time"] for line in rows(self.folder / name)}
         return float(times[2 * self.steps] - times[self.steps])
 
     def kill_after_checkpoint(self, name: str, precision: str, delay_s: float, layout: str = "1 rank") -> bool:
         """Starts the run and SIGKILLs it, `delay_s` after it went beyond checkpoint n; False: it was all done by then."""
         before = self.last_step(name)
         with self.started(name, precision, layout) as process:
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while self.last_step(name) in (before, None) or not self.checkpoint(name, self.steps).exists():
-                if process.poll() is not None or time.monotonic() > deadline:
+
+            def saved() -> bool:
+                if process.poll() is not None:
                     raise RuntimeError(f"{name}: no checkpoint; its last output:\n{self.output(name)}")
-                time.sleep(0.002)
+                return self.last_step(name) not in (before, None) and self.checkpoint(name, self.steps).exists()
+
+            until(f"{name}: a checkpoint", saved, START_TIMEOUT_S, poll_s=0.002)
             time.sleep(delay_s)
         return process.returncode == -signal.SIGKILL and not self.checkpoint(name, 2 * self.steps).exists()
 
@@ -134,40 +129,43 @@ class Runs:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
 
     def checkpoint(self, name: str, step: int) -> Path:
-        return self.folder / name / "checkpoint" / f"step-{step}"
-
-    def metrics(self, name: str) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without one that is being written."""
-        path = self.folder / name / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return checkpoint(self.folder / name, step)
 
     def last_step(self, name: str) -> int | None:
-        lines = self.metrics(name)
+        lines = rows(self.folder / name)
         return int(lines[-1]["step"]) if lines else None
 
-    def logged(self, name: str) -> dict[int, tuple[float, ...]]:
-        """The part of each step's line that must be equal: all but the times."""
-        keys = ("loss", "grad_norm", "lr", "tokens")
-        return {line["step"]: tuple(line[key] for key in keys) for line in self.metrics(name) if "loss" in line}
+
+def logged(run: Path) -> dict[int, tuple[float, ...]]:
+    """The part of each step's line that must be equal: all but the times."""
+    keys = ("loss", "grad_norm", "lr", "tokens")
+    return {line["step"]: tuple(line[key] for key in keys) for line in rows(run) if "loss" in line}
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoint" / f"step-{step}"
+
+
+def differences(expected: Mapping[Any, Any], found: Mapping[Any, Any]) -> list[Any]:
+    """Keys whose values differ, or that one of the two lacks, sorted."""
+    return [key for key in sorted(expected.keys() | found.keys()) if expected.get(key) != found.get(key)]
 
 
 def checkpoint_values(folder: Path) -> dict[str, Any]:
     """Every entry of a DCP checkpoint, whole, by name; read by DCP itself, by this one process."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     values: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in saved.items()
+        name: torch.empty(e.size, dtype=e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
+        for name, e in saved.items()
     }
     load(values, storage_reader=FileSystemReader(folder), no_dist=True)
     return values
 
 
-def checkpoint_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every entry of a DCP checkpoint, by name: of dtype, shape and bytes of a tensor, of repr() of the rest."""
-    return {name: _digest(value) for name, value in checkpoint_values(folder).items()}
+def checkpoint_digests(folder: Path, kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """SHA-256 of every entry of a DCP checkpoint, by name: of dtype, shape and bytes of a tensor, of repr() of the rest. kinds: how the
+    names begin."""
+    return {name: _digest(value) for name, value in checkpoint_values(folder).items() if name.startswith(kinds)}
 
 
 def kill_and_go_on(
@@ -188,11 +186,9 @@ def kill_and_go_on(
 def compare(runs: Runs, precision: str, name: str) -> tuple[str, str]:
     """The comparison with the undisturbed run, and the first differences."""
     expected, found = (checkpoint_digests(runs.checkpoint(n, 2 * runs.steps)) for n in (precision, name))
-    expected_log, found_log = runs.logged(precision), runs.logged(name)
-    differing = [key for key in sorted(expected.keys() | found.keys()) if expected.get(key) != found.get(key)]
-    steps = expected_log.keys() | found_log.keys()
-    differing += [f"logged step {s}" for s in sorted(steps) if expected_log.get(s) != found_log.get(s)]
-    compared = f"{len(expected)} entries, {len(expected_log)} steps"
+    logs = [logged(runs.folder / n) for n in (precision, name)]
+    differing = differences(expected, found) + [f"logged step {step}" for step in differences(*logs)]
+    compared = f"{len(expected)} entries, {len(logs[0])} steps"
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return compared, ", ".join(differing[:3]) + more
 
@@ -204,21 +200,15 @@ def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
         runs.forget(name)
     history = f"killed in step {(runs.last_step(name) or 0) + 1}"
     runs.finish(name, "float32", after)
-    start, expected, found = (
-        checkpoint_values(path)
-        for path in (
-            runs.checkpoint("float32", runs.steps),
-            runs.checkpoint("float32", 2 * runs.steps),
-            runs.checkpoint(name, 2 * runs.steps),
-        )
-    )
+    places = (("float32", runs.steps), ("float32", 2 * runs.steps), (name, 2 * runs.steps))
+    start, expected, found = (checkpoint_values(runs.checkpoint(*place)) for place in places)
     problems = [key for key in expected if key.startswith("ledger.") and found.get(key) != expected[key]]
     cursor = "another" if problems else "equal"
     weights = [key for key in expected if key.startswith("model.") and expected[key].is_floating_point()]
     moved = max((expected[key] - start[key]).abs().max().item() for key in weights)
     apart = max((expected[key] - found[key]).abs().max().item() for key in weights) / moved
-    losses = [(runs.logged("float32")[step][0], runs.logged(name)[step][0]) for step in runs.logged("float32")]
-    loss = max(abs(a - b) / abs(a) for a, b in losses)
+    alone, others = (logged(runs.folder / run) for run in ("float32", name))
+    loss = max(abs(alone[step][0] - others[step][0]) / abs(alone[step][0]) for step in alone)
     problems += [f"weights {apart:.1e} of their way apart, allowed {WEIGHT_BOUND:.0e}"] if apart > WEIGHT_BOUND else []
     problems += [f"losses {loss:.1e} apart, allowed {LOSS_BOUND:.0e}"] if loss > LOSS_BOUND else []
     compared = f"cursor {cursor}, weights {apart:.0e} and losses {loss:.0e} apart"
@@ -226,14 +216,16 @@ def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", default=str(ROOT / "configs" / "llama.toml"))
-    parser.add_argument("--steps", type=int, help="n; the runs have 2n")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants of the kills")
-    parser.add_argument("--quick", action="store_true", help="n = 6, bfloat16 alone, one instant, one kill")
-    parser.add_argument("--keep", type=Path, help="a folder to leave the runs in")
-    parser.add_argument("settings", nargs="*", help="settings of the runs, after --")
-    chosen = parser.parse_args(arguments)
+    flags = parser(
+        (__doc__ or "").splitlines()[0],
+        config=str(ROOT / "configs" / "llama.toml"),
+        steps=(int, "n; the runs have 2n"),
+        seed=(0, "of the instants of the kills"),
+        quick=(False, "n = 6, bfloat16 alone, one instant, one kill"),
+        keep=(Path, "a folder to leave the runs in"),
+    )
+    flags.add_argument("settings", nargs="*", help="settings of the runs, after --")
+    chosen = flags.parse_args(arguments)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
     with tempfile.TemporaryDirectory(prefix="pharos-resume-") as temporary:
         folder = chosen.keep or Path(temporary)
@@ -242,11 +234,8 @@ def main(arguments: Sequence[str]) -> int:
         config = str(shutil.copy(chosen.config, folder))  # an edit meanwhile must not make it another run
         runs = Runs(folder, config, steps, chosen.settings)
         cases = prove(runs, random.Random(chosen.seed), quick=chosen.quick)
-    rows = [("what", "history", "compared", "result")]
-    rows += [(case.what, case.history, case.compared, case.problem or case.verdict) for case in cases]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = [(case.what, case.history, case.compared, case.problem or case.verdict) for case in cases]
+    print(table(("what", "history", "compared", "result"), lines))
     return 1 if any(case.problem for case in cases) else 0
 
 

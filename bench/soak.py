@@ -14,11 +14,9 @@ there twice. It can be ended in any way, and goes on where it was: the counts ar
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -26,20 +24,22 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
 
-from ft.children import start_forkserver  # noqa: E402
+from bench.job import FORKED_S, Forked, memory_bytes, obey, until  # noqa: E402
+from bench.pairs import parser  # noqa: E402
 
 KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
-LIMIT_S = 180.0
+PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
 SAMPLE = 100  # changes from one look to the next
 SETTLE_S = 0.5  # before a look, for what the other end of a connection closes
 ENDS = ("ft-gloo-", "ft-reaper-")  # threads, of groups that are over
@@ -63,7 +63,7 @@ def house(folder: Path, talk: Any) -> None:
 
     lighthouse = LighthouseServer("127.0.0.1:0", 1, state=folder / "lighthouse.json")
     talk.send(lighthouse.address())
-    _obey(talk, {"look": held})
+    obey(talk, {"look": held})
 
 
 def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
@@ -79,33 +79,26 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     torch.set_num_threads(1)
     group = _group(name, lighthouse, folder, nn.Linear(16, 16))
     operator = channel(lighthouse, Access(), aio=False).unary_unary("/pharos.Lighthouse/Evict")
-    _obey(
-        talk,
-        {
-            "where": lambda: group.where(),
-            "look": lambda: {"home": held(), "server": group.held()},
-            "evict": lambda: (
-                operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString()) and None
-            ),
-            "cut": lambda: group.cut(),
-            "leave": lambda: group.manager.leave(),
-            "past": lambda: (folder / f"past-{name}.jsonl").write_text(
-                "".join(f"{json.dumps(it)}\n" for it in group.past)
-            ),
-        },
-    )
+
+    def evict() -> None:
+        operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString())
+
+    def past() -> None:
+        rows = "".join(f"{json.dumps(it)}\n" for it in group.past)
+        (folder / f"past-{name}.jsonl").write_text(rows)
+
+    orders = {"look": lambda: {"home": held(), "server": group.held()}, "leave": lambda: group.manager.leave()}
+    obey(talk, {**orders, "where": group.where, "evict": evict, "cut": group.cut, "past": past})
 
 
 def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     """In a function, for this module is imported where there is no torch."""
-    from contextlib import closing
-
     import torch
 
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
     from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
@@ -129,7 +122,7 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
             self.manager: Manager
             self.there = threading.Event()
             threading.Thread(target=self._run, name=f"train-{name}", daemon=True).start()
-            self.there.wait(LIMIT_S)
+            self.there.wait(FORKED_S)
 
         def where(self) -> dict[str, Any]:
             manager = self.manager
@@ -148,17 +141,15 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def held(self) -> dict[str, int]:
             """By its server, and in its store."""
             mine = self.manager.membership
-            return (
-                {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
-                if mine.server and mine.rendezvous
-                else {}
-            )
+            if not mine.server or not mine.rendezvous:
+                return {}
+            return {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
 
         def cut(self) -> int:
             """All connections of this group to others end, as a network lets them; how many."""
             generation = self.manager.group._generation
-            engine: Any = generation and generation._engine
-            return sockets.shut(near=engine._near, far=engine._far) if engine else 0
+            engine: Any = generation and generation.engine
+            return sockets.shut(near=engine.near, far=engine.far) if engine else 0
 
         def _run(self) -> None:
             try:
@@ -206,12 +197,11 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                     self.commits[step] = manager.commit_id
                     part, slots = manager.part, [slot for slot, _ in commit.slots]
                     who = part and [part.quorum_id, part.replica_id, part.heal, *part.members]
-                    self.past.append(
-                        (time.time(), "commit", step, manager.commit_id[:8], slots, who, commit.contributors)
-                    )
+                    what = ("commit", step, manager.commit_id[:8], slots, who, commit.contributors)
+                    self.past.append((time.time(), *what))
                     self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
                     relay.write("journals", step, {"loss": commit.mean_loss})
-                    relay.write("records", step, {"slots": [slot for slot, _ in commit.slots]})
+                    relay.write("records", step, {"slots": slots})
                     if checkpointer.due(step):
                         checkpointer.save(step)
                 model.zero_grad()
@@ -223,15 +213,6 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
             self.commits.pop(max(self.commits, default=0), None)
 
     return Group()
-
-
-def _obey(talk: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
-    """Until whoever gives them is gone."""
-    with suppress(EOFError, OSError):
-        while True:
-            order, *about = talk.recv()
-            talk.send(orders[order](*about))
-    os._exit(0)
 
 
 def held() -> dict[str, int]:
@@ -251,49 +232,12 @@ def _of(process: int | str) -> dict[str, int]:
         "descriptors": _entries(folder / "fd"),
         "threads": _entries(folder / "task"),
         "children": sum(len(path.read_text().split()) for path in folder.glob("task/*/children")),
-        "KiB": int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024,
+        "KiB": memory_bytes("VmRSS", process) // 1024,
     }
 
 
 def _entries(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
-
-
-class WatchedProcess:
-    """One of them, as whoever gives the orders knows it."""
-
-    def __init__(self, context: Any, target: Callable[..., None], *arguments: Any) -> None:
-        self.talk, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, order: str, *about: Any) -> Any:
-        """Raises RuntimeError where nothing comes."""
-        self.tell(order, *about)
-        return self.hear()
-
-    def tell(self, order: str, *about: Any) -> None:
-        with self._there():
-            self.talk.send((order, *about))
-
-    def hear(self) -> Any:
-        with self._there():
-            if not self.talk.poll(LIMIT_S):
-                raise RuntimeError(f"process {self.process.pid} says nothing for {LIMIT_S:g} s")
-            return self.talk.recv()
-
-    @contextmanager
-    def _there(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            raise RuntimeError(f"process {self.process.pid} is gone ({error})") from None
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.talk.close()
 
 
 # ------------------------------------------------------------------------------------------------ the job
@@ -321,19 +265,15 @@ class Done:
 
 class SoakJob:
     def __init__(self, folder: Path) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["ft.manager", "ft.process_groups.inline", "training.checkpoint"])
-        start_forkserver()  # its first user decides for a data loader of this process, too
         self.folder = folder
-        self.house = WatchedProcess(self.context, house, folder)
+        self.house = Forked(PRELOAD, house, folder)
         self.lighthouse = self.house.hear()
         self.homes = {name: self.start(name) for name in "abc"}
         self.writer = ""
-        self.commits: dict[int, str] = {}
         self.problems: list[str] = []
 
-    def start(self, name: str) -> WatchedProcess:
-        return WatchedProcess(self.context, home, name, self.lighthouse, self.folder)
+    def start(self, name: str) -> Forked:
+        return Forked(PRELOAD, home, name, self.lighthouse, self.folder)
 
     def where(self) -> dict[str, dict[str, Any]]:
         for one in self.homes.values():
@@ -346,16 +286,19 @@ class SoakJob:
 
     def together(self, past: int) -> dict[str, dict[str, Any]]:
         """Once all have committed in one quorum after that one. Raises RuntimeError."""
-        until_s = time.monotonic() + LIMIT_S
-        while True:
-            groups = self.where()
+        groups: dict[str, dict[str, Any]] = {}
+
+        def holds() -> bool:
+            groups.update(self.where())
             quorums = {group["quorum"] for group in groups.values()}
-            if len(quorums) == 1 and min(quorums) > past and all(group["size"] == 3 for group in groups.values()):
-                return groups
-            if time.monotonic() > until_s:
-                words = {name: {**group, "commits": len(group["commits"])} for name, group in groups.items()}
-                raise RuntimeError(f"not together again within {LIMIT_S:g} s: {words}")
-            time.sleep(0.02)
+            return len(quorums) == 1 and min(quorums) > past and all(group["size"] == 3 for group in groups.values())
+
+        def failure(what: str) -> RuntimeError:
+            words = {name: {**group, "commits": len(group["commits"])} for name, group in groups.items()}
+            return RuntimeError(f"{what}: {words}")
+
+        until("together again", holds, FORKED_S, failure=failure, poll_s=0.02)
+        return groups
 
     def compare(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
         """Checks that all holders of a step that all went on from hold the same state."""
@@ -365,18 +308,12 @@ class SoakJob:
             if len(ids) > 1 and step < last:
                 self.problems.append(f"step {step} is not the same in all groups")
 
-    def tell_past(self) -> None:
-        """Leaves what each group did last in the folder, as past-NAME.jsonl."""
-        for one in self.homes.values():
-            one.ask("past")
-
     def order(self, kind: str, dice: random.Random) -> None:
         if kind == "kill":
             self.homes["c"].kill()
             self.homes["c"] = self.start("c")
         else:
-            name = {"evict": "ab", "leave": "b", "cut": "abc"}[kind]
-            name = dice.choice(name)
+            name = dice.choice({"evict": "ab", "leave": "b", "cut": "abc"}[kind])
             while self.homes[name].ask(kind) == 0:  # a cut that hit nothing: another quorum came of itself just now
                 time.sleep(0.02)
 
@@ -424,7 +361,8 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
             job.compare(groups)
             if not told and (job.problems or (looks_now and not all(line.holds for line in judge_logs(folder)))):
                 told = True
-                job.tell_past()
+                for one in job.homes.values():  # leaves what each did last in the folder, as past-NAME.jsonl
+                    one.ask("past")
             now = next(iter(groups.values()))["quorum"]
             writer = "".join(name for name, group in groups.items() if group["writes"])
             done.writers, job.writer = done.writers + (writer != job.writer), writer
@@ -435,15 +373,9 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
             done.write(folder / "soak.json")
             if looks_now:
                 looked, looks = done.changes, looks + 1
-                row = {
-                    "life": done.lives,
-                    "changes": done.changes,
-                    "here": now - first,
-                    "steps": done.steps,
-                    **job.look(),
-                }
+                row = {"life": done.lives, "changes": done.changes, "here": now - first, "steps": done.steps}
                 with (folder / "soak.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(row | job.look()) + "\n")
                 if looks % 10 == 0:
                     say(f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s: {done.orders}")
         return job.problems
@@ -536,15 +468,16 @@ What went wrong: {"; ".join(problems) if problems else "nothing"}.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--changes", type=int, default=10000)
-    parser.add_argument("--kills", type=int, default=250, help="of c, spread over all changes; each makes two or more")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/soak"))
-    parser.add_argument("--write", type=Path, help="the page for the documentation")
-    given = parser.parse_args()
+    given = parser(
+        (__doc__ or "").partition("\n")[0],
+        changes=10000,
+        kills=(250, "of c, spread over all changes; each makes two or more"),
+        seed=1,
+        folder=Path("outputs/soak"),
+        write=(Path, "the page for the documentation"),
+    ).parse_args()
     os.environ.update(SETTINGS)
-    problems = soak(given.folder, given.changes, given.kills, given.seed, lambda words: print(words, flush=True))
+    problems = soak(given.folder, given.changes, given.kills, given.seed, partial(print, flush=True))
     lines = verdict(given.folder)
     page = report(Done.read(given.folder / "soak.json"), lines, problems, given.changes)
     print(page)

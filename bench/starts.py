@@ -23,16 +23,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
 
+from bench.job import LOOPBACK  # noqa: E402
+from bench.pairs import parser  # noqa: E402
+
 LIMIT_S = 180.0  # for a start on a busy machine
 FIRST, KINDS = ("manager", "loader"), ("ProcessGroupGloo", "ProcessGroupBabyGloo")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=50, help="of processes, two at a time")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--as", dest="role", nargs=2, metavar=("FIRST", "KIND"), help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    flags = parser(__doc__, starts=(50, "of processes, two at a time"), steps=20)
+    flags.add_argument("--as", dest="role", nargs=2, metavar=("FIRST", "KIND"), help=argparse.SUPPRESS)
+    options = flags.parse_args(argv)
     if options.role:
         train(*options.role, options.steps)
         return 0
@@ -45,9 +46,8 @@ def main(argv: Sequence[str]) -> int:
         lighthouse = LighthouseServer("127.0.0.1:0", 2)
         try:
             for text in start_two(first, kind, options.steps, lighthouse.address()):
-                ended[f"{first} first, {kind}: {'ended' if text is None else 'FAILED'}"] += 1
-                if text is not None:
-                    print(text, file=sys.stderr)
+                ended[f"{first} first, {kind}: {'FAILED' if text else 'ended'}"] += 1
+                print(text, end="", file=sys.stderr)
         finally:
             lighthouse.shutdown()
         print(f"{2 * (number + 1)} starts in {time.monotonic() - began_s:.0f} s", flush=True)
@@ -58,29 +58,20 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str | None]:
-    """Two groups, until they end. What the one that failed said; None for one that ended well."""
+def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str]:
+    """Two groups, until they end. What the one that failed said; nothing for one that ended well."""
     command = [sys.executable, __file__, "--steps", str(steps), "--as", first, kind]
-    settings = {"TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2", "OMP_NUM_THREADS": "1"}
-    settings["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **settings, "REPLICA_GROUP_ID": str(group)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for group in range(2)
-    ]
-    found = list[str | None]()
+    env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, env={**env, "REPLICA_GROUP_ID": str(n)}, **pipes) for n in range(2)]
+    found = list[str]()
     for process in processes:
         try:
             text, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             text = process.communicate()[0] + f"\nhas not ended after {LIMIT_S:g} s"
-        found.append(None if process.returncode == 0 else text)
+        found.append(f"{text}\nexit code {process.returncode}\n" if process.returncode else "")
     return found
 
 
@@ -106,16 +97,10 @@ def train(first: str, kind: str, steps: int) -> None:
             replica_id=f"starts_{os.environ['REPLICA_GROUP_ID']}",
         )
 
-    def make_loader() -> Any:
-        return DataLoader(Images(), batch_size=8, num_workers=2, multiprocessing_context="fork")
-
-    if first == "manager":
-        manager, loader = make_manager(), make_loader()
-        batches = iter(loader)
-    else:
-        loader = make_loader()
-        batches = iter(loader)  # the workers are there
-        manager = make_manager()
+    manager = make_manager() if first == "manager" else None
+    loader = DataLoader(Images(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+    batches = iter(loader)  # the workers are there
+    manager = manager or make_manager()
     ddp, optimizer = ft.DistributedDataParallel(manager, model), ft.Optimizer(manager, adam)
     for step in range(steps):
         if step % 3 == 2:

@@ -7,7 +7,7 @@ weights (faster, but small updates are lost); ours always has fp32 master weight
 through all rounds, on the same CPUs and number of threads; the sides take turns. The last lines compare our settings with
 the fastest peer at its best setting, round by round.
 
-A CPU rank of ours has the C library keep freed memory (parallelisms/allocator.py). To give the peers the same:
+A CPU rank of ours has the C library keep freed memory (parallelisms/device.py). To give the peers the same:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
 On a machine that others use too, wall-clock figures with several threads say little, since threads wait for each other:
@@ -23,12 +23,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.pairs import Failed, Worker, in_turns, ratio, table
+from bench.job import ROOT
+from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, spread, table
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
 OURS = "pharos"
 SETTINGS = {
@@ -39,59 +40,43 @@ SETTINGS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _options(argv)
+    flags = parser(
+        __doc__,
+        peer_python=(sys.executable, "interpreter in which the peers are installed"),
+        rounds=(7, "turns of every side"),
+        steps=(3, "steps of a turn"),
+        device="cpu",
+        threads=(len(os.sched_getaffinity(0)), "CPUs and threads of every side"),
+        **SIZES,
+    )
+    flags.add_argument("--sides", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    flags.add_argument("--settings", nargs="+", default=[], help="only these, by their names in the table")
+    flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment of every side")
+    options = flags.parse_args(argv)
     workers, first_steps = _start(options)
     try:
-        in_turns(workers, {"steps": 2}, rounds=1)  # warm-up
-        answers = in_turns(workers, {"steps": options.steps}, rounds=options.rounds)
+        in_turns(asking(workers, do="run", steps=2), 1)  # warm-up
+        answers = in_turns(asking(workers, do="run", steps=options.steps), options.rounds)
     finally:
         for worker in workers:
             worker.close()
-    tokens = options.steps * options.batch * options.seq
-    speeds = {name: [tokens / answer["seconds"] for answer in given] for name, given in answers.items()}
-    cpu = {
-        name: statistics.median(answer["cpu_seconds"] for answer in given) / options.steps
-        for name, given in answers.items()
-    }
-    memory = {name: given[-1]["memory_mib"] for name, given in answers.items()}
-    print(_report(speeds, cpu, memory, first_steps))
+    print(_report(answers, options, first_steps))
     return 0
-
-
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter in which the peers are installed")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every side")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPUs and threads of every side"
-    )
-    parser.add_argument("--sides", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--settings", nargs="+", default=[], help="only these, by their names in the table")
-    parser.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment of every side")
-    for name, size in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
-    return parser.parse_args(argv)
 
 
 def _start(options: argparse.Namespace) -> tuple[list[Worker], dict[str, float]]:
     """The sides that could start, and the seconds of their first step. One after the other, so that none compiles beside another."""
     workers, first_steps = list[Worker](), dict[str, float]()
     cpus = sorted(os.sched_getaffinity(0))[: options.threads]
-    env = {
-        "OMP_NUM_THREADS": str(options.threads),
-        "PYTHONPATH": str(ROOT),
-        **dict(pair.split("=", 1) for pair in options.env),
-    }
+    env = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
+    env |= dict(pair.split("=", 1) for pair in options.env)
     sizes = {name: getattr(options, name) for name in SIZES}
-    chosen = [(side, name) for side in options.sides for name in SETTINGS[side] if name in (options.settings or [name])]
+    chosen = [(one, name) for one in options.sides for name in SETTINGS[one] if name in (options.settings or [name])]
     for side, setting in chosen:
         arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": cpus}
         python = sys.executable if side == OURS else options.peer_python
-        worker = Worker(
-            f"{side} {setting}", [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)], env
-        )
+        command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
+        worker = Worker(f"{side} {setting}", command, env)
         try:
             first_steps[worker.name] = worker.answer()["seconds"]
         except Failed as failure:
@@ -101,32 +86,23 @@ def _start(options: argparse.Namespace) -> tuple[list[Worker], dict[str, float]]
     return workers, first_steps
 
 
-def _report(
-    speeds: dict[str, list[float]], cpu: dict[str, float], memory: dict[str, float], first_steps: dict[str, float]
-) -> str:
+def _report(answers: dict[str, list[Any]], options: argparse.Namespace, first_steps: dict[str, float]) -> str:
     """The table, fastest first, and one line for each of our settings."""
+    tokens = options.steps * options.batch * options.seq
+    speeds = {name: [tokens / answer["seconds"] for answer in given] for name, given in answers.items()}
+    memory = {name: given[-1]["memory_mib"] for name, given in answers.items()}
     median = {name: statistics.median(figures) for name, figures in speeds.items()}
-    header = ("side and setting", "tokens/s", "range", "CPU s/step", "peak MiB", "first step s")
-    rows = [
-        (
-            name,
-            f"{median[name]:,.0f}",
-            f"{min(speeds[name]):,.0f}-{max(speeds[name]):,.0f}",
-            f"{cpu[name]:.2f}",
-            f"{memory[name]:,.0f}",
-            f"{first_steps[name]:.1f}",
-        )
-        for name in sorted(speeds, key=median.__getitem__, reverse=True)
-    ]
+    header, rows = ("side and setting", "tokens/s", "range", "CPU s/step", "peak MiB", "first step s"), []
+    for name in sorted(speeds, key=median.__getitem__, reverse=True):
+        cpu_s = statistics.median(answer["cpu_seconds"] for answer in answers[name]) / options.steps
+        middle, _, between = spread(speeds[name], ",.0f").rstrip(")").partition(" (")
+        rows.append((name, middle, between, f"{cpu_s:.2f}", f"{memory[name]:,.0f}", f"{first_steps[name]:.1f}"))
     lines = [table(header, rows)]
-    peers = [name for name in speeds if not name.startswith(OURS)]
-    if peers:
+    if peers := [name for name in speeds if not name.startswith(OURS)]:
         best = max(peers, key=median.__getitem__)
-        lines += [
-            f"{name} : {best} = {ratio(speeds[name], speeds[best])} tokens/s, {memory[name] / memory[best]:.2f}x peak memory"
-            for name in speeds
-            if name.startswith(OURS)
-        ]
+        for name in [name for name in speeds if name.startswith(OURS)]:
+            less = f"{memory[name] / memory[best]:.2f}x peak memory"
+            lines.append(f"{name} : {best} = {ratio(speeds[name], speeds[best])} tokens/s, {less}")
     return "\n".join(lines)
 
 

@@ -24,6 +24,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from bench.pairs import serve
+
 CHUNK = 2048  # tokens whose logits exist at once, by the word chunked
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
@@ -32,13 +34,8 @@ def our_llama(sizes: dict[str, int]) -> Any:
     """On the meta device."""
     from models.llama import Config, build
 
-    config = Config(
-        dim=sizes["dim"],
-        n_layers=sizes["layers"],
-        n_heads=sizes["heads"],
-        n_kv_heads=sizes["kv_heads"],
-        hidden_dim=sizes["hidden"],
-    )
+    heads = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
+    config = Config(dim=sizes["dim"], n_layers=sizes["layers"], hidden_dim=sizes["hidden"], **heads)
     with torch.device("meta"):
         return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
 
@@ -52,15 +49,15 @@ def pharos(
 ) -> Step:
     """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-    from parallelisms.clip import gradient_norm, scale_gradients
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
-    from parallelisms.layout import CompileConfig, Layout
+    from parallelisms.layout import CompileConfig, Layout, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
-    from parallelisms.precision import Precision
+    from training.config import TrainingConfig
     from training.loss import cross_entropy_sum
-    from training.optimizer import OptimizerConfig, build_optimizer
+    from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, build_optimizer
+    from training.progress import Progress
 
     cleanup.enter_context(process_group(CommConfig()))
     words = setting.split()
@@ -71,10 +68,7 @@ def pharos(
         ActivationCheckpointConfig("selective" if "checkpoint" in words else "none", "op"),
         CompileConfig(enable=bool(backend := _backend(setting)), backend=backend or "inductor"),
         float8,
-        Precision(
-            torch.bfloat16 if "weights" in words else torch.float32,
-            torch.bfloat16 if "bf16" in words else torch.float32,
-        ),
+        Precision(*(torch.bfloat16 if word in words else torch.float32 for word in ("weights", "bf16"))),
         loss_chunk_tokens=_chunk_tokens(words),
     )
     with patch("models.llama.normal_", draw_on_device):
@@ -88,17 +82,16 @@ def pharos(
             device=device,
             seed=0,
         )
-    optimizer = build_optimizer(OptimizerConfig(lr=3e-4), parallel.parts)
+    settings = OptimizerConfig(lr=3e-4)
+    optimizer = build_optimizer(settings, parallel.parts)
     parameters = list(parallel.parts[0].parameters())
     show(parameters)
+    schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
+    optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         parallel.forward_backward(inputs, labels)
-        tokens = labels.numel()
-        norm = gradient_norm(parameters).item() / tokens
-        scale_gradients(parameters, min(1.0, 1.0 / (norm + 1e-6)) / tokens)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer_step.take(0, labels.numel())
 
     return step
 
@@ -135,9 +128,8 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
     with torch.device(device), torch.no_grad():
         model = import_module(f"{llama3}.model").Transformer(arguments)
         model.init_weights()
-    assert model.layers["0"].feed_forward.w1.out_features == sizes["hidden"], (
-        "these sizes cannot be had from torchtitan"
-    )
+    width = model.layers["0"].feed_forward.w1.out_features
+    assert width == sizes["hidden"], "these sizes cannot be had from torchtitan"
     if "checkpoint" in setting:
         from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 
@@ -200,31 +192,35 @@ def _peer_step(
     return step
 
 
+class StepSide:
+    """Answers with the seconds and CPU seconds that so many steps took, and memory and compiled graphs so far."""
+
+    def __init__(self, step: Step, sizes: dict[str, int], device: torch.device) -> None:
+        self.step, self.sizes, self.device = step, sizes, device
+
+    def run(self, steps: int) -> dict[str, float]:
+        shape = (self.sizes["batch"], self.sizes["seq"] + 1)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            tokens = torch.randint(0, self.sizes["vocab"], shape, device=self.device)
+            self.step(tokens[:, :-1], tokens[:, 1:])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(self.device) / 2**20}
+        return {**figures, "graphs": _graphs()}
+
+
 def main(arguments: dict[str, Any], cleanup: ExitStack) -> None:
-    """Answers {"steps": n} with the seconds and CPU seconds that n steps took, and memory and compiled graphs so far."""
     if cpus := arguments["cpus"]:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
     sizes, device = arguments["sizes"], torch.device(arguments["device"])
-    side = {"pharos": pharos, "torchtitan": torchtitan, "transformers": transformers}[arguments["side"]]
-    step = side(sizes, arguments["setting"], device, cleanup)
+    make = {"pharos": pharos, "torchtitan": torchtitan, "transformers": transformers}[arguments["side"]]
+    side = StepSide(make(sizes, arguments["setting"], device, cleanup), sizes, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # weights were made in fp32
-
-    def run(steps: int) -> dict[str, float]:
-        began, began_cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1), device=device)
-            step(tokens[:, :-1], tokens[:, 1:])
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": _peak_bytes(device) / 2**20}
-        return {**figures, "graphs": _graphs()}
-
-    print(json.dumps(run(1)), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line)["steps"])), flush=True)
+    serve(side, side.run(1))
 
 
 def _graphs() -> int:

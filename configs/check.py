@@ -10,7 +10,7 @@ import io
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,13 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import Problems
 from configs.load import section_types
-from parallelisms.device import has_cuda, type_here
+from parallelisms.device import type_here
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from training.data.dataset import open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
-from training.schedule import decay_length
 from training.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -36,85 +35,208 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 20
 
 
-def check(config: Config, *, world_size: int) -> None:
-    """Raises ConfigError with all that is wrong: in sections; if nothing, between them; if nothing, in files."""
-    check_settings(config, world_size=world_size)
-    sections = [getattr(config, name) for name in section_types(type(config))]
-    with_files = [section.check_files for section in sections if hasattr(section, "check_files")]
-    _gather(config, [lambda: _check_model(config, world_size), *with_files])
+def check(config: Config, *, world_size: int, device_type: str | None = None) -> None:
+    """Raises ConfigError with all that is wrong: in sections; if nothing, between them; if nothing, in files. `device_type`: the ranks';
+    None: this machine's."""
+    check_settings(config, world_size=world_size, device_type=device_type)
+    _gather(config, [lambda: _check_model(config, world_size), *_of_sections(config, "check_files")])
 
 
-def check_settings(config: Config, *, world_size: int) -> None:
+def check_settings(config: Config, *, world_size: int, device_type: str | None = None) -> None:
     """The same without the files, which need not be there."""
-    sections = [getattr(config, name) for name in section_types(type(config))]
-    _gather(config, [section.check for section in sections if hasattr(section, "check")])
+    kind = device_type or type_here()
+    _gather(config, _of_sections(config, "check"))
     _gather(
         config,
         [
             lambda: _check_batch(config, world_size),
             lambda: _check_tensor_parallel(config),
-            lambda: _check_sequence(config),
-            lambda: _check_activation_checkpoint(config),
-            lambda: _check_float8(config),
-            lambda: _check_device(config),
+            lambda: _layouts(config, kind),
             lambda: _check_pipeline(config),
-            lambda: _check_schedule(config),
-            lambda: _check_validation(config),
-            lambda: _check_folders(config),
-            lambda: _check_run_folder(config),
-            lambda: _check_fault_tolerance(config),
-            lambda: _check_process_group(config),
-            lambda: _check_meeting(config),
-            lambda: _check_rounds(config),
+            lambda: _schedules(config),
+            lambda: _folders(config),
+            lambda: _check_replica_groups(config, kind),
+            lambda: _rounds(config),
         ],
     )
 
 
-def _gather(config: Config, checks: Iterable[Callable[[], None]]) -> None:
-    """Runs them all and raises what they found, each with the place where its key was written."""
+# A rule of one section or of several: it raises ValueError, or gives every message that it has
+Rule = Callable[[], Iterable[str] | None]
+
+
+def _of_sections(config: Config, name: str) -> list[Rule]:
+    sections = [getattr(config, section) for section in section_types(type(config))]
+    return [getattr(section, name) for section in sections if hasattr(section, name)]
+
+
+def _gather(config: Config, rules: Iterable[Rule]) -> None:
+    """Asks all rules and raises what they found, each with the place where its key was written."""
+
+    def messages(rule: Rule) -> Iterator[str]:
+        try:
+            yield from rule() or ()
+        except ValueError as error:
+            yield str(error)
+
     problems = Problems()
-    for message in filter(None, map(_complaint, checks)):
+    for message in (message for rule in rules for message in messages(rule)):
         problems.add(config.origin.explain(message), line=config.origin.line_of(message))
     problems.raise_any()
 
 
-def _complaint(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except ValueError as error:
-        return str(error)
-    return ""
+def multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` next to `value`, as a message offers them: "8 or 16"."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def _check_batch(config: Config, world_size: int) -> None:
     """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
-    if training.global_batch_size == -1 or training.global_batch_size % at_once == 0:
-        return
-    below = training.global_batch_size // at_once * at_once
-    nearest = f"{below} or {below + at_once}" if below else f"{at_once}"
-    raise ValueError(
-        f"training.global_batch_size = {training.global_batch_size}: must be a multiple of {at_once}: "
-        f"training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
-        f"nearest: {nearest}"
-    )
-
-
-def _check_fault_tolerance(config: Config) -> None:
-    """Refuses streams with replica groups: the ledger names positions, and a stream has none."""
-    if config.fault_tolerance.enable and config.training.dataset == "huggingface":
+    if training.global_batch_size != -1 and training.global_batch_size % at_once:
         raise ValueError(
-            'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
-            'nearest: "files", or fault_tolerance.enable = false'
+            f"training.global_batch_size = {training.global_batch_size}: must be a multiple of {at_once}: "
+            f"training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel rank{'s' * (ranks > 1)}; "
+            f"nearest: {multiples(training.global_batch_size, at_once)}"
         )
 
 
-def _check_process_group(config: Config) -> None:
-    """Checks that the process group sums on the device that gradients lie on."""
-    if config.fault_tolerance.enable:
-        check_offloaded_gradients(config, torch.__version__)
-        config.fault_tolerance.group_kind(gradients_lie_on(config, type_here()))
+def _check_tensor_parallel(config: Config) -> None:
+    """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
+    tp, compile = config.parallelism.tensor_parallel_degree, config.compile
+    if tp > 1:
+        config.model.check_tensor_parallel(tp)
+    if config.parallelism.enable_async_tensor_parallel:
+        compiled = _compiled_blocks(config) and compile.backend == "inductor"
+        reasons = {
+            "parallelism.tensor_parallel_degree = 1 leaves nothing to overlap": tp == 1,
+            "the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor": not compiled,
+            f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; nearest: false")
+
+
+def _compiled_blocks(config: Config) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _layouts(config: Config, device_type: str) -> Iterator[str]:
+    """What the layout asks of the sequence, of other techniques, and of the device."""
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    # Ranks have as many tokens each: of context parallelism in one piece or two, of tensor parallelism in between blocks
+    two_pieces = cp > 1 and parallelism.context_parallel_load_balancer == "headtail"
+    unit = cp * tp * (2 if two_pieces else 1)
+    if seq_len % unit:
+        degrees = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+        sharing = " and ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+        how = ", in a piece from its head and one from its tail" if two_pieces else "" if cp > 1 else " between blocks"
+        yield (
+            f"training.seq_len = {seq_len}: the ranks of {sharing} share it{how}: must be a multiple of {unit}; "
+            f"nearest: {multiples(seq_len, unit)}"
+        )
+    if config.activation_checkpoint.mode == "memory_budget" and not _compiled_blocks(config):
+        yield (
+            'activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, '
+            'compile.components with model; nearest: "selective"'
+        )
+    if config.float8.enable and tp > 1:
+        yield (
+            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} cuts layers in ways that torchao's do not know; "
+            "nearest: false"
+        )
+    if device_type != "cuda" and parallelism.context_parallel_rotate_method == "ring":
+        yield (
+            'parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA '
+            'device here; nearest: "allgather"'
+        )
+    if device_type != "cuda" and config.training.enable_cpu_offload:
+        yield (
+            "training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; "
+            "nearest: false"
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    """Stages, ranks, layers and microbatches fit each other."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return
+    check_pipeline(
+        config.parallelism,
+        layers=list(_meta_model(config, max(1, config.model.vocab_size)).layers),
+        local_batch_size=config.training.local_batch_size,
+        compiled_blocks=_compiled_blocks(config),
+    )
+    if config.activation_checkpoint.mode != "none" and splits_backward(config.parallelism):
+        raise ValueError(
+            f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}": {schedule_of(config.parallelism)} computes the '
+            "backward in two halves, and for the second a block would be computed again for each of its weights; "
+            'nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
+        )
+
+
+def _schedules(config: Config) -> Iterator[str]:
+    """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
+    length = f"lr_scheduler.total_steps = {total}" if schedule.total_steps else f"training.steps = {total}"
+    if warmup > total:
+        yield f"lr_scheduler.warmup_steps = {warmup}: must not exceed {length}; nearest: {total}"
+    elif warmup + decay > total:
+        yield (
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: {decay} steps of decay and lr_scheduler.warmup_steps = {warmup} "
+            f"must not exceed {length}; nearest: {math.floor(10_000 * (total - warmup) / total) / 10_000}"
+        )
+    elif total < steps and schedule.min_lr_factor == 0:
+        yield (
+            f"lr_scheduler.total_steps = {total}: training.steps = {steps} would go on with a learning rate of 0; "
+            f"nearest: {steps}, or 0, or give lr_scheduler.min_lr_factor"
+        )
+    if config.validation.enable and config.training.dataset_held_out == 0:
+        yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
+
+
+def _folders(config: Config) -> Iterator[str]:
+    """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
+    for key, value, nearest in (
+        ("job.dump_folder", config.job.dump_folder, "./outputs"),
+        ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
+        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, ""),
+        ("metrics.save_tb_folder", config.metrics.save_tb_folder, "tb"),
+        ("profiling.save_traces_folder", config.profiling.save_traces_folder, "profile_traces"),
+        ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder, "memory_snapshot"),
+    ):
+        if url := re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value):
+            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else nearest
+            yield (
+                f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
+                f'nearest: "{local}"'
+            )
+    # Nothing is made yet; but a file in the way is the user's
+    there = next((folder for folder in (config.run_folder, *config.run_folder.parents) if folder.exists()), None)
+    if there and not there.is_dir():
+        yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
+
+
+def _check_replica_groups(config: Config, device_type: str) -> Iterator[str]:
+    """Data can be dealt to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
+    if not config.fault_tolerance.enable:
+        return
+    if config.training.dataset == "huggingface":
+        yield (
+            'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
+            'nearest: "files", or fault_tolerance.enable = false'
+        )
+    if config.comm.init_method != "env://":
+        yield (
+            f'comm.init_method = "{config.comm.init_method}": with fault_tolerance.enable = true all groups would meet there; '
+            'nearest: "env://", where each group\'s launcher says its own place'
+        )
+    check_offloaded_gradients(config, torch.__version__)
+    config.fault_tolerance.group_kind(gradients_lie_on(config, device_type))
 
 
 def check_offloaded_gradients(config: Config, version: str) -> None:
@@ -132,21 +254,17 @@ def gradients_lie_on(config: Config, device_type: str) -> str:
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
-def _check_rounds(config: Config) -> None:
+def _rounds(config: Config) -> Iterator[str]:
     """Groups that step by themselves have something to show only when they have agreed."""
-    every, checkpoint, fragments = (
-        config.fault_tolerance.inner_steps,
-        config.checkpoint,
-        config.fault_tolerance.num_fragments,
-    )
-    if fragments > 1:
+    tolerance, checkpoint = config.fault_tolerance, config.checkpoint
+    if tolerance.num_fragments > 1:
         from ft.semi_sync import cut
 
-        cut(list(_meta_model(config, max(1, config.model.vocab_size)).named_parameters()), fragments)
-    if every == 1:
+        cut(list(_meta_model(config, max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
+    if (every := tolerance.inner_steps) == 1:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:
-        raise ValueError(
+        yield (
             f"checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after {every} steps "
             "(fault_tolerance.sync_steps / num_fragments); nearest: false"
         )
@@ -156,168 +274,10 @@ def _check_rounds(config: Config) -> None:
         ("validation.freq", config.validation.freq, config.validation.enable),
     ):
         if matters and steps % every:
-            below = steps // every * every
-            raise ValueError(
+            yield (
                 f"{key} = {steps}: must be a multiple of {every}, the steps between two times that groups agree "
-                f"(fault_tolerance.sync_steps / num_fragments); nearest: {f'{below} or ' if below else ''}{below + every}"
+                f"(fault_tolerance.sync_steps / num_fragments); nearest: {multiples(steps, every)}"
             )
-
-
-def _check_meeting(config: Config) -> None:
-    """Replica groups have the same settings, and one place to meet would make them one group."""
-    if config.fault_tolerance.enable and config.comm.init_method != "env://":
-        raise ValueError(
-            f'comm.init_method = "{config.comm.init_method}": with fault_tolerance.enable = true all groups would meet there; '
-            'nearest: "env://", where each group\'s launcher says its own place'
-        )
-
-
-def _check_tensor_parallel(config: Config) -> None:
-    """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
-    tp = config.parallelism.tensor_parallel_degree
-    if tp > 1:
-        config.model.check_tensor_parallel(tp)
-    if config.parallelism.enable_async_tensor_parallel:
-        _check_async_tensor_parallel(config, tp)
-
-
-def _check_async_tensor_parallel(config: Config, tp: int) -> None:
-
-    compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
-    reasons = {
-        "parallelism.tensor_parallel_degree = 1 leaves nothing to overlap": tp == 1,
-        "the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor": not compiled,
-        f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; nearest: false")
-
-
-def _check_sequence(config: Config) -> None:
-    """Ranks that share a sequence have as many tokens each: of context parallelism in one piece or two, of tensor parallelism in
-    between blocks."""
-    parallelism, seq_len = config.parallelism, config.training.seq_len
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    two_pieces = cp > 1 and parallelism.context_parallel_load_balancer == "headtail"
-    unit = cp * tp * (2 if two_pieces else 1)
-    if seq_len % unit == 0:
-        return
-    degrees = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
-    sharing = " and ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
-    how = ", in a piece from its head and one from its tail" if two_pieces else "" if cp > 1 else " between blocks"
-    below = seq_len // unit * unit
-    raise ValueError(
-        f"training.seq_len = {seq_len}: the ranks of {sharing} share it{how}: must be a multiple of {unit}; "
-        f"nearest: {f'{below} or ' if below else ''}{below + unit}"
-    )
-
-
-def _check_activation_checkpoint(config: Config) -> None:
-    compiled = config.compile.enable and "model" in config.compile.components
-    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
-        raise ValueError(
-            'activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, '
-            'compile.components with model; nearest: "selective"'
-        )
-
-
-def _check_float8(config: Config) -> None:
-    if config.float8.enable and config.parallelism.tensor_parallel_degree > 1:
-        raise ValueError(
-            f"float8.enable = true: parallelism.tensor_parallel_degree = {config.parallelism.tensor_parallel_degree} cuts layers "
-            "in ways that torchao's do not know; nearest: false"
-        )
-
-
-def _check_device(config: Config) -> None:
-    """Refuses settings that are for CUDA alone."""
-    if has_cuda():
-        return
-    if config.parallelism.context_parallel_rotate_method == "ring":
-        raise ValueError(
-            'parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA '
-            'device here; nearest: "allgather"'
-        )
-    if config.training.enable_cpu_offload:
-        raise ValueError(
-            "training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; "
-            "nearest: false"
-        )
-
-
-def _check_pipeline(config: Config) -> None:
-    """Stages, ranks, layers and microbatches fit each other."""
-    if config.parallelism.pipeline_parallel_degree == 1:
-        return
-    check_pipeline(
-        config.parallelism,
-        layers=list(_meta_model(config, max(1, config.model.vocab_size)).layers),
-        local_batch_size=config.training.local_batch_size,
-        compiled_blocks=config.compile.enable and "model" in config.compile.components,
-    )
-    if config.activation_checkpoint.mode != "none" and splits_backward(config.parallelism):
-        raise ValueError(
-            f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}": {schedule_of(config.parallelism)} computes the '
-            "backward in two halves, and for the second a block would be computed again for each of its weights; "
-            'nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
-        )
-
-
-def _check_schedule(config: Config) -> None:
-    """Warm-up and decay fit into the schedule, and the schedule covers the run."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    total = schedule.total_steps or steps
-    length = f"lr_scheduler.total_steps = {total}" if schedule.total_steps else f"training.steps = {total}"
-    if schedule.warmup_steps > total:
-        raise ValueError(
-            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: must not exceed {length}; nearest: {total}"
-        )
-    decay = decay_length(schedule, steps)
-    if schedule.warmup_steps + decay > total:
-        nearest = math.floor(10_000 * (total - schedule.warmup_steps) / total) / 10_000
-        raise ValueError(
-            f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: {decay} steps of decay and "
-            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not exceed {length}; nearest: {nearest}"
-        )
-    if total < steps and schedule.min_lr_factor == 0:
-        raise ValueError(
-            f"lr_scheduler.total_steps = {total}: training.steps = {steps} would go on with a learning rate of 0; "
-            f"nearest: {steps}, or 0, or give lr_scheduler.min_lr_factor"
-        )
-
-
-def _check_validation(config: Config) -> None:
-    if config.validation.enable and config.training.dataset_held_out == 0:
-        raise ValueError(
-            "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
-        )
-
-
-def _check_folders(config: Config) -> None:
-    """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
-    for key, value, nearest in (
-        ("job.dump_folder", config.job.dump_folder, "./outputs"),
-        ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
-        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, ""),
-        ("metrics.save_tb_folder", config.metrics.save_tb_folder, "tb"),
-        ("profiling.save_traces_folder", config.profiling.save_traces_folder, "profile_traces"),
-        ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder, "memory_snapshot"),
-    ):
-        if url := re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value):
-            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else nearest
-            raise ValueError(
-                f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
-                f'nearest: "{local}"'
-            )
-
-
-def _check_run_folder(config: Config) -> None:
-    """Nothing is made yet; but a file in the way is the user's."""
-    for folder in (config.run_folder, *config.run_folder.parents):
-        if folder.exists():
-            if not folder.is_dir():
-                raise ValueError(f'job.dump_folder = "{config.job.dump_folder}": {folder} is a file, not a folder')
-            return
 
 
 def _check_model(config: Config, world_size: int) -> None:
@@ -333,8 +293,9 @@ def _check_model(config: Config, world_size: int) -> None:
     _check_splits(config, tokenizer, vocab_size)
     if config.optimizer.groups:
         check_patterns(config.optimizer, [name for name, _ in _meta_model(config, vocab_size).named_parameters()])
+    # Half as long to import as torch: not for those who do not need them
     if config.parallelism.tensor_parallel_degree > 1:
-        from parallelisms.tensor import check_plan  # half as long to import as torch: not for those who do not need it
+        from parallelisms.tensor import check_plan
 
         check_plan(_meta_model(config, vocab_size), degrees(config.parallelism, world_size))
     if config.parallelism.context_parallel_degree > 1:
@@ -357,7 +318,6 @@ def _check_splits(config: Config, tokenizer: Tokenizer, vocab_size: int) -> None
 
 def _meta_model(config: Config, vocab_size: int) -> Model:
     """Without memory: the meta device is no device."""
-
     from configs.schema import model_module
 
     with torch.device("meta"):

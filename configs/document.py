@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,27 +81,20 @@ def parse(text: str, file: str) -> Document:
     try:
         tables = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise ConfigError(_broken(file, text, str(error))) from None
+        # tomllib's message, its "(at line 3, column 7)" turned into file:line, and the line itself
+        lines = text.split("\n")
+        cause, _, position = str(error).rpartition(" (at ")
+        numbers = re.fullmatch(r"line (\d+), column (\d+)\)", position)
+        number = int(numbers[1]) if numbers else len(lines)
+        shown = lines[number - 1].strip() if number <= len(lines) else ""
+        hint = "; no value" if shown.endswith("=") else "; strings need quotes"
+        said = f"{cause or error}{hint if cause == 'Invalid value' else ''}"
+        raise ConfigError(f"{file}:{number}: not TOML: {said}: {shown[:80] or 'end of file'}") from None
     return Document(file, tables, key_lines(text))
 
 
-def _broken(file: str, text: str, error: str) -> str:
-    """tomllib's message, its "(at line 3, column 7)" turned into file:line, and the line itself."""
-    lines = text.split("\n")
-    cause, _, position = error.rpartition(" (at ")
-    numbers = re.fullmatch(r"line (\d+), column (\d+)\)", position)
-    number = int(numbers.group(1)) if numbers else len(lines)
-    shown = lines[number - 1].strip() if number <= len(lines) else ""
-    hint = ""
-    if cause == "Invalid value":
-        hint = "; no value" if shown.endswith("=") else "; strings need quotes"
-    return f"{file}:{number}: not TOML: {cause or error}{hint}: {shown[:80] or 'end of file'}"
-
-
 def _beside(path: Path) -> str:
-    names = [str(other) for other in path.parent.glob("*.toml")] or [
-        str(other) for other in Path("configs").glob("*.toml")
-    ]
+    names = list(map(str, path.parent.glob("*.toml"))) or list(map(str, Path("configs").glob("*.toml")))
     close = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else _inside(path.parent)
 
@@ -123,6 +117,7 @@ _STRING = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_HEADER = re.compile(r"\[{0,2}")
 _SCALAR = re.compile(r"[^,\]}#\n]+")
 
 
@@ -131,107 +126,67 @@ def key_lines(text: str) -> dict[str, int]:
 
     A key that several statements build up (dotted keys, sub-tables) has the line where it is first named.
     """
-    scanner = _Scanner(text)
-    scanner.document()
-    return scanner.lines
+    at, lines = 0, dict[str, int]()
+    elements = Counter[str]()  # how many [[headers]] an array of tables has had
 
+    def skip(pattern: re.Pattern[str]) -> str:
+        nonlocal at
+        match = pattern.match(text, at)
+        assert match, f"not TOML at line {text.count(chr(10), 0, at) + 1}: {text[at : at + 20]!r}"
+        at = match.end()
+        return match.group()
 
-class _Scanner:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.lines: dict[str, int] = {}
-        self._elements: dict[str, int] = {}  # how many [[headers]] an array of tables has had
+    def note(path: str) -> None:
+        lines.setdefault(path, text.count("\n", 0, at) + 1)
 
-    def document(self) -> None:
-        table = ""
-        while self._skip(_BLANK) and self.at < len(self.text):
-            if self.text.startswith("[[", self.at):
-                table = self._header("[[", "]]")
-            elif self.text[self.at] == "[":
-                table = self._header("[", "]")
-            else:
-                self._pair(table)
-
-    def _header(self, opening: str, closing: str) -> str:
-        line = self._line()
-        self.at += len(opening)
-        path = ""
-        parts = self._key()
-        for i, part in enumerate(parts):
-            path = _join(path, part)
-            if opening == "[[" and i == len(parts) - 1:
-                self._elements[path] = self._elements.get(path, 0) + 1
-            self._note(path, line)
-            if path in self._elements:
-                path = f"{path}[{self._elements[path] - 1}]"
-                self._note(path, line)
-        self.at = self.text.index(closing, self.at) + len(closing)
-        return path
-
-    def _pair(self, table: str) -> None:
-        line = self._line()
-        path = table
-        for part in self._key():
-            path = _join(path, part)
-            self._note(path, line)
-        self.at = self.text.index("=", self.at) + 1
-        self._skip(_SPACE)
-        self._value(path)
-
-    def _key(self) -> list[str]:
-        parts = []
+    def key(path: str, header: str = "") -> str:
+        """Reads a dotted key below `path`, and notes each table on the way."""
+        nonlocal at
         while True:
-            self._skip(_SPACE)
-            parts.append(self._skip(_KEY_PART).group().strip("\"'"))
-            self._skip(_SPACE)
-            if not self.text.startswith(".", self.at):
-                return parts
-            self.at += 1
+            skip(_SPACE)
+            part = skip(_KEY_PART).strip("\"'")
+            path = f"{path}.{part}" if path else part
+            note(path)
+            skip(_SPACE)
+            is_last = text[at] != "."
+            elements[path] += is_last and header == "[["
+            if elements[path]:
+                path = f"{path}[{elements[path] - 1}]"
+                note(path)
+            if is_last:
+                return path
+            at += 1
 
-    def _value(self, path: str) -> None:
-        opening = self.text[self.at]
-        if opening == "[":
-            self._list(path)
-        elif opening == "{":
-            self._table(path)
+    def pair(table: str) -> None:
+        nonlocal at
+        path = key(table)
+        at = text.index("=", at) + 1
+        skip(_SPACE)
+        value(path)
+
+    def value(path: str) -> None:
+        nonlocal at
+        if text[at] not in "[{":
+            skip(_STRING if text[at] in "\"'" else _SCALAR)
+            return
+        closing, index = "]" if text[at] == "[" else "}", 0
+        at += 1
+        while skip(_BLANK) is not None and text[at] != closing:
+            if closing == "}":
+                pair(path)
+            else:
+                note(f"{path}[{index}]")
+                value(f"{path}[{index}]")
+                index += 1
+            skip(_BLANK)
+            at += text[at] == ","
+        at += 1
+
+    table = ""
+    while skip(_BLANK) is not None and at < len(text):
+        if header := skip(_HEADER):
+            table = key("", header)
+            at = text.index("]" * len(header), at) + len(header)
         else:
-            self._skip(_STRING if opening in "\"'" else _SCALAR)
-
-    def _list(self, path: str) -> None:
-        index = 0
-        while self._separator("]"):
-            self._note(f"{path}[{index}]", self._line())
-            self._value(f"{path}[{index}]")
-            index += 1
-
-    def _table(self, path: str) -> None:
-        while self._separator("}"):
-            self._pair(path)
-
-    def _separator(self, closing: str) -> bool:
-        """Steps over the opening bracket or a comma; False once it has stepped over the closing one."""
-        self._skip(_BLANK)
-        if self.text[self.at] != closing:
-            self.at += 1
-            self._skip(_BLANK)
-        if self.text[self.at] != closing:
-            return True
-        self.at += 1
-        return False
-
-    def _skip(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        match = pattern.match(self.text, self.at)
-        assert match, f"not TOML at line {self._line()}: {self.text[self.at : self.at + 20]!r}"
-        self.at = match.end()
-        return match
-
-    def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
-
-    def _note(self, path: str, line: int) -> None:
-        self.lines.setdefault(path, line)
-
-
-def _join(path: str, part: str) -> str:
-    return f"{path}.{part}" if path else part
+            pair(table)
+    return lines

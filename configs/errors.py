@@ -24,71 +24,58 @@ class Problems:
 
     def add(self, text: str, *, line: int | None = None) -> None:
         """Problems without a line (overrides, cross-checks) come after those of the file, in the order found."""
-        self._found.append((sys.maxsize if line is None else line, " ".join(text.split("\n"))))
+        self._found.append((sys.maxsize if line is None else line, text.replace("\n", " ")))
 
     def raise_any(self) -> None:
-        if not self._found:
-            return
         texts = [text for _, text in sorted(self._found, key=lambda found: found[0])]
         if len(texts) > MOST_SHOWN:
             texts[MOST_SHOWN:] = [f"... and {len(texts) - MOST_SHOWN} more"]
-        raise ConfigError("\n".join(texts))
+        if texts:
+            raise ConfigError("\n".join(texts))
 
 
 # ---- the nearest key: typos, the wrong section, names of other trainers
 
 
 # What torchtitan's versions and other trainers call our keys. With a section: that key exactly; without: in any.
-OTHER_NAMES = {
-    "activation_checkpoint.type": "activation_checkpoint.mode",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-    "debug.seed": "training.seed",
-    "experimental.enable_loss_parallel": "parallelism.disable_loss_parallel",
-    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
-    "experimental.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
-    "float8.enable_float8_linear": "float8.enable",
-    "ft.enable": "fault_tolerance.enable",
-    "ft.min_replica_size": "fault_tolerance.min_replica_size",
-    "ft.process_group": "fault_tolerance.process_group",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "metrics.enable_color_printing": "metrics.disable_color_printing",
-    "model.converters": "float8.enable",
-    "model.hf_assets_path": "model.tokenizer_path",
-    "optimizer.betas": "optimizer.beta1",
-    "optimizer.fused": "optimizer.implementation",
-    "parallelism.enable_loss_parallel": "parallelism.disable_loss_parallel",
-    "parallelism.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
-    "training.compile": "compile.enable",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.enable_float8_linear": "float8.enable",
-    "training.enable_loss_parallel": "parallelism.disable_loss_parallel",
-    "batch_size": "training.local_batch_size",
-    "clip_grad": "training.max_norm",
-    "compile": "compile.enable",
-    "context_length": "training.seq_len",
-    "data_path": "training.dataset_path",
-    "grad_clip": "training.max_norm",
-    "gradient_accumulation_steps": "training.global_batch_size",
-    "hidden_size": "model.dim",
-    "intermediate_size": "model.hidden_dim",
-    "learning_rate": "optimizer.lr",
-    "log_interval": "metrics.log_freq",
-    "max_grad_norm": "training.max_norm",
-    "max_iters": "training.steps",
-    "max_seq_len": "training.seq_len",
-    "max_steps": "training.steps",
-    "num_heads": "model.n_heads",
-    "num_kv_heads": "model.n_kv_heads",
-    "num_layers": "model.n_layers",
-    "output_dir": "job.dump_folder",
-    "random_seed": "training.seed",
-    "save_interval": "checkpoint.interval",
-    "sequence_length": "training.seq_len",
-    "tokenizer": "model.tokenizer_path",
-    "warmup": "lr_scheduler.warmup_steps",
+_OTHER_NAMES = {
+    "activation_checkpoint.mode": "activation_checkpoint.type",
+    "checkpoint.enable": "checkpoint.enable_checkpoint",
+    "checkpoint.interval": "save_interval",
+    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
+    "compile.enable": "compile training.compile",
+    "fault_tolerance.enable": "ft.enable",
+    "fault_tolerance.min_replica_size": "ft.min_replica_size",
+    "fault_tolerance.process_group": "ft.process_group",
+    "float8.enable": "float8.enable_float8_linear model.converters training.enable_float8_linear",
+    "job.dump_folder": "output_dir",
+    "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
+    "lr_scheduler.warmup_steps": "warmup",
+    "metrics.disable_color_printing": "metrics.enable_color_printing",
+    "metrics.log_freq": "log_interval",
+    "model.dim": "hidden_size",
+    "model.hidden_dim": "intermediate_size",
+    "model.n_heads": "num_heads",
+    "model.n_kv_heads": "num_kv_heads",
+    "model.n_layers": "num_layers",
+    "model.tokenizer_path": "model.hf_assets_path tokenizer",
+    "optimizer.beta1": "optimizer.betas",
+    "optimizer.implementation": "optimizer.fused",
+    "optimizer.lr": "learning_rate",
+    "parallelism.data_parallel_shard_degree": "training.data_parallel_degree",
+    "parallelism.disable_loss_parallel": "experimental.enable_loss_parallel parallelism.enable_loss_parallel training.enable_loss_parallel",
+    "parallelism.module_fqns_per_model_part": "experimental.pipeline_parallel_split_points parallelism.pipeline_parallel_split_points",
+    "parallelism.pipeline_parallel_microbatch_size": "parallelism.pipeline_parallel_microbatches "
+    "experimental.pipeline_parallel_microbatches",
+    "training.dataset_path": "data_path",
+    "training.global_batch_size": "gradient_accumulation_steps",
+    "training.local_batch_size": "batch_size",
+    "training.max_norm": "clip_grad grad_clip max_grad_norm",
+    "training.seed": "debug.seed random_seed",
+    "training.seq_len": "context_length max_seq_len sequence_length",
+    "training.steps": "max_iters max_steps",
 }
+OTHER_NAMES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 # Keys of torchtitan that have no counterpart by design.
 GONE = {
     "model.flavor": "sizes are spelled out: model.dim, model.n_layers, ...",
@@ -145,8 +132,7 @@ def nearest_key(wrong: str, legal: Sequence[str]) -> str | None:
 
 def nearest_section(wrong: str, sections: Iterable[str]) -> str | None:
     """The section that looks most like this name; None if none does."""
-    close = difflib.get_close_matches(wrong.lower(), sections, n=1, cutoff=0.7)
-    return close[0] if close else None
+    return next(iter(difflib.get_close_matches(wrong.lower(), sections, n=1, cutoff=0.7)), None)
 
 
 def _likeness(a: str, b: str) -> float:

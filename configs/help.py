@@ -41,7 +41,13 @@ def help_text(section: str | None = None, *, sections: Mapping[str, type] | None
         return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"
     name = section.strip("[]").split(".")[0]
     if name not in sections:
-        raise ConfigError(f"--help {section}: no such section{_meant(name, sections)}")
+        near = nearest_section(name, sections)
+        key = nearest_key(f".{name}", [path for other, kind in sections.items() for path, _ in walk(kind, other)])
+        meant = f"did you mean {near}?" if near else f"there are {', '.join(sections)}"
+        if key and not near:
+            own = key.split(".")[0]
+            meant = f"{key} is in [{own}]: --help {own}"
+        raise ConfigError(f"--help {section}: no such section; {meant}")
     return _section_text(name, sections[name]) + "\n"
 
 
@@ -49,12 +55,13 @@ def docs_markdown(*, sections: Mapping[str, type] | None = None) -> str:
     """The text of docs/config.md."""
     parts = [_DOCS_HEAD.strip()]
     for name, kind in (sections or _all_sections()).items():
-        rows = [_row(path, key) for path, key in walk(kind, name)]
-        table = ["| key | default | legal | what it does |", "| --- | --- | --- | --- |", *rows]
-        parts.append(
-            f"## [{name}]\n\n{_sentence(name, kind).removeprefix(f'[{name}]').lstrip(': ').capitalize()}\n\n"
-            + "\n".join(table)
-        )
+        table = ["| key | default | legal | what it does |", "| --- | --- | --- | --- |"]
+        for path, key in walk(kind, name):
+            default = _default(key) if key.default is dataclasses.MISSING else f"`{_default(key)}`"
+            cells = (f"`{path}`", default, key.legal(), key.help)
+            table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        sentence = _sentence(name, kind).removeprefix(f"[{name}]").lstrip(": ").capitalize()
+        parts += [f"## [{name}]", sentence, "\n".join(table)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -62,25 +69,16 @@ def _section_text(name: str, kind: type) -> str:
     lines = [_sentence(name, kind)]
     for path, key in walk(kind, name):
         head = f"  {path.removeprefix(f'{name}.')} = {_default(key)}"
+        # The legal values as far as the default does not show them already
+        limits = "|".join(map(str, key.choices)) or ", ".join(bound.replace(" ", "") for bound in key.bounds)
         lines += textwrap.wrap(
-            f"{key.help} ({_limits(key)})" if _limits(key) else key.help,
+            f"{key.help} ({limits})" if limits else key.help,
             COLUMNS,
             initial_indent=f"{head:{_HELP_AT - 2}}  ",
             subsequent_indent=" " * _HELP_AT,
             break_on_hyphens=False,
         ) or [head]
     return "\n".join(lines)
-
-
-def _limits(key: Key) -> str:
-    """The legal values as far as the default does not show them already, short enough to fit behind the meaning."""
-    return "|".join(map(str, key.choices)) or ", ".join(bound.text.replace(" ", "") for bound in key.bounds)
-
-
-def _row(path: str, key: Key) -> str:
-    default = "(required)" if key.default is dataclasses.MISSING else f"`{_default(key)}`"
-    cells = (f"`{path}`", default, key.legal(), key.help)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _default(key: Key) -> str:
@@ -93,16 +91,6 @@ def _sentence(name: str, kind: type) -> str:
     if doc.startswith(f"[{name}]"):
         return doc
     return f"[{name}]: {doc}" if doc and not doc.startswith(f"{kind.__name__}(") else f"[{name}]"
-
-
-def _meant(name: str, sections: Mapping[str, type]) -> str:
-    near = nearest_section(name, sections)
-    if near is None:
-        key = nearest_key(f".{name}", [path for other, kind in sections.items() for path, _ in walk(kind, other)])
-        near = key.split(".")[0] if key else None
-        if key:
-            return f"; {key} is in [{near}]: --help {near}"
-    return f"; did you mean {near}?" if near else f"; there are {', '.join(sections)}"
 
 
 def _all_sections() -> dict[str, type]:

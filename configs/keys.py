@@ -20,20 +20,9 @@ from typing import Annotated, Any, Literal
 from configs.document import parse
 
 _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "!=": operator.ne}
-_BOUND = re.compile(r"(>=|<=|!=|>|<) *(-?[0-9.]+(?:e-?[0-9]+)?)")
+_BOUND = re.compile(r"(>=|<=|!=|>|<) -?[0-9.]+(e-?[0-9]+)?")
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _PLURALS = {bool: "true or false", int: "integers", float: "numbers", str: "strings"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """One limit of a number, ">= 1"."""
-
-    text: str
-
-    def holds(self, value: float) -> bool:
-        sign, limit = _BOUND.fullmatch(self.text).groups()  # type: ignore[union-attr]
-        return bool(_COMPARE[sign](value, float(limit)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +32,7 @@ class Key:
     name: str
     type: Any
     help: str
-    bounds: tuple[Bound, ...]
+    bounds: tuple[str, ...]  # of a number: (">= 1",)
     default: Any  # dataclasses.MISSING: the key must be given
 
     @property
@@ -70,23 +59,42 @@ class Key:
     def legal(self) -> str:
         """The legal values as a noun phrase: "an integer >= 1", '"fused", "foreach" or "for-loop"'."""
         if self.choices:
-            named = either([f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in self.choices])
+            *others, last = (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in self.choices)
+            named = f"{', '.join(others)} or {last}" if others else last
             return f"a list of {named}" if self.element else named
         plural = _PLURALS.get(self.element, "tables")
         noun = f"a list of {plural}" if self.element else _NOUNS.get(self.type, "a table")
-        return " ".join([noun, " and ".join(bound.text for bound in self.bounds)]).strip()
+        return " ".join([noun, " and ".join(self.bounds)]).strip()
 
-
-def either(names: list[str]) -> str:
-    """a, b or c"""
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    def holds(self, value: float) -> bool:
+        """True within the bounds."""
+        limits = (bound.split(" ") for bound in self.bounds)
+        return all(_COMPARE[sign](value, float(limit)) for sign, limit in limits)
 
 
 @functools.cache
 def keys_of(section: type) -> Mapping[str, Key]:
     """The keys of a section's dataclass, in its order. TypeError: a field that cannot be read from TOML."""
-    hints = typing.get_type_hints(section, include_extras=True)
-    return {field.name: _key(section, field, hints[field.name]) for field in dataclasses.fields(section) if field.init}
+    hints, keys = typing.get_type_hints(section, include_extras=True), {}
+    for field in dataclasses.fields(section):
+        if not field.init:
+            continue
+        kind, notes = hints[field.name], []
+        if typing.get_origin(kind) is Annotated:
+            kind, *notes = typing.get_args(kind)
+        where = f"{section.__module__}.{section.__qualname__}.{field.name}"
+        if not _readable(kind):
+            raise TypeError(f"{where}: {kind} is no type for a config key; configs/keys.py says which are")
+        text, *bounds = [note for note in notes if isinstance(note, str)] or [""]
+        is_number = {kind, *typing.get_args(kind)} & {int, float}
+        for bound in bounds:
+            if not is_number or not _BOUND.fullmatch(bound):
+                raise TypeError(f"{where}: {bound!r} is no bound (>, >=, <, <=, != and a number, on int and float)")
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        keys[field.name] = Key(field.name, kind, text, tuple(bounds), default)
+    return keys
 
 
 def walk(section: type, path: str) -> Iterator[tuple[str, Key]]:
@@ -101,25 +109,6 @@ def walk(section: type, path: str) -> Iterator[tuple[str, Key]]:
             yield from walk(key.row, f"{full}[]")
 
 
-def _key(section: type, field: dataclasses.Field[Any], hint: Any) -> Key:
-    kind, notes = hint, []
-    if typing.get_origin(hint) is Annotated:
-        kind, *notes = typing.get_args(hint)
-    where = f"{section.__module__}.{section.__qualname__}.{field.name}"
-    if not _readable(kind):
-        raise TypeError(f"{where}: {kind} is no type for a config key; configs/keys.py says which are")
-    texts = [note for note in notes if isinstance(note, str)]
-    bounds = tuple(Bound(text) for text in texts[1:])
-    is_number = {kind, *typing.get_args(kind)} & {int, float}
-    for bound in bounds:
-        if not is_number or not _BOUND.fullmatch(bound.text):
-            raise TypeError(f"{where}: {bound.text!r} is no bound (>, >=, <, <=, != and a number, on int and float)")
-    default = field.default
-    if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    return Key(field.name, kind, texts[0] if texts else "", bounds, default)
-
-
 def _dataclass(kind: Any) -> type | None:
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
@@ -127,14 +116,9 @@ def _dataclass(kind: Any) -> type | None:
 def _readable(kind: Any) -> bool:
     if kind in _NOUNS or _dataclass(kind) or typing.get_origin(kind) is Literal:
         return True
-    inner = typing.get_args(kind)
-    return (
-        typing.get_origin(kind) is tuple
-        and len(inner) == 2
-        and inner[1] is Ellipsis
-        and typing.get_origin(inner[0]) is not tuple
-        and _readable(inner[0])
-    )
+    inner, *rest = typing.get_args(kind) or (None,)
+    is_list = typing.get_origin(kind) is tuple and rest == [Ellipsis]
+    return is_list and typing.get_origin(inner) is not tuple and _readable(inner)
 
 
 # ---- values: conversion and text
@@ -142,14 +126,8 @@ def _readable(kind: Any) -> bool:
 
 _INT_LIMIT = 1 << 63  # TOML's, and what fits into a tensor
 _MEANT_AS_BOOL = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
@@ -164,7 +142,7 @@ def convert(key: Key, value: Any) -> Any:
     legal = key.legal()
     if isinstance(value, float) and not math.isfinite(value):
         legal = legal.replace("a number", "a finite number")
-    if type(value) is key.type and any(bound.text.startswith("!=") for bound in key.bounds):
+    if type(value) is key.type and any(bound.startswith("!=") for bound in key.bounds):
         legal += f" ({key.help})"  # why one number in the middle is refused is not obvious
     nearest = _nearest(key, value)
     raise ValueError(f"must be {legal}" + ("" if nearest is None else f"; did you mean {to_text(nearest)}?"))
@@ -189,7 +167,9 @@ def to_text(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)  # repr of a float is the shortest text that reads back to the same bits, and legal TOML
     if isinstance(value, str):
-        return '"' + "".join(_escaped(letter) for letter in value) + '"'
+        escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n"}
+        written = (escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04X}") for c in value)
+        return f'"{"".join(written)}"'
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(to_text(item) for item in value) + "]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -197,14 +177,6 @@ def to_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {to_text(item)}" for name, item in value.items()) + "}"
     return str(value)  # dates: TOML has them, no key takes them, and an error message still has to name them
-
-
-def _escaped(letter: str) -> str:
-    if letter in '"\\':
-        return "\\" + letter
-    if letter == "\n":
-        return "\\n"
-    return letter if letter >= " " and letter != "\x7f" else f"\\u{ord(letter):04X}"
 
 
 def _accepted(key: Key, value: Any) -> Any:
@@ -222,16 +194,16 @@ def _accepted(key: Key, value: Any) -> Any:
     if type(value) is not key.type:
         return None
     if isinstance(value, str):
-        return value if _is_text(value) else None
-    return value if math.isfinite(value) and all(bound.holds(value) for bound in key.bounds) else None
+        # No lone surrogates, which the command line can bring in and no UTF-8 file can hold
+        return None if re.search("[\ud800-\udfff]", value) else value
+    return value if math.isfinite(value) and key.holds(value) else None
 
 
 def _nearest(key: Key, value: Any) -> Any:
     """A legal value that the user may have meant by an illegal one, or None."""
     if key.element:
-        alone = (
-            None if isinstance(value, (list, dict)) else _accepted(dataclasses.replace(key, type=key.element), value)
-        )
+        one = dataclasses.replace(key, type=key.element)
+        alone = None if isinstance(value, (list, dict)) else _accepted(one, value)
         return None if alone is None else [alone]
     said = value if isinstance(value, str) else to_text(value)
     if key.choices:
@@ -249,7 +221,7 @@ def _nearest(key: Key, value: Any) -> Any:
         if not number.is_integer():
             return None
         number = int(number)
-    return number if type(value) is not type(number) and all(bound.holds(number) for bound in key.bounds) else None
+    return number if type(value) is not type(number) and key.holds(number) else None
 
 
 def _float_or_text(text: str) -> float | str:
@@ -257,12 +229,3 @@ def _float_or_text(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _is_text(value: str) -> bool:
-    """False for lone surrogates, which the command line can bring in and no UTF-8 file can hold."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

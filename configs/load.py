@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,9 @@ from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 if TYPE_CHECKING:
     from configs.schema import Config
 
-
-import re
-from dataclasses import dataclass
+_OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
+USAGE = "CONFIG.toml, then overrides: --section.key value"
+Overrides = Mapping[str, str | None]  # as typed. None: no value was given, which means true to a flag
 
 
 def load(argv: Sequence[str]) -> Config:
@@ -31,11 +32,13 @@ def load(argv: Sequence[str]) -> Config:
     from configs import schema  # brings torch with it, two seconds: not before the file has been read
 
     sections = section_types(schema.Config)
-    name = _model_name(sections, written, given)
+    # model.name decides the class of [model]; a value of a wrong type is told later
+    default, table = keys_of(sections["model"])["name"].default, written.tables.get("model")
+    name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
     try:
-        sections["model"] = schema.model_module(name).Config
+        sections["model"] = schema.model_module(name if isinstance(name, str) else default).Config
     except ValueError as error:
-        raise ConfigError(Origin(file, written.lines, frozenset(o.key for o in given)).explain(str(error))) from None
+        raise ConfigError(Origin(file, written.lines, frozenset(given)).explain(str(error))) from None
     values, origin = build(sections, written, given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
@@ -47,24 +50,17 @@ def section_types(root: type) -> dict[str, type]:
     return {name: key.type for name, key in keys_of(root).items() if key.type is not Origin}
 
 
-def build(sections: Mapping[str, type], written: Document, given: Sequence[Override]) -> tuple[dict[str, Any], Origin]:
+def build(sections: Mapping[str, type], written: Document, given: Overrides) -> tuple[dict[str, Any], Origin]:
     """One instance per section, and where their values came from. Raises ConfigError."""
     reader = _Reader(sections, written)
     reader.override(given)
-    values = reader.document()
+    for name, table in reader.tables.items():
+        if name not in sections:
+            reader.unknown_section(name, table)
+    # Sections that are not in the file have their defaults
+    values = {name: reader.table(kind, reader.tables.get(name, {}), name) for name, kind in sections.items()}
     reader.problems.raise_any()
     return values, reader.origin
-
-
-def _model_name(sections: Mapping[str, type], written: Document, given: Sequence[Override]) -> str:
-    """model.name, which decides the class of [model]; a value of a wrong type is told later."""
-    default = keys_of(sections["model"])["name"].default
-    table = written.tables.get("model")
-    named = table.get("name", default) if isinstance(table, Mapping) else default
-    for override in given:
-        if override.key == "model.name":
-            named = override.text
-    return named if isinstance(named, str) else default
 
 
 class _Reader:
@@ -77,36 +73,27 @@ class _Reader:
         self.problems = Problems()
         self.legal = [path for name, section in sections.items() for path, _ in walk(section, name)]
 
-    def override(self, given: Sequence[Override]) -> None:
+    def override(self, given: Overrides) -> None:
         """Puts the overrides into the tables, so that one path checks both."""
-        for override in given:
-            key = self._find(override.key)
+        for path, text in given.items():
+            section, *names = path.split(".")
+            kind, key = self.sections.get(section), None
+            for name in names:
+                key = keys_of(kind).get(name) if kind else None
+                kind = key.table if key else None
             if key is None:
-                self.problems.add(f"--{override.key}: {self._unknown(override.key)}")
+                self.problems.add(f"--{path}: {self._unknown(path)}")
                 continue
-            value = from_text(key, override.text) if override.text is not None else True
-            if override.text is None and key.type is not bool:
+            if text is None and key.type is not bool:
                 example = "VALUE" if key.default is dataclasses.MISSING else to_text(key.default)
-                self.problems.add(
-                    f"--{override.key}: no value, as in --{override.key}={example}; it takes {key.legal()}"
-                )
+                self.problems.add(f"--{path}: no value, as in --{path}={example}; it takes {key.legal()}")
                 continue
-            *tables, name = override.key.split(".")
-            table = self.tables
-            for part in tables:
-                table = table.setdefault(part, {})
-                if not isinstance(table, dict):
-                    break  # the file has a value where a table belongs: told when that is read
-            else:
-                table[name] = value
-                self.origin = dataclasses.replace(self.origin, overrides=self.origin.overrides | {override.key})
-
-    def document(self) -> dict[str, Any]:
-        """All sections; those that are not in the file have their defaults."""
-        for name, table in self.tables.items():
-            if name not in self.sections:
-                self._unknown_section(name, table)
-        return {name: self.table(section, self.tables.get(name, {}), name) for name, section in self.sections.items()}
+            table: Any = self.tables
+            for part in (section, *names[:-1]):
+                table = table.setdefault(part, {}) if isinstance(table, dict) else None
+            if isinstance(table, dict):  # else the file has a value where a table belongs: told when that is read
+                table[names[-1]] = True if text is None else from_text(key, text)
+                self.origin = dataclasses.replace(self.origin, overrides=self.origin.overrides | {path})
 
     def table(self, section: type, table: Any, path: str) -> Any:
         """One instance of a section (or nested table), or None after a problem."""
@@ -131,19 +118,11 @@ class _Reader:
         try:
             return convert(key, value)
         except ValueError as error:
-            self._add(path, f" = {_short(value)}: {error}")
+            text = to_text(value)
+            self._add(path, f" = {text if len(text) <= 60 else text[:57] + '...'}: {error}")
             return None
 
-    def _find(self, path: str) -> Key | None:
-        """The key that an override names."""
-        section, *names = path.split(".")
-        table, key = self.sections.get(section), None
-        for name in names:
-            key = keys_of(table).get(name) if table else None
-            table = key.table if key else None
-        return key
-
-    def _unknown_section(self, name: str, table: Any) -> None:
+    def unknown_section(self, name: str, table: Any) -> None:
         near = nearest_section(name, self.sections)
         if not isinstance(table, dict):
             found = nearest_key(f".{name}", self.legal)
@@ -166,35 +145,18 @@ class _Reader:
         self.problems.add(place + text, line=None if place.startswith("--") else self.origin.lines.get(path))
 
 
-def _short(value: Any) -> str:
-    text = to_text(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
+    """The config file and its overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag alone for true.
 
-
-# ---- overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag alone for true
-
-
-_OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
-USAGE = "CONFIG.toml, then overrides: --section.key value"
-
-
-@dataclass(frozen=True)
-class Override:
-    """One override as typed. `text` None: no value was given, which means true to a flag."""
-
-    key: str
-    text: str | None
-
-
-def parse_argv(argv: Sequence[str]) -> tuple[str, list[Override]]:
-    """The config file and its overrides. Raises ConfigError for what is neither, and for a key given twice."""
+    Raises ConfigError for what is neither, and for a key given twice.
+    """
     if not argv:
         raise ConfigError(f"no config file; wanted {USAGE}")
     path, *rest = argv
     if path.startswith("-"):
         raise ConfigError(f"{path}: the config file comes first; wanted {USAGE}")
     problems = Problems()
-    found: dict[str, Override] = {}
+    found: dict[str, str | None] = {}
     while rest:
         word = rest.pop(0)
         option = _OPTION.fullmatch(word)
@@ -205,11 +167,8 @@ def parse_argv(argv: Sequence[str]) -> tuple[str, list[Override]]:
         if text is None and rest and not rest[0].startswith("--"):
             text = rest.pop(0)
         if key in found:
-            problems.add(f"--{key}: given twice, {_said(found[key].text)} and {_said(text)}; keep one")
-        found[key] = Override(key, text)
+            first, second = ("without a value" if said is None else said for said in (found[key], text))
+            problems.add(f"--{key}: given twice, {first} and {second}; keep one")
+        found[key] = text
     problems.raise_any()
-    return path, list(found.values())
-
-
-def _said(text: str | None) -> str:
-    return "without a value" if text is None else text
+    return path, found

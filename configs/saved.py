@@ -47,14 +47,39 @@ _MAY_CHANGE = (
     "optimizer.implementation",  # another kernel, the same rule
     "lr_scheduler.total_steps",  # grows with training.steps
 )
+# May change between two starts, but not from group to group
+_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")
+# Each machine's; and what ft/start.py tells the others as the number it comes to.
+_OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
 def to_toml(config: Config) -> str:
     """Every setting, defaults included, as TOML that loads back as an equal Config."""
-    parts = []
-    for name in section_types(type(config)):
-        parts += _tables(name, getattr(config, name))
-    return "\n".join(parts)
+
+    def tables(path: str, section: Any) -> Iterator[str]:
+        """[path] with its keys, then its nested tables. Lists of tables are written in line, which no order can break."""
+        kind: type = type(section)
+        values = [(key, getattr(section, key.name)) for key in keys_of(kind).values()]
+        own = (f"{key.name} = {to_text(value)}\n" for key, value in values if not key.table)
+        yield f"[{path}]\n" + "".join(own)
+        for key, value in values:
+            if key.table:
+                yield from tables(f"{path}.{key.name}", value)
+
+    return "\n".join(table for name in section_types(type(config)) for table in tables(name, getattr(config, name)))
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Every setting by its whole key, as the saved file has it."""
+    return dict(_flattened(document.parse(to_toml(config), FILE_NAME).tables))
+
+
+def _flattened(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
@@ -69,20 +94,11 @@ def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
         replace_file(path, content)
 
 
-_LAYOUT = (
-    "parallelism.",
-    "fault_tolerance.",
-    "training.steps",
-)  # may change between two starts, but not from group to group
-# Each machine's; and what ft/start.py tells the others as the number it comes to.
-_OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
-
-
 def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
     """Settings that all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(to_text(value).encode()).hexdigest()[:16])
-        for key, value in _flat(document.parse(to_toml(config), FILE_NAME).tables)
+        for key, value in _flat(config).items()
         if _matters(key, config) or (key.startswith(_LAYOUT) and key not in _OWN)
     )
 
@@ -110,26 +126,24 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
 
 def _differences(config: Config, before: Document, world_size: int | None) -> Iterator[tuple[str, str, str]]:
     """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
-    saved = dict(_flat(before.tables))
-    now = dict(_flat(document.parse(to_toml(config), FILE_NAME).tables))
+    saved, now = dict(_flattened(before.tables)), _flat(config)
     other_model = saved.get("model.name", config.model.name) != config.model.name
-    defaults = type(config)(model=type(config.model)())
-    old = {**dict(_flat(document.parse(to_toml(defaults), FILE_NAME).tables)), **saved}
-    batch, left_to_ranks = old[BATCH], config.training.global_batch_size == -1
-    if left_to_ranks and batch != -1:  # what it came to when the run began; how it is cut may change
+    old = {**_flat(type(config)(model=type(config.model)())), **saved}
+    batch = old[BATCH]
+    if (
+        config.training.global_batch_size == -1 and batch != -1
+    ):  # what it came to when the run began; how it is cut may change
         for key in (BATCH, "training.local_batch_size"):
             now.pop(key)
             saved.pop(key, None)
-        if world_size is not None and (came_to := _batch(config, world_size)) != batch:
-            training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
-            yield (
-                BATCH,
-                f"{batch} sequences of a step",
-                (
-                    f"-1, which is {came_to}: training.local_batch_size = {training.local_batch_size} on {ranks} data-parallel "
-                    f"rank{'s' * (ranks > 1)}; nearest: --{BATCH}={batch} goes on with the same step on these ranks"
-                ),
+        sequences = config.training.local_batch_size
+        ranks = degrees(config.parallelism, world_size).data_parallel if world_size else 0
+        if world_size and sequences * ranks != batch:
+            came_to = (
+                f"-1, which is {sequences * ranks}: training.local_batch_size = {sequences} on {ranks} data-parallel "
+                f"rank{'s' * (ranks > 1)}; nearest: --{BATCH}={batch} goes on with the same step on these ranks"
             )
+            yield BATCH, f"{batch} sequences of a step", came_to
     for key in {**now, **saved}:
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
             continue
@@ -139,34 +153,8 @@ def _differences(config: Config, before: Document, world_size: int | None) -> It
             yield key, to_text(old[key]), to_text(now[key])
 
 
-def _batch(config: Config, world_size: int) -> int:
-    """Sequences of a step where the ranks make it."""
-    return config.training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
-
-
 def _matters(key: str, config: Config) -> bool:
     if key == "training.local_batch_size":
         # -1: it says how many sequences a step has; otherwise only how they are cut.
         return config.training.global_batch_size == -1
     return key.startswith(_IDENTITY) and key not in _MAY_CHANGE
-
-
-def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
-
-
-def _tables(path: str, section: Any) -> list[str]:
-    """[path] with its keys, then its nested tables. Lists of tables are written in line, which no order can break."""
-    lines, nested = [f"[{path}]"], []
-    kind: type = type(section)
-    for key in keys_of(kind).values():
-        value = getattr(section, key.name)
-        if key.table:
-            nested += _tables(f"{path}.{key.name}", value)
-        else:
-            lines.append(f"{key.name} = {to_text(value)}")
-    return ["\n".join(lines) + "\n", *nested]

@@ -16,17 +16,15 @@ from models.contract import ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.float8 import Float8Config
-from parallelisms.layout import CompileConfig, Layout
+from parallelisms.layout import CompileConfig, Layout, Precision
 from parallelisms.mesh import ParallelismConfig
-from parallelisms.precision import Precision
 from training.checkpoint import CheckpointConfig
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
 from training.metrics import MetricsConfig
-from training.optimizer import OptimizerConfig
+from training.optimizer import LRSchedulerConfig, OptimizerConfig
 from training.profiling import ProfilingConfig
 from training.sampling import SampleConfig
-from training.schedule import LRSchedulerConfig
 from training.validation import ValidationConfig
 
 

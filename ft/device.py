@@ -1,7 +1,7 @@
 """Device-dependent choices of ft/, which knows no other package: which devices queue their work on streams, where the host reads from one,
 and threads that may touch one. training/ takes it, too.
 
-What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py, baby_worker.py), NCCL
+What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py), NCCL
 (process_groups/nccl.py).
 """
 
@@ -24,8 +24,7 @@ def streams_of(device: torch.device) -> Any:
 
 
 def on_host(values: Tensor) -> Tensor:
-    """`values` in host memory, once the device has computed them. Every wait of a step for a device's values is a call of this, by whom
-    tests/dryrun counts it."""
+    """`values` in host memory, once the device has computed them."""
     return values.cpu()
 
 

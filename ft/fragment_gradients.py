@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ft.buckets import BUCKET_BYTES
 from ft.gradients import Gradients
-from ft.process_groups.generation import GroupWork
+from ft.process_groups.base import GroupWork
 from ft.quantized import Feedback
 
 
@@ -76,8 +76,8 @@ class FragmentGradients(Gradients):
     def give_up(self) -> Callable[[], None]:
         return self._turn.give_up()
 
-    def deliver(self) -> None:
-        self._turn.deliver()
+    def deliver(self, held: int | None = None) -> None:
+        (self._turn if held is None else self._holders.pop(held)).deliver(held)
 
     @property
     def can_repeat(self) -> bool:
@@ -93,9 +93,6 @@ class FragmentGradients(Gradients):
     def hold(self, step: int) -> None:
         self._holders[step] = self._turn
         self._turn.hold(step)
-
-    def deliver_held(self, step: int) -> None:
-        self._holders.pop(step).deliver_held(step)
 
     def drop_held(self) -> None:
         self._holders.clear()

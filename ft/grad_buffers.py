@@ -9,42 +9,34 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ft.buckets import Bucket, BucketLayout, Kind
+from ft.buckets import BucketLayout, Kind
 from ft.process_groups import shared as shared_memory
 
-READY = (
-    2  # sets that are kept; more are made while one is still with an abandoned group, or holds sums of a step to come
-)
+READY = 2  # sets that are kept; more while one is still with an abandoned group, or holds sums of a step to come
 
 
 class GradBuffers:
-    """One set. `sums` and `gradients`, by parameter: where its sum goes, and the same memory as its `.grad` (a DTensor around it if the
-    parameter is one); none for those that are reduced in place."""
+    """One set. `buckets`: each bucket's memory, the last one's with room for the whole tail. `sums` and `gradients`, by number: where its
+    sum goes, and the same memory as its `.grad` (a DTensor around it if the parameter is one); none for those that are reduced in place."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
-        self._flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
+        flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
+        *most, last = layout.buckets
+        self.buckets = [flat[bucket.kind][bucket.start : bucket.stop] for bucket in most] + [
+            flat[last.kind][last.start :]
+        ]
+        self.addresses = {memory.untyped_storage().data_ptr() for memory in flat.values()} - {0}
         self.sums: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         for index, start in layout.starts.items():
             local = local_of(parameters[index].detach())
-            flat = self._flat[local.dtype, local.device]
-            self.sums[index] = flat[start : start + local.numel()].view(local.shape)
+            self.sums[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
             self.gradients[index] = like(parameters[index], self.sums[index])
-
-    def of(self, bucket: Bucket, more: int = 0) -> Tensor:
-        """Its piece of the memory; `more` elements of tail."""
-        return self._flat[bucket.kind][bucket.start : bucket.stop + more]
-
-    def hold_any_of(self, gradients: Iterable[Tensor | None]) -> bool:
-        """True when one of them lies here."""
-        mine = {flat.untyped_storage().data_ptr() for flat in self._flat.values()} - {0}
-        return any(g is not None and local_of(g).untyped_storage().data_ptr() in mine for g in gradients)
 
 
 class BufferPool:
@@ -56,13 +48,21 @@ class BufferPool:
         self._free = deque(self._make() for _ in range(READY))
         self._made = READY
 
-    def take(self) -> GradBuffers:
-        """The one that was given back first; a new one if all are out."""
+    def take(
+        self, delivered: GradBuffers | None, gradients: Iterable[Tensor | None]
+    ) -> tuple[GradBuffers, GradBuffers | None]:
+        """The set that was given back first; a new one if all are out. Before that `delivered` is given back, unless one of `gradients`
+        lies there: then it is returned, too."""
+        if delivered is not None:
+            used = {local_of(g).untyped_storage().data_ptr() for g in gradients if g is not None}
+            if used.isdisjoint(delivered.addresses):
+                self.give(delivered)
+                delivered = None
         with self._lock:
             if self._free:
-                return self._free.popleft()
+                return self._free.popleft(), delivered
             self._made += 1
-        return self._make()
+        return self._make(), delivered
 
     def give(self, scratch: GradBuffers) -> None:
         with self._lock:
@@ -128,10 +128,5 @@ def like(parameter: Any, local: Tensor) -> Tensor:
             parameter.placements,
             run_check=False,
             shape=parameter.shape,
-            stride=_strides(parameter.shape),
+            stride=shared_memory.strides(parameter.shape),
         )
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of that shape."""
-    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, BucketLayout, lay_out
 from ft.device import on_host, streams_of
 from ft.grad_buffers import BufferPool, Buffers, GradBuffers, like, local_of
-from ft.process_groups.generation import GroupWork
+from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 from ft.user_sums import ManagedAllreduce
 
@@ -61,10 +61,9 @@ class _Attempt:
     participants: int
     contributes: bool
     scratch: GradBuffers
-    layout: BucketLayout
-    ready: set[int] = field(default_factory=set)  # parameters whose hooks have been called
-    missing: list[int] = field(default_factory=list)  # by bucket: how many have not
-    copied: set[int] = field(default_factory=set)  # parameters whose gradients are in their buckets
+    missing: list[int]  # by bucket: gradients whose hooks have not been called
+    ready: set[int] = field(default_factory=set)  # gradients whose hooks have been called
+    copied: set[int] = field(default_factory=set)  # gradients that are in their buckets
     in_place: dict[int, Tensor] = field(default_factory=dict)  # what is reduced where it is
     streams: set[Any] = field(default_factory=set)  # of the device, that gradients came on
     sent: int = 0  # buckets; they go in order
@@ -74,10 +73,17 @@ class _Attempt:
     users: list[ManagedAllreduce] = field(default_factory=list)  # only of an attempt that is held
     queue: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
 
-    def end(self) -> None:
-        """Nothing more is sent."""
-        if self.queue is not None:
-            self.queue.close()
+
+@dataclass
+class _StepState:
+    """What all attempts of one step share."""
+
+    kept: dict[int, Tensor] = field(default_factory=dict)  # gradients, by number
+    is_kept: bool = False  # they are all there: a launch had them
+    is_lost: bool = False  # an attempt has used them up
+    after_last_pass: bool = False
+    problem: str = ""  # that a hook saw
+    users: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
 
 
 class Gradients:
@@ -110,14 +116,10 @@ class Gradients:
         self._frozen: list[nn.Parameter] = []  # attached with them, and not trained
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
-        self._buffers = Buffers(shared=shared)
+        self._buffers: Buffers | None = None  # for tensors of users, once there are any
         self._attempt: _Attempt | None = None
-        self._kept: dict[int, Tensor] = {}  # gradients of the step that is tried, by number
-        self._is_kept = False  # they are all there: a launch had them
-        self._is_lost = False  # an attempt has used them up
-        self._in_last_pass = self._after_last_pass = False
-        self._problem = ""  # that a hook saw
-        self._users: list[ManagedAllreduce] = []  # in the order they were handed over
+        self._step = _StepState()
+        self._in_last_pass = False
         self._delivered: GradBuffers | None = None  # may be in .grad
         self._held: dict[int, _Attempt] = {}
 
@@ -165,10 +167,15 @@ class Gradients:
 
     def close(self) -> None:
         """Takes the hooks away. Nothing is sent any more."""
-        if self._attempt is not None:
-            self._attempt.end()
+        if self._attempt is not None and self._attempt.queue is not None:
+            self._attempt.queue.close()
         while self._hooks:
             self._hooks.pop().remove()
+
+    @property
+    def is_attached(self) -> bool:
+        """True from `attach` to `close`: parameters hold this object, and its buffers."""
+        return bool(self._hooks)
 
     # ------------------------------------------------------------------------------------------------ an attempt
 
@@ -180,27 +187,24 @@ class Gradients:
             if self._attempt is not None:
                 assert self._attempt.complete, "an attempt that has not ended is given up first"
                 self.give_up()()
-            in_use = (*(parameter.grad for parameter in self._parameters), *self._kept.values())
-            if self._delivered is not None and not self._delivered.hold_any_of(in_use):
-                self._sets.give(self._delivered)
-                self._delivered = None
-            self._attempt = attempt = _Attempt(group, participants, contributes, self._sets.take(), self._layout)
-            attempt.missing = [len(bucket.members) for bucket in self._layout.buckets]
+            in_use = (*(parameter.grad for parameter in self._parameters), *self._step.kept.values())
+            scratch, self._delivered = self._sets.take(self._delivered, in_use)
+            missing = [len(bucket.members) for bucket in self._layout.buckets]
+            self._attempt = _Attempt(group, participants, contributes, scratch, missing)
 
     def begin(self, places: Sequence[int] = (0,)) -> None:
         """Before the backwards of this attempt, if some came before it: their gradients are added to those that are kept. `places`: of the
         slots that they are for, in the step's order of slots, where slots are apart."""
-        attempt = self._attempt
+        attempt, step = self._attempt, self._step
         assert attempt is not None, "open comes first"
-        self._after_last_pass = False
+        step.after_last_pass = step.is_kept = False
         if self._apart:
             awaited = {index for place in places for index in self._of(place)}
-            attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in attempt.layout.buckets]
-            self._is_kept = False
+            attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in self._layout.buckets]
             return
-        for index, local in self._kept.items():  # autograd goes on from there
+        for index, local in step.kept.items():  # autograd goes on from there
             self._parameters[index].grad = like(self._parameters[index], local)
-        self._kept, self._is_kept = {}, False
+        step.kept = {}
 
     @contextmanager
     def last_pass(self, place: int = 0) -> Iterator[None]:
@@ -218,14 +222,14 @@ class Gradients:
                 if attempt.contributes:
                     self._copy(attempt, self._of(place))
                 self._drop_gradients()
-        self._after_last_pass = True
+        self._step.after_last_pass = True
 
     def send(self) -> None:
         """The gradients are complete, what the tail is to say is not: all goes but the last bucket."""
         with self._lock:
             attempt = self._attempt
             assert attempt is not None, "open comes first"
-            self._after_last_pass = True
+            self._step.after_last_pass = True
             self._send_all_but_last(attempt, zeros=not attempt.contributes)
 
     def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
@@ -233,38 +237,40 @@ class Gradients:
         zeros: so do all; what has gone is gone, and the tail is to say that it does not count. Returns at once. Raises RuntimeError for
         gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
-            attempt = self._attempt
+            attempt, step = self._attempt, self._step
             assert attempt is not None, "open comes first"
-            if self._problem:
-                raise RuntimeError(self._problem)
-            if thawed := [parameter for parameter in self._frozen if parameter.requires_grad]:
-                shape = tuple(thawed[0].shape)
-                raise RuntimeError(
-                    f"a parameter of shape {shape} is trained by now, and was not when it was attached: groups would drift"
-                )
-            zeros = zeros or not attempt.contributes
-            if self._is_lost and not zeros:
-                raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
-            for user in self._users:
-                self._send_user(attempt, user, after_buckets=False)
-            self._send_all_but_last(attempt, zeros=zeros)
-            for user in self._users:
-                self._send_user(attempt, user, after_buckets=True)
             assert attempt.tail is None, "an attempt is launched once"
+            if step.problem:
+                raise RuntimeError(step.problem)
             if len(tail) > TAIL_ELEMENTS:
                 raise RuntimeError(f"a tail of {len(tail)} numbers: at most {TAIL_ELEMENTS}")
-            bucket = attempt.layout.buckets[-1]
-            last = attempt.scratch.of(bucket, more=len(tail))
+            for parameter in self._frozen:
+                if parameter.requires_grad:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} is trained by now, and was not when it was attached: "
+                        "groups would drift"
+                    )
+            zeros = zeros or not attempt.contributes
+            if step.is_lost and not zeros:
+                raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
+            for user in step.users:
+                self._send_user(attempt, user, after_buckets=False)
+            self._send_all_but_last(attempt, zeros=zeros)
+            for user in step.users:
+                self._send_user(attempt, user, after_buckets=True)
+            bucket = self._layout.buckets[-1]
+            start = bucket.stop - bucket.start  # of the tail
+            last = attempt.scratch.buckets[-1][: start + len(tail)]
             if zeros:
                 last.zero_()
             elif not attempt.copied.issuperset(bucket.members):
                 self._copy(attempt, bucket.members)
-            if self._problem:  # of what was sent just now
-                raise RuntimeError(self._problem)
-            attempt.tail = last[bucket.stop - bucket.start :]
+            if step.problem:  # of what was sent just now
+                raise RuntimeError(step.problem)
+            attempt.tail = last[start:]
             attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32), non_blocking=True)
             attempt.works.append((attempt.queue or attempt.group).allreduce([last]))
-            self._is_kept = self._is_kept or (self._keep and not zeros)
+            step.is_kept = step.is_kept or (self._keep and not zeros)
 
     def wait(self) -> tuple[float, ...]:
         """The summed tail, once all sums are there. Raises GroupError if one failed."""
@@ -273,7 +279,7 @@ class Gradients:
         assert attempt.tail is not None, "launch comes first"
         for work in attempt.works:
             work.wait()
-        for user in self._users:
+        for user in self._step.users:
             user.work.wait()
         attempt.complete = True
         return tuple(on_host(attempt.tail).tolist())  # the host decides by it what comes next
@@ -282,46 +288,61 @@ class Gradients:
         """The attempt is none. Returns what gives its memory back, to be called when nothing writes to it any more. The originals stay, if
         they are kept."""
         with self._lock:
-            attempt, self._attempt = self._attempt, None
+            attempt, self._attempt, step = self._attempt, None, self._step
             if attempt is None:
                 return lambda: None
-            attempt.end()
-            if (
-                self._keep and self._after_last_pass and not self._is_kept
-            ):  # the trainer may zero .grad before more is added
+            if attempt.queue is not None:
+                attempt.queue.close()
+            if self._keep and step.after_last_pass and not step.is_kept:
                 for index in range(len(self._parameters) * self._places):
-                    self._gradient(index)
-                self._is_kept = True
-            buffers = [buffer for user in self._users if (buffer := user.give_up()) is not None]
+                    self._gradient(index)  # the trainer may zero .grad before more is added
+                step.is_kept = True
+            buffers = [buffer for user in step.users if (buffer := user.give_up()) is not None]
             if not self._keep and attempt.copied:
-                self._is_lost = True
+                step.is_lost = True
                 self._drop_gradients()
-        return partial(self._give_back, attempt, buffers)
+
+        def give_back() -> None:
+            if attempt.queue is not None:
+                attempt.queue.join()
+            self._sets.give(attempt.scratch)
+            for buffer in buffers:
+                assert self._buffers is not None
+                self._buffers.give(buffer)
+
+        return give_back
 
     # ------------------------------------------------------------------------------------------------ what becomes of it
 
-    def deliver(self) -> None:
-        """.grad of every parameter is the sum, until it is zeroed; a tensor that a user handed over has its result. The originals go."""
+    def deliver(self, held: int | None = None) -> None:
+        """.grad of every parameter is the sum, until it is zeroed; a tensor that a user handed over has its result. The originals go.
+        `held`: of the sums that were held under this step."""
         with self._lock:
-            self._hand_out(self._take_complete(), self._users)
-            for feedback in self._feedback.values():
-                feedback.commit()
-            self._forget_step()
+            attempt = self._end_step() if held is None else self._held.pop(held)
+            if self._apart:
+                self._add_up(attempt)
+            scratch = attempt.scratch
+            for index, parameter in enumerate(self._parameters, (self._places - 1) * len(self._parameters)):
+                whole = attempt.in_place.get(index)
+                parameter.grad = scratch.gradients[index] if whole is None else like(parameter, whole)
+            for user in attempt.users:
+                user.finish()
+                user.forget()
+            if self._delivered is not None:
+                self._sets.give(self._delivered)
+            self._delivered = scratch
+            if held is None:
+                for feedback in self._feedback.values():
+                    feedback.commit()
+            if self._buffers is not None:
+                self._buffers.step_done()
 
     def hold(self, step: int) -> None:
         """The sums are put aside: the state that they belong to is still arriving."""
         with self._lock:
-            attempt = self._held[step] = self._take_complete()
-            attempt.users, self._users = self._users, []
+            self._held[step] = attempt = self._end_step()
             for user in attempt.users:
                 user.set_aside()
-            self._forget_step()
-
-    def deliver_held(self, step: int) -> None:
-        """As deliver, of the sums that were held under this step."""
-        with self._lock:
-            attempt = self._held.pop(step)
-            self._hand_out(attempt, attempt.users)
 
     def drop_held(self) -> None:
         with self._lock:
@@ -335,14 +356,16 @@ class Gradients:
         """The gradients belong to a state that is no more: they go, and .grad is None."""
         with self._lock:
             self._drop_gradients()
-            self._forget_step()
+            for user in self._step.users:
+                user.forget()
+            self._step = _StepState()
             self._feedback.clear()
 
     @property
     def can_repeat(self) -> bool:
         """True when another attempt would send the same values: gradients are kept, and no user's tensor was written to since."""
         with self._lock:
-            return self._keep and not any(user.changed for user in self._users)
+            return self._keep and not any(user.changed for user in self._step.users)
 
     def all_reduce(
         self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
@@ -365,9 +388,10 @@ class Gradients:
                 f"a sum of a tensor of shape {tuple(tensor.shape)}, some of whose elements are one in memory: nearest: its clone()"
             )
         with self._lock:
-            attempt, after = self._attempt, self._after_last_pass
+            attempt, after = self._attempt, self._step.after_last_pass
             if attempt is None or attempt.tail is not None or self._in_last_pass:
                 raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
+            self._buffers = self._buffers or Buffers(shared=self._shared)
             user = ManagedAllreduce(
                 tensor,
                 self._buffers,
@@ -377,7 +401,7 @@ class Gradients:
                 quantized=quantized,
                 feedback=feedback,
             )
-            self._users.append(user)
+            self._step.users.append(user)
             if after:  # the same order in each group, whatever gradients it lacks
                 self._send_all_but_last(attempt, zeros=not attempt.contributes)
             self._send_user(attempt, user, after_buckets=after)
@@ -401,22 +425,20 @@ class Gradients:
         """The hook of one parameter: its gradient is complete. Never raises, never waits. Called once for each parameter in each step, so
         that what is the same for most of them is done here without a further call."""
         with self._lock:
-            attempt, index = self._attempt, self._first + number
-            if attempt is None or not attempt.contributes or self._problem:
+            attempt, step, index = self._attempt, self._step, self._first + number
+            if attempt is None or not attempt.contributes or step.problem:
                 return
             if not self._in_last_pass:
-                if (
-                    self._after_last_pass and not self._apart and attempt.tail is None
-                ):  # of another slot, where they are apart
-                    self._problem = (
+                if step.after_last_pass and not self._apart and attempt.tail is None:  # else of another slot
+                    step.problem = (
                         f"{self._name(index)} got a gradient after last_pass: it would be in a retry, not in the sums"
                     )
                 return
             if index in attempt.ready:
-                self._problem = f"{self._name(index)} got a gradient twice: last_pass is for one backward, the last"
+                step.problem = f"{self._name(index)} got a gradient twice: last_pass is for one backward, the last"
                 return
             attempt.ready.add(index)
-            attempt.missing[attempt.layout.bucket_of[index]] -= 1
+            attempt.missing[self._layout.bucket_of[index]] -= 1
             gradient = parameter.grad
             if streams := self._streams[parameter.device]:  # one kernel for the whole bucket, later
                 attempt.streams.add(streams.current_stream(parameter.device))
@@ -426,12 +448,12 @@ class Gradients:
                 and gradient.layout is torch.strided
                 and getattr(gradient, "placements", None) == getattr(parameter, "placements", None)  # no partial sum
             ):  # while it is in the cache
-                self._kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                step.kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 attempt.copied.add(index)
                 attempt.scratch.sums[index].copy_(local)
             else:
                 self._copy(attempt, [index])
-            while attempt.sent < len(attempt.layout.buckets) - 1 and attempt.missing[attempt.sent] == 0:
+            while attempt.sent < len(attempt.missing) - 1 and attempt.missing[attempt.sent] == 0:
                 self._send(attempt)
 
     def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
@@ -459,34 +481,34 @@ class Gradients:
 
     def _gradient(self, index: int) -> Tensor | None:
         """This rank's shard of a gradient: the one that is kept, else .grad, which is kept from now on."""
-        computed = range(self._first, self._first + len(self._parameters))  # of the slot that is
-        if self._is_kept or (self._apart and (index in self._kept or index not in computed)):
-            return self._kept.get(index)
+        step, computed = self._step, range(self._first, self._first + len(self._parameters))  # of the slot that is
+        if step.is_kept or (self._apart and (index in step.kept or index not in computed)):
+            return step.kept.get(index)
         gradient = self._parameter(index).grad
         if gradient is None:
             return None
         if gradient.layout != torch.strided:
-            self._problem = f"{self._name(index)}: a gradient of layout {gradient.layout} cannot be summed"
+            step.problem = f"{self._name(index)}: a gradient of layout {gradient.layout} cannot be summed"
             return None
         if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
-            self._problem = (
+            step.problem = (
                 f"{self._name(index)}: a gradient that is a partial sum over ranks cannot be summed over groups"
             )
             return None
         local = local_of(gradient)
         if self._keep:
-            self._kept[index] = local
+            step.kept[index] = local
         return local
 
     def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
         """The next bucket, which is not the last."""
-        bucket = attempt.layout.buckets[attempt.sent]
+        bucket = self._layout.buckets[attempt.sent]
         if not zeros and not attempt.copied.issuperset(bucket.members):
             self._copy(attempt, bucket.members)
         elif zeros and bucket.in_place:
             [index] = bucket.members
             attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
-        whole = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.of(bucket)
+        whole = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.buckets[attempt.sent]
         if self._quantized:
             feedback = self._feedback.setdefault(attempt.sent, Feedback())
             work: dist.Work = self._queue(attempt).sum_quantized(whole, feedback, gives=not zeros)
@@ -498,7 +520,7 @@ class Gradients:
         attempt.sent += 1
 
     def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
-        while attempt.sent < len(attempt.layout.buckets) - 1:
+        while attempt.sent < len(attempt.missing) - 1:
             self._send(attempt, zeros=zeros)
 
     def _send_user(self, attempt: _Attempt, user: ManagedAllreduce, *, after_buckets: bool) -> None:
@@ -514,26 +536,13 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ small things
 
-    def _take_complete(self) -> _Attempt:
+    def _end_step(self) -> _Attempt:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None and attempt.complete, "sums are taken when wait has returned"
-        attempt.end()
+        if attempt.queue is not None:
+            attempt.queue.close()
+        attempt.users, self._step = self._step.users, _StepState()
         return attempt
-
-    def _hand_out(self, attempt: _Attempt, users: Sequence[ManagedAllreduce]) -> None:
-        if self._apart:
-            self._add_up(attempt)
-        for index, parameter in zip(self._of(0), self._parameters, strict=True):
-            if index in attempt.in_place:
-                parameter.grad = like(parameter, attempt.in_place[index])
-            else:
-                parameter.grad = attempt.scratch.gradients[index]
-        for user in users:
-            user.finish()
-            user.forget()
-        if self._delivered is not None:
-            self._sets.give(self._delivered)
-        self._delivered = attempt.scratch
 
     def _add_up(self, attempt: _Attempt) -> None:
         """The sums of the slots, in their order, into the first one's."""
@@ -547,22 +556,6 @@ class Gradients:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _forget_step(self) -> None:
-        for user in self._users:
-            user.forget()
-        self._users = []
-        self._buffers.step_done()
-        self._kept = {}
-        self._is_kept = self._is_lost = self._after_last_pass = False
-        self._problem = ""
-
-    def _give_back(self, attempt: _Attempt, buffers: Sequence[Tensor]) -> None:
-        if attempt.queue is not None:
-            attempt.queue.join()
-        self._sets.give(attempt.scratch)
-        for buffer in buffers:
-            self._buffers.give(buffer)
 
     def _name(self, index: int) -> str:
         return f"parameter {index % len(self._parameters)} of shape {tuple(self._parameter(index).shape)}"

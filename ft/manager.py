@@ -474,7 +474,7 @@ class Manager:
 
     def _take_commit(self, effect: m.CommitStep) -> None:
         if effect.held:
-            self.gradients.deliver_held(effect.step)
+            self.gradients.deliver(held=effect.step)
         else:
             self.gradients.deliver()
             self._attempt = None

@@ -32,9 +32,8 @@ from torch import Tensor
 
 from ft.device import current_device, device_thread, streams_of
 from ft.grad_buffers import zeros
+from ft.process_groups.base import GroupWork
 from ft.process_groups.errors import Abandoned
-from ft.process_groups.generation import GroupWork
-from ft.process_groups.operations import AllReduce
 
 BLOCK = 256  # values with one scale: four bytes of it beside 256
 LEVELS = 127  # on either side of 0
@@ -100,7 +99,7 @@ class CollectiveQueue:
     # ------------------------------------------------------------------------------------------------ the thread
 
     def _put(self, tensor: Tensor, task: Callable[[], None]) -> GroupWork:
-        work = GroupWork(AllReduce([tensor]))
+        work = GroupWork("AllReduce", [tensor])
         streams = streams_of(tensor.device)
         ready = streams.current_stream(tensor.device).record_event() if streams else None
 

@@ -27,7 +27,7 @@ class DataAssignment:
 class StepTotals:
     """Sums of a step over all groups that contributed."""
 
-    tokens_per_slot: tuple[float, ...]  # valid tokens; 0: that slot contributed nothing
+    tokens_per_slot: Sequence[float]  # valid tokens; 0: that slot contributed nothing
     loss_sum: float  # nats over those tokens
     finite: bool  # no group saw a loss that is not a number
 

@@ -21,15 +21,15 @@ class SoloManager:
     """
 
     def __init__(self, slot_size: int) -> None:
-        self._step = 0
+        self.step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
         self.left, self.writes, self.confirmed_s = False, ("", 0), -inf
         self._until: int | None = None
-
-    @property
-    def step(self) -> int:
-        return self._step
+        self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = (
+            StepTotals  # the sums of one group are the sums
+        )
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         if name in self._registered:
@@ -39,36 +39,30 @@ class SoloManager:
     def attach(self, model_parts: Sequence[Any]) -> None:
         """Nothing to sum with: the gradients of one group are the gradients."""
 
-    def last_pass(self, slot: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._until = until
-        return DataAssignment(self._step, tuple(self._ledger.deal([ALONE])))
-
-    def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
-        return StepTotals(tuple(tokens_per_slot), loss_sum, finite)
+        return DataAssignment(self.step, tuple(self._ledger.deal([ALONE])))
 
     def commit(self, sums: StepTotals) -> Commit | None:
         divisor, deal = sum(sums.tokens_per_slot), self._ledger.pending
         slots = tuple(deal)
         if not sums.finite:
-            raise Stopped(f"step {self._step + 1}: the loss is not a number", slots)
+            raise Stopped(f"step {self.step + 1}: the loss is not a number", slots)
         if divisor == 0:
             named = ", ".join(map(str, slots))
-            raise Stopped(f"step {self._step + 1}: none of the sequences from {named} on has a target to learn", slots)
-        self._step, self.left = self._step + 1, self.left or self._step + 1 == self._until
+            raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
+        self.step, self.left = self.step + 1, self.left or self.step + 1 == self._until
         entry, mean_loss = self._ledger.commit(sums.tokens_per_slot), sums.loss_sum / divisor
         trained = tuple((slot, deal[slot]) for slot in entry.contributed)
         return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=tuple(self._ledger.holes))
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"step": self._step, "commit_id": "", "commit_quorum_id": 0}
+        state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}
         return to_checkpoint({**state, "ledger": self._ledger.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = from_checkpoint(state)
-        self._step = state["step"]
+        self.step = state["step"]
         self._ledger.load_state_dict(state["ledger"], keep_deal=False)
 
     def want_to_leave(self) -> None:

@@ -122,7 +122,8 @@ def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     """Process group to the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
     kind = settings.group_kind(device_type)
     from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
-    from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
+    from ft.process_groups.gloo import ProcessGroupGloo
+    from ft.process_groups.nccl import ProcessGroupNCCL
 
     kinds = {
         "gloo": ProcessGroupGloo,

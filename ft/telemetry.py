@@ -1,5 +1,5 @@
 """A manager's account of its time and of what happened to it: for the log, for whoever keeps the books (training/progress.py,
-training/events.py), and, once a beat, for its group's server, hence the lighthouse and its page.
+training/scribe.py), and, once a beat, for its group's server, hence the lighthouse and its page.
 
 The trainer's thread tells it. Seconds inside a phase are that phase's alone, whatever phase lies around it:
 

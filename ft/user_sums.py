@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ft.device import streams_of
 from ft.grad_buffers import Buffers, local_of
-from ft.process_groups.generation import GroupWork
-from ft.process_groups.operations import AllReduce
+from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 
 
@@ -45,7 +44,7 @@ class ManagedAllreduce:
         self._sum: Tensor | None = None  # of the attempt under way
         self._written = False
         self._participants = 1
-        self.work = GroupWork(AllReduce([tensor]))
+        self.work = GroupWork("AllReduce", [tensor])
         self._on_stream: AbstractContextManager[Any] = nullcontext()
         if streams := streams_of(tensor.device):
             self._on_stream = streams.stream(streams.current_stream(tensor.device))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,11 +28,30 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float =
     """
     if parameter.is_meta:
         return  # nothing to fill: `draw` has given memory to another one
-    local, rows, columns = _local_part(parameter)
-    for first, block in _row_blocks(parameter.shape, name, seed, rows, std=std, cut=cut):
-        lower, upper = max(first, rows.start), min(first + len(block), rows.stop)
+    # Here and not above: they take half as long to import as torch, and checking the settings needs none of them.
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, shape, offset = parameter, tuple(parameter.shape), (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        local, where = parameter.to_local(), (parameter.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = compute_local_shape_and_global_offset(*where)
+    start, stop = offset[0], offset[0] + shape[0]  # rows of the whole parameter that are held here
+    columns = [slice(begin, begin + length) for begin, length in zip(offset[1:], shape[1:], strict=True)]
+    for index in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0):
+        first = index * BLOCK_ROWS
+        rows = min(BLOCK_ROWS, parameter.shape[0] - first)
+        block = torch.empty((rows, *parameter.shape[1:]), device="cpu", dtype=torch.float32)
+        # 63 bits that any (seed, name, block) maps to, the same in every process and Python
+        digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        if math.isinf(cut):
+            block.normal_(0.0, std, generator=generator)
+        else:
+            torch.nn.init.trunc_normal_(block, 0.0, std, -cut * std, cut * std, generator=generator)
+        lower, upper = max(first, start), min(first + rows, stop)
         held = (slice(lower - first, upper - first), *columns)
-        local[lower - rows.start : upper - rows.start].copy_(block[held])
+        local[lower - start : upper - start].copy_(block[held])
 
 
 def draw(model: Model, tensor: Tensor, seed: int) -> Tensor:
@@ -50,38 +68,3 @@ def draw(model: Model, tensor: Tensor, seed: int) -> Tensor:
     finally:
         torch.utils.swap_tensors(tensor, real)
     return real.detach()
-
-
-def _local_part(parameter: Tensor) -> tuple[Tensor, slice, tuple[slice, ...]]:
-    """The tensor to fill, the rows of the whole parameter that it holds, and its slices along the other dims."""
-    # Here and not above: it takes half as long to import as torch, and checking the settings needs none of it.
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(parameter, DTensor):
-        return parameter, slice(0, parameter.shape[0]), tuple(slice(None) for _ in parameter.shape[1:])
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    held = [slice(start, start + length) for start, length in zip(offset, shape, strict=True)]
-    return parameter.to_local(), held[0], tuple(held[1:])
-
-
-def _row_blocks(
-    shape: torch.Size, name: str, seed: int, rows: slice, *, std: float, cut: float
-) -> Iterator[tuple[int, Tensor]]:
-    """(first row, values) of each block that overlaps `rows`."""
-    if rows.start >= rows.stop:  # more ranks than rows: nothing is held here
-        return
-    for index in range(rows.start // BLOCK_ROWS, (rows.stop - 1) // BLOCK_ROWS + 1):
-        first = index * BLOCK_ROWS
-        block = torch.empty((min(BLOCK_ROWS, shape[0] - first), *shape[1:]), device="cpu", dtype=torch.float32)
-        generator = torch.Generator().manual_seed(_block_seed(seed, name, index))
-        if math.isinf(cut):
-            block.normal_(0.0, std, generator=generator)
-        else:
-            torch.nn.init.trunc_normal_(block, 0.0, std, -cut * std, cut * std, generator=generator)
-        yield first, block
-
-
-def _block_seed(seed: int, name: str, block: int) -> int:
-    """63 bits that any (seed, name, block) maps to, the same in every process and Python."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()[:8], "big") >> 1

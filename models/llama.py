@@ -237,15 +237,10 @@ def rotary_table(config: Config, length: int) -> Tensor:
     head_dim = config.dim // config.n_heads
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # [D/2]
     freqs = config.rope_theta ** (-pairs / head_dim)
-    if config.rope_scaling > 1:
-        freqs = _stretch(freqs, config)
+    if config.rope_scaling > 1:  # long wavelengths are slowed, short ones kept, and those between are interpolated
+        turns = config.rope_original_seq_len * freqs / (2 * math.pi)  # turns within the original context
+        keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
+        keep = keep.clamp(0, 1)
+        freqs = freqs * (keep + (1 - keep) / config.rope_scaling)
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), freqs)  # [T, D/2]
     return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # [T, D/2, 2]
-
-
-def _stretch(freqs: Tensor, config: Config) -> Tensor:
-    """Long wavelengths are slowed by rope_scaling, short ones kept, and those between are interpolated."""
-    turns = config.rope_original_seq_len * freqs / (2 * math.pi)  # turns within the original context
-    keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
-    keep = keep.clamp(0, 1)
-    return freqs * (keep + (1 - keep) / config.rope_scaling)

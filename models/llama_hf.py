@@ -93,7 +93,11 @@ class Published:
 def read_config(body: Mapping[str, Any]) -> Published:
     """config.json's settings as ours. Raises ValueError ("key = value: ...") for what this model cannot express: nothing that would
     change a logit is left out in silence."""
-    _check_architecture(body)
+    kind, architectures = body.get("model_type"), body.get("architectures")
+    if kind != "llama":
+        raise ValueError(f'{_said("model_type", kind)}: another architecture; what can be read: "llama"')
+    if architectures not in (None, [ARCHITECTURE]):
+        raise ValueError(f'{_said("architectures", architectures)}: another head; what can be read: ["{ARCHITECTURE}"]')
     for key, (allowed, cause) in _NEUTRAL.items():
         if key in body and body[key] not in allowed:
             raise ValueError(f"{_said(key, body[key])}: {cause}; what can be read: {_shown(allowed[0])}")
@@ -187,14 +191,6 @@ _LLAMA3 = {
     "high_freq_factor": "rope_high_freq",
     "original_max_position_embeddings": "rope_original_seq_len",
 }
-
-
-def _check_architecture(body: Mapping[str, Any]) -> None:
-    kind, architectures = body.get("model_type"), body.get("architectures")
-    if kind != "llama":
-        raise ValueError(f'{_said("model_type", kind)}: another architecture; what can be read: "llama"')
-    if architectures not in (None, [ARCHITECTURE]):
-        raise ValueError(f'{_said("architectures", architectures)}: another head; what can be read: ["{ARCHITECTURE}"]')
 
 
 def _rope(body: Mapping[str, Any]) -> dict[str, Any]:

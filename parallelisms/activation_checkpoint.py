@@ -17,6 +17,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from models import ops
 from models.contract import Model
 
+_ATEN = torch.ops.aten
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}  # of activations with weights
+KEPT = {
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ops.cpu_kernels.CPU_ATTENTION,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    _ATEN.max.default,  # float8 takes its scales from it
+}
+
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
@@ -77,29 +89,10 @@ def _keep_expensive_results() -> tuple[Any, Any]:
     Half of the products: keeping all would cost about as much memory as no checkpointing. A gather's result is not kept:
     it is the largest tensor around.
     """
-    kept, products = _kept(), _products()
     numbers = {False: count(), True: count()}  # of the products; some versions of torch ask in the repetition again
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = next(numbers[context.is_recompute]) % 2 == 1 if operation in products else operation in kept
+        keep = next(numbers[context.is_recompute]) % 2 == 1 if operation in PRODUCTS else operation in KEPT
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _products() -> set[Any]:
-    """Matrix products of activations with weights."""
-    return {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-
-
-def _kept() -> set[Any]:
-    aten = torch.ops.aten
-    return {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        ops.CPU_ATTENTION,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        aten.max.default,  # float8 takes its scales from it
-    }

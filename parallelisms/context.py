@@ -26,17 +26,12 @@ from parallelisms.mesh import ParallelismConfig
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]
 
 
-def whole_sequences(tokens: Tensor) -> Tensor:
-    """The cut of a layout without context parallelism."""
-    return tokens
-
-
 def apply_context_parallel(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, seq_len: int
 ) -> Callable[[Tensor], Tensor]:
     """Makes the part compute on this rank's tokens; returns the cut that takes tokens [B, S] to them [B, T]."""
     pieces = pieces_of_ranks(mesh.size(), config.context_parallel_load_balancer)
-    make = _ring_attention if config.context_parallel_rotate_method == "ring" else _gathering_attention
+    make = ring_attention if config.context_parallel_rotate_method == "ring" else gathering_attention
     attend = make(mesh, pieces)
     for attention in attentions(part, mesh.size()):
         attention.attend = attend
@@ -75,7 +70,7 @@ def positions(pieces: list[list[int]], seq_len: int) -> list[Tensor]:
     return [torch.cat([by_piece[piece] for piece in mine]) for mine in pieces]
 
 
-def _gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
+def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
     """Exact causal attention on any device: one collective brings the keys and values of the whole sequence (few under grouped
     queries), then each local piece attends to what is before and in it, by the same kernel as without context parallelism.
 
@@ -120,7 +115,7 @@ class _GatherSequence(Function):
         return collectives.wait_tensor(mine), None, None
 
 
-def _ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
+def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
     """torch's ring attention (an experiment of torch's; the idea is Liu et al. 2023, arXiv 2310.01889): keys and values go from
     rank to rank while each attends to what it has. Never holds those of the whole sequence; CUDA's fused kernels only."""
     from torch.distributed.tensor.experimental import _context_parallel as torch_cp

@@ -1,4 +1,5 @@
-"""The process group of a replica group: who am I, how many are we, how do we talk.
+"""The process group of a replica group: who am I, how many are we, how do we talk; and the rendezvous, `comm.init_method`, read and turned
+into the store that the ranks meet in (also for the check of a new cluster, tools/cluster/).
 
 The only place beside train.py that reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK).
 """
@@ -6,17 +7,30 @@ The only place beside train.py that reads torchelastic's variables (RANK, WORLD_
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import SplitResult, urlsplit
 
 import torch
 import torch.distributed as dist
 
 from parallelisms.device import Device, has_cuda, pick_device
-from parallelisms.rendezvous import ENV, LEGAL, InitMethod, open_store
+
+BACKENDS = ("gloo", "nccl", "mpi")
+ENV = "env://"
+
+
+def why_unusable(backend: str, *, available: bool | None = None, cuda: bool | None = None) -> str:
+    """The reason why this machine's torch cannot use it; empty if it can."""
+    if not (getattr(dist, f"is_{backend}_available")() if available is None else available):
+        return f"this torch ({torch.__version__}) was built without it"
+    cuda = has_cuda() if cuda is None else cuda
+    return "it needs a CUDA device, and there is none here" if backend == "nccl" and not cuda else ""
 
 
 @dataclass(frozen=True)
@@ -38,13 +52,25 @@ class CommConfig:
     ] = 100
     trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000
 
-    def check(self) -> None:
-        self._check_backend()
+    def check(self, unusable: Callable[[str], str] = why_unusable) -> None:
+        if self.backend != "auto" and (cause := unusable(self.backend)):
+            usable = [f'"{name}"' for name in BACKENDS if not unusable(name)]
+            raise ValueError(f'comm.backend = "{self.backend}": {cause}; legal here: "auto", {", ".join(usable)}')
         try:
-            InitMethod.parse(self.init_method).check(longest_start_s=self.init_timeout_seconds)
+            url = parse_init_method(self.init_method)
+            if url.scheme == "file":
+                file = Path(url.path)
+                if not file.parent.is_dir():
+                    raise ValueError(f"there is no folder {file.parent}")
+                if file.is_dir():
+                    raise ValueError(f"{file} is a folder")
+                # All ranks of a start come within this time: an older file is of a start that was killed, and its addresses lead nowhere.
+                if file.exists() and time.time() - file.stat().st_mtime > self.init_timeout_seconds:
+                    raise ValueError("the file is left from an earlier start; remove it, or name another")
         except ValueError as error:
             raise ValueError(
-                f'comm.init_method = "{self.init_method}": {error}; it takes {LEGAL}; nearest: "{ENV}"'
+                f'comm.init_method = "{self.init_method}": {error}; it takes "env://", "file:///path/on/a/shared/disk" or '
+                f'"tcp://host:port" of rank 0; nearest: "{ENV}"'
             ) from None
         if self.train_timeout_seconds > self.init_timeout_seconds:
             raise ValueError(
@@ -52,23 +78,49 @@ class CommConfig:
                 f"{self.init_timeout_seconds}, which covers the slower first step; nearest: {self.init_timeout_seconds}"
             )
 
-    def _check_backend(self) -> None:
-        if self.backend == "auto":
-            return
-        cause = unusable(self.backend)
-        if cause:
-            usable = [f'"{name}"' for name in BACKENDS if not unusable(name)]
-            raise ValueError(f'comm.backend = "{self.backend}": {cause}; legal here: "auto", {", ".join(usable)}')
+
+def parse_init_method(text: str) -> SplitResult:
+    """One of torch's three ways to meet (torch.distributed, "Initialization"). Raises ValueError: what is wrong with it, in a few words."""
+    url = urlsplit(text)
+    if url.query or url.fragment:
+        raise ValueError(f"takes no ?{url.query or url.fragment}: who is which rank is the launcher's to say")
+    if url.scheme == "file" and (url.netloc or not url.path.startswith("/") or url.path == "/"):
+        raise ValueError("a file is written with three slashes: file:///absolute/path")
+    if url.scheme == "tcp":
+        try:
+            complete = bool(url.hostname and url.port and not url.path)
+        except ValueError:  # a port above 65535, or none at all
+            complete = False
+        if not complete:
+            raise ValueError("must be tcp://host:port with a port from 1 to 65535")
+    elif text != ENV and url.scheme != "file":
+        raise ValueError("no such way to meet")
+    return url
 
 
-BACKENDS = ("gloo", "nccl", "mpi")
+def open_store(
+    init_method: str, *, global_rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str] = os.environ
+) -> dist.Store:
+    """The store in which `world_size` ranks meet. Returns as soon as it can be reached, whoever else is there already.
 
-
-def unusable(backend: str) -> str:
-    """Why this machine's torch cannot use it; empty if it can."""
-    if not getattr(dist, f"is_{backend}_available")():
-        return f"this torch ({torch.__version__}) was built without it"
-    return "it needs a CUDA device, and there is none here" if backend == "nccl" and not has_cuda() else ""
+    For env:// torchelastic's launchers hold the store themselves, and say so; else rank 0 does. Waits at most `timeout_s`
+    for it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, or RuntimeError (a port that is taken).
+    """
+    url = parse_init_method(init_method)
+    if url.scheme == "file":
+        # A restart must not read the addresses of the ranks that died.
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.FileStore(url.path + (f".{restarts}" if restarts != "0" else ""), world_size)
+    host, port, serves = url.hostname, url.port, global_rank == 0
+    if url.scheme == "env":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+        if missing:
+            raise ValueError(f"env:// needs {' and '.join(missing)} in the environment; launchers set them")
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        serves = serves and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    assert host and port is not None
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
@@ -108,16 +160,11 @@ def process_group(config: CommConfig) -> Iterator[World]:
     timeout = timedelta(seconds=config.init_timeout_seconds + BACKSTOP_S)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
-        method = InitMethod.parse(config.init_method)
-        store = open_store(method, global_rank=global_rank, world_size=world_size, timeout_s=timeout.total_seconds())
+        start_s = timeout.total_seconds()
+        store = open_store(config.init_method, global_rank=global_rank, world_size=world_size, timeout_s=start_s)
         store.set_timeout(timeout)
-    join(
-        config.backend if config.backend != "auto" else device.backend,
-        store,
-        global_rank=global_rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    backend = config.backend if config.backend != "auto" else device.differences.backend
+    join(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
     try:
         store = dist.PrefixStore("pharos", store)
         yield World(global_rank, world_size, local_rank, device, store, store.clone())  # type: ignore[attr-defined]

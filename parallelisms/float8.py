@@ -7,6 +7,7 @@ so does the head. torchao is imported only where it is used.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -35,7 +36,11 @@ class Float8Config:
     ] = False
     emulate: Annotated[bool, "the roundings without the hardware, slowly, for tests; on any device"] = False
 
-    def check(self) -> None:
+    def check(
+        self,
+        find: Callable[[str], object] = find_spec,
+        capability_of_device: Callable[[], tuple[int, int]] = cuda_capability,
+    ) -> None:
         if self.enable_fsdp_float8_all_gather and self.recipe_name != "tensorwise":
             raise ValueError(
                 f'float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "{self.recipe_name}" has no scale before rows '
@@ -45,16 +50,20 @@ class Float8Config:
             raise ValueError(
                 "float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; nearest: false"
             )
-        if self.enable and (reason := self._missing()):
+        if not self.enable:
+            return
+        capability, reason = capability_of_device(), ""
+        if find("torchao") is None:
+            reason = f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
+        elif not self.emulate and capability < CAPABILITY:
+            has = (
+                f"its compute capability is {'.'.join(map(str, capability))}"
+                if any(capability)
+                else "there is none here"
+            )
+            reason = f"needs a CUDA device of compute capability {'.'.join(map(str, CAPABILITY))} or more, {has}"
+        if reason:
             raise ValueError(f"float8.enable = true: {reason}; nearest: false")
-
-    def _missing(self) -> str:
-        if find_spec("torchao") is None:
-            return f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
-        if self.emulate or (capability := cuda_capability()) >= CAPABILITY:
-            return ""
-        has = f"its compute capability is {'.'.join(map(str, capability))}" if any(capability) else "there is none here"
-        return f"needs a CUDA device of compute capability {'.'.join(map(str, CAPABILITY))} or more, {has}"
 
 
 def apply_float8(part: Model, config: Float8Config) -> None:

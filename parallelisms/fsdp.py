@@ -8,7 +8,6 @@ every run is a DTensor, so checkpoints and clipping know one case only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from models.contract import Model
+from parallelisms.layout import Precision
 from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel_mesh
-from parallelisms.precision import Precision
 
 
 def apply_fsdp(
@@ -30,26 +29,28 @@ def apply_fsdp(
     Gradients come out as the plain sum over ranks: no division here, whoever commits the step divides once, by the global count of
     valid tokens.
     """
-    axes = data_parallel_mesh(mesh)
-    assert axes.mesh_dim_names is not None
-    # inputs stay as they are: the embedding's output has the compute dtype already, and freqs_cis must keep fp32
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
-    )
-    options: dict[str, Any] = {
-        "mesh": axes,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
-    }
-    copies_alone = axes.mesh_dim_names == (DP_REPLICATE,)
+    axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)
     reshard = reshards(config, shards=shards, stages=mesh[PP].size())
+    options: dict[str, Any] = {
+        "mesh": axes,
+        # inputs stay as they are: the embedding's output has the compute dtype already, and freqs_cis must keep fp32
+        "mp_policy": MixedPrecisionPolicy(precision.compute, precision.reduce, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        """None: torch's own choice, the rows."""
+        if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+            return None
+        dim = shard_dim(parameter.shape, tp=parameter.device_mesh.size(), shards=shards)
+        assert dim is not None, "parallelisms/tensor.py has refused it"
+        return Shard(dim)
 
     def wrap(modules: list[nn.Module] | nn.Module, *, reshard: bool) -> None:
-        if copies_alone:
+        if axes.mesh_dim_names == (DP_REPLICATE,):
             replicate(modules, **options)
         else:
-            placement = partial(_placement, shards=shards)
             fully_shard(modules, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
 
     groups = list(communication_groups(part, config.fsdp_blocks_per_group))
@@ -58,10 +59,21 @@ def apply_fsdp(
         is_last = part.output is not None and part.output in group
         wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
     wrap(part, reshard=reshard)
-    prefetch(groups, forward=config.fsdp_forward_prefetch, backward=config.fsdp_backward_prefetch)
+    # Gathers so many groups ahead of the one that computes. With 0 torch issues them: in the forward as the CPU runs ahead of the device,
+    # in the backward one ahead.
+    forward, backward = config.fsdp_forward_prefetch, config.fsdp_backward_prefetch
+    leaders = [cast(FSDPModule, group[0]) for group in groups]
+    for index, leader in enumerate(leaders):
+        if forward:
+            leader.set_modules_to_forward_prefetch(leaders[index + 1 : index + 1 + forward])
+        if backward:
+            leader.set_modules_to_backward_prefetch(leaders[max(0, index - backward) : index][::-1])
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            _sum_only(module, ranks=axes.size())
+            # SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses; for one rank torch's own is 1.
+            if ranks > 1:
+                module.set_gradient_divide_factor(cast(float, _One()))
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def reshard_all(parts: Iterable[nn.Module]) -> None:
@@ -90,15 +102,6 @@ def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
     return 1 if len(shape) > 1 and shape[1] % shards == 0 else None
 
 
-def _placement(parameter: nn.Parameter, *, shards: int) -> Shard | None:
-    """None: torch's own choice, the rows."""
-    if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
-        return None
-    dim = shard_dim(parameter.shape, tp=parameter.device_mesh.size(), shards=shards)
-    assert dim is not None, "parallelisms/tensor.py has refused it"
-    return Shard(dim)
-
-
 def communication_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
     """The modules whose parameters travel together, in the order of the forward pass; the root takes what is in none."""
     if part.tok_embeddings is not None:
@@ -108,22 +111,6 @@ def communication_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn
         yield blocks[first : first + blocks_per_group]
     if head := [m for m in (part.norm, part.output) if m is not None]:
         yield head
-
-
-def prefetch(groups: Iterable[list[nn.Module]], *, forward: int, backward: int) -> None:
-    """Gathers that many groups ahead of the one that computes; `groups` in forward order. With 0 torch issues them: in the forward as
-    the CPU runs ahead of the device, in the backward one ahead."""
-    leaders = [group[0] for group in groups]
-    for index, leader in enumerate(leaders):
-        assert isinstance(leader, FSDPModule)
-        if forward:
-            leader.set_modules_to_forward_prefetch(_wrapped(leaders[index + 1 : index + 1 + forward]))
-        if backward:
-            leader.set_modules_to_backward_prefetch(_wrapped(leaders[max(0, index - backward) : index][::-1]))
-
-
-def _wrapped(modules: list[nn.Module]) -> list[FSDPModule]:
-    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 class _One:
@@ -137,10 +124,3 @@ class _One:
         return other == 1
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _sum_only(module: FSDPModule, *, ranks: int) -> None:
-    """SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses. For one rank torch's own factor is 1."""
-    if ranks > 1:
-        module.set_gradient_divide_factor(cast(float, _One()))
-    module.set_force_sum_reduction_for_comms(True)

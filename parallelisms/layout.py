@@ -1,4 +1,4 @@
-"""How a model runs: the settings that parallelize reads, and the loss that it is given."""
+"""How a model runs: the settings that parallelize reads, its dtypes, and the loss that it is given."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.device import Device
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
-from parallelisms.precision import Precision
 
-LossFunction = Callable[
-    [Tensor, Tensor], Tensor
-]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
+# logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,31 @@ class CompileConfig:
                 raise ValueError(
                     f'compile.components = {list(self.components)}: "{component}" is neither "model" nor "loss"'
                 )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype does what: one rule, printed at start, the same for every layout."""
+
+    master: torch.dtype = torch.float32  # the parameters that the optimizer updates, and its state
+    compute: torch.dtype = torch.float32  # weights and activations in forward and backward
+    reduce: torch.dtype = torch.float32  # gradients on the wire and in the accumulators
+
+    def __str__(self) -> str:
+        master, compute, reduce = (
+            str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute, self.reduce)
+        )
+        return (
+            f"master weights and optimizer {master}; forward and backward {compute}; norms, softmax and loss float32; "
+            f"gradient sums {reduce}"
+        )
+
+
+def choose_precision(master: str, compute: str, reduce: str, device: Device) -> Precision:
+    """Names as in [training]; compute "auto" is bfloat16 where `device` multiplies faster in it, else float32."""
+    if compute == "auto":
+        compute = "bfloat16" if device.fast_bfloat16() else "float32"
+    return Precision(getattr(torch, master), getattr(torch, compute), getattr(torch, reduce))
 
 
 @dataclass(frozen=True)

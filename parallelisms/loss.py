@@ -15,6 +15,7 @@ Letters: B batch, T tokens, C width, V vocabulary, N tokens of the whole batch, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, Protocol, cast
 
@@ -56,8 +57,7 @@ def head_loss(
     def from_hidden(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         of_logits = whole
         if isinstance(weight, DTensor):
-            rows = _Rows(weight)
-            of_logits = rows.by_parts(by_parts) if by_parts else rows.gathered(whole)
+            of_logits = _loss_of_rows(whole, by_parts, weight)
             weight = weight.to_local()  # [local V, C]
         if not 0 < chunk_tokens < labels.numel():
             return of_logits(F.linear(h, weight), labels)
@@ -92,9 +92,18 @@ class _InChunks(Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(h), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            total += _chunk(
-                h[part], weight, labels[part], of_logits, None if grad_h is None else grad_h[part], grad_weight
-            )
+            logits = F.linear(h[part], weight).requires_grad_()  # [n, V]
+            with torch.enable_grad():
+                loss = of_logits(logits[None], labels[part][None])
+            (grad,) = torch.autograd.grad(loss, logits)
+            if grad_h is not None:
+                torch.mm(grad, weight, out=grad_h[part])
+            if grad_weight is not None and grad.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad.t(), h[part])
+            elif grad_weight is not None:
+                in_fp32 = DIFFERENCES[h.device.type].adds_products_in_fp32
+                add_product(grad_weight, grad.t(), h[part], in_fp32=in_fp32)
+            total += loss.detach()
         ctx.save_for_backward(grad_h, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total
 
@@ -103,28 +112,6 @@ class _InChunks(Function):
         # Not in place: a pipeline whose backward is split in two comes here twice
         grad_h, grad_weight = (None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
         return grad_h, grad_weight, None, None, None
-
-
-def _chunk(
-    h: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    of_logits: LossFunction,
-    grad_h: Tensor | None,
-    grad_weight: Tensor | None,
-) -> Tensor:
-    """The loss of these tokens, h [n, C]. `grad_h` [n, C] is filled and `grad_weight` [V, C], fp32, added to."""
-    logits = F.linear(h, weight).requires_grad_()  # [n, V]
-    with torch.enable_grad():
-        loss = of_logits(logits[None], labels[None])
-    (grad,) = torch.autograd.grad(loss, logits)
-    if grad_h is not None:
-        torch.mm(grad, weight, out=grad_h)
-    if grad_weight is not None and grad.dtype == grad_weight.dtype:
-        grad_weight.addmm_(grad.t(), h)
-    elif grad_weight is not None:
-        add_product(grad_weight, grad.t(), h, in_fp32=DIFFERENCES[h.device.type].adds_products_in_fp32)
-    return loss.detach()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, in_fp32: bool) -> None:
@@ -136,34 +123,22 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, in_fp32: bool) -> None:
         total += a @ b
 
 
-class _Rows:
-    """This rank's rows of the head's weight, and what a loss of their logits takes."""
+def _loss_of_rows(whole: LossFunction, by_parts: Callable[..., Tensor] | None, weight: DTensor) -> LossFunction:
+    """The loss of the logits [B, T, local V] that this rank's rows of the head's weight give, the same on every rank."""
+    assert weight.placements == (Shard(0),), "FSDP has gathered it, and parallelisms/tensor.py has cut its rows"
+    mesh, vocab_size = weight.device_mesh, weight.shape[0]
 
-    def __init__(self, weight: DTensor) -> None:
-        assert weight.placements == (Shard(0),), "FSDP has gathered it, and parallelisms/tensor.py has cut its rows"
-        self.mesh, self.vocab_size = weight.device_mesh, weight.shape[0]
+    def stack(values: Tensor) -> Tensor:
+        collectives = torch.ops._c10d_functional  # by their names in the dispatcher, as in context.py
+        stacked = collectives.all_gather_into_tensor(values.contiguous(), mesh.size(), mesh.get_group().group_name)
+        return cast(Tensor, collectives.wait_tensor(stacked)).view(mesh.size(), *values.shape)
 
-    def by_parts(self, of_part: Callable[..., Tensor]) -> LossFunction:
-        """On the local logits: [B, T, local V]."""
-        most = -(-self.vocab_size // self.mesh.size())  # rows of every rank but the last ones
-        first = self.mesh.get_local_rank() * most
-        return lambda logits, labels: of_part(logits, labels, first=first, gather=self._stack)
+    def gathered(logits: Tensor, labels: Tensor) -> Tensor:
+        """On all logits; backward each rank keeps the gradient of its own."""
+        shape = torch.Size((*logits.shape[:-1], vocab_size))
+        stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))  # told, since parts may be uneven
+        parts = DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+        return whole(parts.full_tensor(), labels)
 
-    def gathered(self, whole: LossFunction) -> LossFunction:
-        """On all logits, the same on every rank; backward each rank keeps the gradient of its own."""
-
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            shape = torch.Size((*logits.shape[:-1], self.vocab_size))
-            stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))  # told, since parts may be uneven
-            parts = DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
-            return whole(parts.full_tensor(), labels)
-
-        return loss
-
-    def _stack(self, values: Tensor) -> Tensor:
-        collectives, ranks = (
-            torch.ops._c10d_functional,
-            self.mesh.size(),
-        )  # by their names in the dispatcher, as in context.py
-        stacked = collectives.all_gather_into_tensor(values.contiguous(), ranks, self.mesh.get_group().group_name)
-        return cast(Tensor, collectives.wait_tensor(stacked)).view(ranks, *values.shape)
+    most = -(-vocab_size // mesh.size())  # rows of every rank but the last ones
+    return partial(by_parts, first=mesh.get_local_rank() * most, gather=stack) if by_parts else gathered

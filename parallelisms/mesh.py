@@ -12,12 +12,14 @@ are data parallel. Fault tolerance adds no axis here: replica groups are data pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from models.contract import nearest_divisors
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 SHARDS = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP cuts
@@ -85,9 +87,8 @@ class ParallelismConfig:
     ] = ()
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks each axis has."""
+class Degrees(NamedTuple):
+    """How many ranks each axis has, in the order of AXES."""
 
     pp: int
     dp_replicate: int
@@ -97,12 +98,7 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        return prod(self.sizes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """In the order of AXES."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return prod(self)
 
     @property
     def data_parallel(self) -> int:
@@ -111,17 +107,15 @@ class Degrees:
 
     def coordinate(self, global_rank: int) -> MeshCoordinate:
         place = []
-        for size in reversed(self.sizes):
+        for size in reversed(self):
             global_rank, here = divmod(global_rank, size)
             place.append(here)
-        pp_rank, dp_replicate_rank, dp_shard_rank, cp_rank, tp_rank = reversed(place)
+        tp_rank, cp_rank, dp_shard_rank, dp_replicate_rank, pp_rank = place
         return MeshCoordinate(pp_rank, dp_replicate_rank * self.dp_shard + dp_shard_rank, cp_rank, tp_rank)
 
     def __str__(self) -> str:
         """The axes that have several ranks: "dp_shard 2 x tp 2"."""
-        return (
-            " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "one rank"
-        )
+        return " x ".join(f"{axis} {size}" for axis, size in self._asdict().items() if size > 1) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -150,11 +144,13 @@ def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     others, shards = prod(named.values()), config.data_parallel_shard_degree
     several = [f"parallelism.{name} = {degree}" for name, degree in named.items() if degree > 1]
     if world_size % others:
-        cause, rest = several[0], several[1:]
+        cause, *rest = several
         beside = f" (with {' and '.join(rest)})" if rest else ""
+        room, unused = divmod(world_size, others // (degree := int(cause.rpartition(" ")[2])))
+        nearest = "" if unused else f"nearest: {nearest_divisors(room, degree)}; or "
         raise ValueError(
             f"{cause}: the degrees{beside} multiply to {others}, which must divide the number of ranks, {world_size}; "
-            f"{_nearest_degree(cause, others, world_size)}start a multiple of {others} ranks (NPROC={others})"
+            f"{nearest}start a multiple of {others} ranks (NPROC={others})"
         )
     left = world_size // others
     if shards not in (-1, left):
@@ -168,20 +164,9 @@ def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     return Degrees(pp, dp_replicate, left, cp, tp)
 
 
-def _nearest_degree(cause: str, others: int, world_size: int) -> str:
-    """ "nearest: 2 or 4; or ", the degrees of the axis in `cause` that fit; "" when none does."""
-    degree = int(cause.rpartition(" ")[2])
-    rest = others // degree
-    if world_size % rest:
-        return ""
-    fits = [d for d in range(1, world_size // rest + 1) if (world_size // rest) % d == 0]
-    near = [d for d in fits if d < degree][-1:] + [d for d in fits if d > degree][:1]
-    return f"nearest: {' or '.join(map(str, near))}; or "
-
-
 def build_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """The mesh over all ranks of the default process group; axes of one rank are there too."""
-    return init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
+    return init_device_mesh(device_type, tuple(degrees), mesh_dim_names=AXES)
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.contract import Model
@@ -48,15 +48,15 @@ def parallelize(
 ) -> Parallelized:
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
     # Here and not above: they take half as long to import as torch, and checking the settings needs none of it.
-    from parallelisms.context import apply_context_parallel, whole_sequences
+    from parallelisms.context import apply_context_parallel
     from parallelisms.fsdp import apply_fsdp
     from parallelisms.loss import head_loss
     from parallelisms.pipeline import Pipeline, split
     from parallelisms.tensor import apply_tensor_parallel
 
     config, compile = layout.parallelism, layout.compile
-    parts = split(model, mesh[PP], config) if mesh[PP].size() > 1 else [model]
-    cut: Callable[[Tensor], Tensor] = whole_sequences
+    parts = split(model, mesh[PP].get_local_rank(), config) if mesh[PP].size() > 1 else [model]
+    cut: Callable[[Tensor], Tensor] = nn.Identity()  # whole sequences
     for part in parts:
         if part.output is not None:
             by_parts = not config.disable_loss_parallel
@@ -72,7 +72,8 @@ def parallelize(
         if compile.enable and "model" in compile.components:
             for block in part.layers.values():
                 block.compile(backend=compile.backend, fullgraph=True)  # in place: names stay as they are
-        _set_master_dtype(part, layout.precision.master)
+        for parameter in part.parameters():  # buffers, such as the rotary table, keep their own dtype
+            parameter.data = parameter.data.to(layout.precision.master)
         apply_fsdp(part, mesh, config, precision=layout.precision, cpu_offload=layout.cpu_offload)
         part.to_empty(device=torch.device("cpu") if layout.cpu_offload else device)
         part.init_weights(seed)
@@ -99,26 +100,18 @@ class NoPipeline:
 
     def __init__(self, parts: list[Model], cut: Callable[[Tensor], Tensor], *, counts: bool) -> None:
         """`cut` takes tokens [B, T] to this rank's part of them, along the sequence."""
-        self.parts, self._cut, self._counts = parts, cut, counts
+        self.parts, self.counts, self._cut = parts, counts, cut
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         loss_sum = self._loss_sum(inputs, labels)
         loss_sum.backward()
-        return self._share(loss_sum.detach())
+        return loss_sum.detach() if self.counts else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        return self._share(self._loss_sum(inputs, labels))
+        loss_sum = self._loss_sum(inputs, labels)
+        return loss_sum if self.counts else torch.zeros_like(loss_sum)
 
     def _loss_sum(self, inputs: Tensor, labels: Tensor) -> Tensor:
         [model] = self.parts
         return model(self._cut(inputs), labels=self._cut(labels))
-
-    def _share(self, loss_sum: Tensor) -> Tensor:
-        return loss_sum if self._counts else torch.zeros_like(loss_sum)
-
-
-def _set_master_dtype(part: Model, dtype: torch.dtype) -> None:
-    """Parameters only: buffers, such as the rotary table, keep their own dtype."""
-    for parameter in part.parameters():
-        parameter.data = parameter.data.to(dtype)

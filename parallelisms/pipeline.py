@@ -26,26 +26,24 @@ from torch.distributed.pipelining.schedules import (
 from models.contract import Model
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
-from parallelisms.pipeline_schedule import Table, cell_text, forward_table, table
+from parallelisms.pipeline_schedule import Action, Table, cell_text, table
 
 
-def split(model: Model, mesh: DeviceMesh, config: ParallelismConfig) -> list[Model]:
-    """This rank's stages, in the order of the layers. Names stay those of the whole model."""
-    stages = stage_modules(config, list(model.layers))
-    mine = placement(config, len(stages))[mesh.get_local_rank()]
-    return [_part(model, stages[stage]) for stage in mine]
-
-
-def _part(model: Model, names: list[str]) -> Model:
-    """A copy of `model` (on the meta device: it costs no memory) with these modules alone."""
-    part = copy.deepcopy(model)
-    for name in list(part.layers):
-        if f"layers.{name}" not in names:
-            del part.layers[name]
-    for name in ("tok_embeddings", "norm", "output"):
-        if name not in names:
-            setattr(part, name, None)
-    return part
+def split(model: Model, pp_rank: int, config: ParallelismConfig) -> list[Model]:
+    """The stages of a pipeline's rank, in the order of the layers: copies of `model` (on the meta device: they cost no memory) with some
+    of its modules. Names stay those of the whole model."""
+    modules = stage_modules(config, list(model.layers))
+    stages = []
+    for stage in placement(config, len(modules))[pp_rank]:
+        part = copy.deepcopy(model)
+        for name in list(part.layers):
+            if f"layers.{name}" not in modules[stage]:
+                del part.layers[name]
+        for name in ("tok_embeddings", "norm", "output"):
+            if name not in modules[stage]:
+                setattr(part, name, None)
+        stages.append(part)
+    return stages
 
 
 class Pipeline:
@@ -93,7 +91,11 @@ class Pipeline:
         inputs, labels = self._cut(inputs), self._cut(labels)
         n_microbatches, rest = divmod(inputs.shape[0], self._microbatch_size)
         assert rest == 0, "whole microbatches"
-        runtime = self._runtime(inputs, forward_table(self._stages_by_rank, n_microbatches), backward=False)
+        rows: Table = [
+            [(Action(stage, "F", m),) for stage in stages for m in range(n_microbatches)]
+            for stages in self._stages_by_rank
+        ]
+        runtime = self._runtime(inputs, rows, backward=False)
         losses: list[Tensor] = []
         runtime.eval(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
         return self._share(losses)
@@ -105,12 +107,26 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
-        """Builds the runner of the table on this rank, for batches that look like `tokens` [B, T]."""
+        """Builds the runner of the table on this rank, for batches that look like `tokens` [B, T]. Given its shapes, torch runs no forward
+        to find them out."""
         microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
-        mine = self._stages_by_rank[self._mesh.get_local_rank()]
-        stages = [self._stage(part, stage, microbatch) for part, stage in zip(self.parts, mine, strict=True)]
-        n_microbatches = tokens.shape[0] // self._microbatch_size
-        runtime = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=_loss_of_the_head, scale_grads=False)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = [
+            _Stage(
+                part,
+                index,
+                self._n_stages,
+                self._device,
+                input_args=microbatch if index == 0 else self._hidden,
+                output_args=loss if index == self._n_stages - 1 else self._hidden,
+                group=self._mesh.get_group(),
+            )
+            for part, index in zip(self.parts, self._stages_by_rank[self._mesh.get_local_rank()], strict=True)
+        ]
+        # The head has seen the labels already
+        runtime = _PipelineScheduleRuntime(
+            stages, tokens.shape[0] // self._microbatch_size, loss_fn=lambda loss_sum, _: loss_sum, scale_grads=False
+        )
         order: dict[int, list[Any]] = {
             rank: [_Action.from_str(cell_text(cell)) for cell in row] for rank, row in enumerate(rows)
         }
@@ -124,20 +140,6 @@ class Pipeline:
             order = {rank: _add_unshard_reshard(row) for rank, row in order.items()}
             runtime.pipeline_order_with_comms = _add_send_recv(order, owner.__getitem__, self._n_stages)
         return runtime
-
-    def _stage(self, part: Model, index: int, tokens: Tensor) -> _Stage:
-        """With its shapes given, no forward is run to find them out."""
-        loss = torch.empty((), device="meta", requires_grad=True)
-        last = index == self._n_stages - 1
-        return _Stage(
-            part,
-            index,
-            self._n_stages,
-            self._device,
-            input_args=tokens if index == 0 else self._hidden,
-            output_args=loss if last else self._hidden,
-            group=self._mesh.get_group(),
-        )
 
 
 class _Stage(PipelineStage):
@@ -164,8 +166,3 @@ class _Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred, so nothing is to be cleaned up; torch would drop the gradients of earlier calls."""
-
-
-def _loss_of_the_head(loss_sum: Tensor, labels: Tensor) -> Tensor:
-    """The head has seen the labels already."""
-    return loss_sum

@@ -6,11 +6,11 @@ given by the names of its layers, since all else has one name in every model (mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import accumulate
 from math import ceil
-from typing import Any
 
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_schedule import (
@@ -24,13 +24,20 @@ from parallelisms.pipeline_schedule import (
 )
 
 _BY_NAMES = "parallelism.module_fqns_per_model_part"
-_BY_COUNT = "parallelism.pipeline_parallel_layers_per_stage"
-_CSV = "parallelism.pipeline_parallel_schedule_csv"
+_OTHER = 'parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
 
 
 def schedule_of(config: ParallelismConfig) -> str:
     """The name of a schedule, or the path of a CSV file."""
     return config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule
+
+
+def splits_backward(config: ParallelismConfig) -> bool:
+    """True when the schedule computes gradients of inputs first and those of weights later."""
+    schedule = schedule_of(config)
+    if config.pipeline_parallel_schedule_csv:
+        return any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)
+    return schedule in SPLIT_BACKWARD
 
 
 def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list[str]]:
@@ -42,11 +49,11 @@ def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list
     if config.module_fqns_per_model_part:
         return [text.split() for text in config.module_fqns_per_model_part]
     blocks = [f"layers.{name}" for name in layers]
-    sizes = _shares(config, len(layers), stage_count(config, len(layers)))
+    sizes = _shares(config, len(layers))
     sizes[0] -= config.pipeline_parallel_first_stage_less_layers
     sizes[-1] -= config.pipeline_parallel_last_stage_less_layers
     assert min(sizes) >= 0 and sum(sizes) == len(blocks), "check_pipeline() has seen to it"
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    ends = accumulate(sizes)
     stages = [blocks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     stages[0] = ["tok_embeddings", *stages[0]]
     stages[-1] = [*stages[-1], "norm", "output"]
@@ -60,7 +67,7 @@ def stage_count(config: ParallelismConfig, n_layers: int) -> int:
     if config.pipeline_parallel_layers_per_stage:
         return ceil(_weight(config, n_layers) / config.pipeline_parallel_layers_per_stage)
     if config.pipeline_parallel_schedule_csv:
-        return _stages_of_csv(config)
+        return sum(map(len, placement(config, 0)))
     return config.pipeline_parallel_degree * (1 if config.pipeline_parallel_schedule in ONE_STAGE else 2)
 
 
@@ -75,6 +82,18 @@ def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
     return [list(range(rank, n_stages, pp)) for rank in range(pp)]
 
 
+def _weight(config: ParallelismConfig, n_layers: int) -> int:
+    """The model in blocks."""
+    return n_layers + config.pipeline_parallel_first_stage_less_layers + config.pipeline_parallel_last_stage_less_layers
+
+
+def _shares(config: ParallelismConfig, n_layers: int) -> list[int]:
+    """Blocks of each stage, with what embedding and head count for."""
+    n_stages = stage_count(config, n_layers)
+    share, more = divmod(_weight(config, n_layers), n_stages)
+    return [share + (stage < more) for stage in range(n_stages)]
+
+
 def check_pipeline(
     config: ParallelismConfig, *, layers: Sequence[str], local_batch_size: int, compiled_blocks: bool
 ) -> None:
@@ -82,21 +101,46 @@ def check_pipeline(
     if config.pipeline_parallel_degree == 1:
         return
     _check_microbatches(config, local_batch_size)
-    if config.pipeline_parallel_schedule_csv:
-        _check_csv(config, local_batch_size // config.pipeline_parallel_microbatch_size)
+    if path := config.pipeline_parallel_schedule_csv:  # readable, complete, free of deadlock
+        n_microbatches = local_batch_size // config.pipeline_parallel_microbatch_size
+        try:
+            rows = read_csv(path)
+            check_complete(rows, pp=config.pipeline_parallel_degree, n_microbatches=n_microbatches)
+            timeline(rows)
+        except ValueError as error:
+            raise ValueError(f'parallelism.pipeline_parallel_schedule_csv = "{path}": {error}') from error
     _check_stage_count(config, len(layers))
     if config.module_fqns_per_model_part:
         _check_names(config, ["tok_embeddings", *(f"layers.{name}" for name in layers), "norm", "output"])
     else:
         _check_weights(config, len(layers))
-    _check_split_backward(config, compiled_blocks=compiled_blocks)
+    if splits_backward(config):
+        # Each half needs the gathered parameters, and a graph of which it can run a half: a compiled block is one node
+        why = f"{schedule_of(config)} computes the backward in two halves"
+        if compiled_blocks:
+            raise ValueError(
+                f"compile.enable = true: {why}, and a compiled block would compute all of it twice; nearest: false, or {_OTHER}"
+            )
+        if config.fsdp_reshard_after_forward == "always":
+            raise ValueError(
+                f'parallelism.fsdp_reshard_after_forward = "always": {why} and needs the parameters gathered in between; '
+                f'nearest: "default" or "never", or {_OTHER}'
+            )
 
 
 def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> None:
     """Whole microbatches, in a number that the schedule can take."""
-    size, pp = config.pipeline_parallel_microbatch_size, config.pipeline_parallel_degree
+    size, pp, schedule = config.pipeline_parallel_microbatch_size, config.pipeline_parallel_degree, schedule_of(config)
+    legal: Callable[[int], bool]
+    if schedule in ("1F1B", "DualPipeV"):
+        least = pp if schedule == "1F1B" else 2 * pp
+        legal, rule = (lambda n: n >= least), f"{least} or more"
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):  # they go round in n // pp equal rounds
+        legal = lambda n: n % max(1, n // pp) == 0  # noqa: E731
+        rule = f"rounds of one length, {pp} or more, such as {2 * pp} or {3 * pp} in all"
+    else:
+        legal, rule = (lambda n: True), "any number"
     key = f"parallelism.pipeline_parallel_microbatch_size = {size}"
-    legal, rule = _microbatch_rule(config)
     divisors = [divisor for divisor in range(1, local_batch_size + 1) if local_batch_size % divisor == 0]
     sizes = [divisor for divisor in divisors if legal(local_batch_size // divisor)]
     if size not in divisors:
@@ -108,79 +152,44 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
         more = next(n for n in range(n_microbatches, n_microbatches + 2 * pp + 1) if legal(n))
         raise ValueError(
             f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but "
-            f"{schedule_of(config)} on {pp} ranks takes {rule}; "
+            f"{schedule} on {pp} ranks takes {rule}; "
             f"nearest: {_nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
         )
-
-
-def _microbatch_rule(config: ParallelismConfig) -> tuple[Callable[[int], bool], str]:
-    """Which numbers of microbatches the schedule takes, and in words."""
-    pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
-    if schedule == "1F1B":
-        return lambda n: n >= pp, f"{pp} or more"
-    if schedule == "DualPipeV":
-        return lambda n: n >= 2 * pp, f"{2 * pp} or more"
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        # they go round in n // pp equal rounds
-        return (
-            lambda n: n % max(1, n // pp) == 0,
-            f"rounds of one length, {pp} or more, such as {2 * pp} or {3 * pp} in all",
-        )
-    return lambda n: True, "any number"
-
-
-def _check_csv(config: ParallelismConfig, n_microbatches: int) -> None:
-    """Readable, complete, free of deadlock."""
-    path = config.pipeline_parallel_schedule_csv
-    try:
-        rows = read_csv(path)
-        check_complete(rows, pp=config.pipeline_parallel_degree, n_microbatches=n_microbatches)
-        timeline(rows)
-    except ValueError as error:
-        raise ValueError(f'{_CSV} = "{path}": {error}') from error
 
 
 def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
     """As many stages as the schedule takes on these ranks, and no more than the model has blocks."""
     pp, schedule, n_stages = config.pipeline_parallel_degree, schedule_of(config), stage_count(config, n_layers)
-    legal, rule = _stage_rule(config)
-    by_names = config.module_fqns_per_model_part
-    if by_names:
-        if not legal(n_stages):
-            counts = [n for n in range(1, n_stages + 2 * pp + 1) if legal(n)]
+    named = sum(map(len, placement(config, 0))) if config.pipeline_parallel_schedule_csv else 0
+    if named:
+        legal, rule = {named}, f"the {named} that it names"
+    elif schedule in ONE_STAGE:
+        legal, rule = {pp}, f"one on each of the {pp} ranks"
+    elif schedule in V_SHAPED:
+        legal, rule = {2 * pp}, f"two on each of the {pp} ranks"
+    else:
+        most = n_stages + 2 * pp + _weight(config, n_layers)
+        legal, rule = set(range(pp, most, pp)), f"equally many on each of the {pp} ranks"
+    if by_names := config.module_fqns_per_model_part:
+        if n_stages not in legal:
             raise ValueError(
                 f"{_BY_NAMES} = {list(by_names)}: these are {n_stages} stages, but {schedule} takes {rule}; "
-                f"nearest: {_nearest(n_stages, counts)} texts"
+                f"nearest: {_nearest(n_stages, sorted(legal))} texts"
             )
-    elif n_stages > n_layers or not legal(n_stages):
-        per_stage = config.pipeline_parallel_layers_per_stage
-        why = f"{schedule} takes {rule}" if not legal(n_stages) else f"there are {n_layers} blocks"
+    elif n_stages > n_layers or n_stages not in legal:
+        per_stage, weight = config.pipeline_parallel_layers_per_stage, _weight(config, n_layers)
+        why = f"{schedule} takes {rule}" if n_stages not in legal else f"there are {n_layers} blocks"
         if not per_stage:
-            of_a_rank = ceil(n_stages / pp)
             raise ValueError(
                 f"parallelism.pipeline_parallel_degree = {pp}: {schedule} makes {n_stages} stages of the model, but {why}; "
-                f"nearest: {max(1, n_layers // of_a_rank)}"
+                f"nearest: {max(1, n_layers // ceil(n_stages / pp))}"
             )
-        weight = _weight(config, n_layers)
-        sizes = [size for size in range(1, weight + 1) if legal(count := ceil(weight / size)) and count <= n_layers]
+        sizes = [size for size in range(1, weight + 1) if (n := ceil(weight / size)) in legal and n <= n_layers]
         raise ValueError(
-            f"{_BY_COUNT} = {per_stage}: makes {n_stages} stages of {_weight(config, n_layers)} blocks (embedding, norm and "
-            f"output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but "
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: makes {n_stages} stages of {weight} blocks (embedding, norm "
+            f"and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but "
             f"{why}; nearest: {_nearest(per_stage, sizes) + ', or ' if sizes else ''}0"
         )
-
-
-def _stage_rule(config: ParallelismConfig) -> tuple[Callable[[int], bool], str]:
-    """Which numbers of stages the schedule takes, and in words."""
-    pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
-    if config.pipeline_parallel_schedule_csv:
-        n_stages = _stages_of_csv(config)
-        return lambda n: n == n_stages, f"the {n_stages} that it names"
-    if schedule in ONE_STAGE:
-        return lambda n: n == pp, f"one on each of the {pp} ranks"
-    if schedule in V_SHAPED:
-        return lambda n: n == 2 * pp, f"two on each of the {pp} ranks"
-    return lambda n: n > 0 and n % pp == 0, f"equally many on each of the {pp} ranks"
 
 
 def _check_names(config: ParallelismConfig, modules: Sequence[str]) -> None:
@@ -207,63 +216,17 @@ def _check_weights(config: ParallelismConfig, n_layers: int) -> None:
     """The first and last stage have room for what embedding and head count for."""
     for end, index in (("first", 0), ("last", -1)):
         name = f"pipeline_parallel_{end}_stage_less_layers"
-        weight, room = getattr(config, name), _room(config, n_layers)[index]
+        weight, room = getattr(config, name), _shares(config, n_layers)[index]
         if weight > room:
-            smaller: list[dict[str, Any]] = [{name: less} for less in range(weight)]
-            legal = max(less[name] for less in smaller if less[name] <= _room(replace(config, **less), n_layers)[index])
+            fits = [n for n in range(weight) if n <= _shares(replace(config, **{name: n}), n_layers)[index]]  # type: ignore[arg-type]
             raise ValueError(
-                f"parallelism.{name} = {weight}: the {end} of the stages has room for {room} blocks in all; nearest: {legal}"
+                f"parallelism.{name} = {weight}: the {end} of the stages has room for {room} blocks in all; nearest: {fits[-1]}"
             )
 
 
-def _room(config: ParallelismConfig, n_layers: int) -> list[int]:
-    return _shares(config, n_layers, stage_count(config, n_layers))
-
-
-def splits_backward(config: ParallelismConfig) -> bool:
-    """True when the schedule computes gradients of inputs first and those of weights later."""
-    schedule = schedule_of(config)
-    if config.pipeline_parallel_schedule_csv:
-        return any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)
-    return schedule in SPLIT_BACKWARD
-
-
-def _check_split_backward(config: ParallelismConfig, *, compiled_blocks: bool) -> None:
-    """Each half needs the gathered parameters, and a graph of which it can run a half: a compiled block is one node."""
-    if not splits_backward(config):
-        return
-    why = f"{schedule_of(config)} computes the backward in two halves"
-    other = 'parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
-    if compiled_blocks:
-        raise ValueError(
-            f"compile.enable = true: {why}, and a compiled block would compute all of it twice; nearest: false, or {other}"
-        )
-    if config.fsdp_reshard_after_forward == "always":
-        raise ValueError(
-            f'parallelism.fsdp_reshard_after_forward = "always": {why} and needs the parameters gathered in between; '
-            f'nearest: "default" or "never", or {other}'
-        )
-
-
-def _shares(config: ParallelismConfig, n_layers: int, n_stages: int) -> list[int]:
-    """Blocks of each stage, with what embedding and head count for."""
-    share, more = divmod(_weight(config, n_layers), n_stages)
-    return [share + (stage < more) for stage in range(n_stages)]
-
-
-def _weight(config: ParallelismConfig, n_layers: int) -> int:
-    """The model in blocks."""
-    return n_layers + config.pipeline_parallel_first_stage_less_layers + config.pipeline_parallel_last_stage_less_layers
-
-
-def _stages_of_csv(config: ParallelismConfig) -> int:
-    return sum(map(len, stages_by_rank(read_csv(config.pipeline_parallel_schedule_csv))))
-
-
-def _nearest(wanted: int, legal: Iterable[int]) -> str:
-    legal = sorted(legal)
-    below, above = [n for n in legal if n < wanted][-1:], [n for n in legal if n > wanted][:1]
-    return " or ".join(map(str, below + above))
+def _nearest(wanted: int, legal: Sequence[int]) -> str:
+    """The legal numbers below and above; `legal` is in order."""
+    return " or ".join(map(str, [n for n in legal if n < wanted][-1:] + [n for n in legal if n > wanted][:1]))
 
 
 def _listed(names: Sequence[str]) -> str:

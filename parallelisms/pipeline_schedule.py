@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -38,13 +38,7 @@ class Action(NamedTuple):
 
 Cell = tuple[Action, ...]  # several may overlap
 Table = list[list[Cell]]  # by rank, in order
-
-
-class Timed(NamedTuple):
-    """An action on its rank's clock, in slots."""
-
-    start: int
-    action: Action
+Timeline = list[list[tuple[int, Action]]]  # by rank: the time slot in which each action starts
 
 
 def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
@@ -52,43 +46,24 @@ def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
 
     Raises ValueError for a file that cannot be read.
     """
-    microbatches = range(n_microbatches)
     if schedule not in SCHEDULES:
         return read_csv(schedule)
-    if schedule == "GPipe":  # Huang et al. 2019, arXiv 1811.06965
-        return [[*_cells(rank, "F", microbatches), *_cells(rank, "B", microbatches)] for rank in range(pp)]
-    if schedule == "1F1B":  # PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473
-        return [
-            _one_forward_one_backward(rank, min(pp - 1 - rank, n_microbatches), n_microbatches) for rank in range(pp)
-        ]
-    return _table_of_torch(schedule, pp, n_stages, n_microbatches)
-
-
-def _one_forward_one_backward(stage: int, ahead: int, n_microbatches: int) -> list[Cell]:
-    forwards = list(_cells(stage, "F", range(n_microbatches)))
-    backwards = list(_cells(stage, "B", range(n_microbatches)))
-    steady = zip(forwards[ahead:], backwards[: n_microbatches - ahead], strict=True)
-    return [*forwards[:ahead], *(cell for pair in steady for cell in pair), *backwards[n_microbatches - ahead :]]
-
-
-def _cells(stage: int, kind: str, microbatches: range) -> Iterator[Cell]:
-    return ((Action(stage, kind, microbatch),) for microbatch in microbatches)
-
-
-def _table_of_torch(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
-    """Its schedules need of a stage, until they run, only how many there are."""
+    if schedule in ONE_STAGE:
+        # GPipe: Huang et al. 2019, arXiv 1811.06965; 1F1B: PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473
+        rows: Table = []
+        for rank in range(pp):
+            forwards, backwards = ([(Action(rank, kind, m),) for m in range(n_microbatches)] for kind in "FB")
+            ahead = min(pp - 1 - rank, n_microbatches) if schedule == "1F1B" else n_microbatches
+            steady = zip(forwards[ahead:], backwards, strict=False)
+            alternating = (cell for pair in steady for cell in pair)
+            rows.append([*forwards[:ahead], *alternating, *backwards[n_microbatches - ahead :]])
+        return rows
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    # Until it runs, torch needs of a stage only how many there are
     stage = SimpleNamespace(num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * (n_stages // pp), n_microbatches).pipeline_order
     return [[parse(str(action)) for action in order[rank] if action is not None] for rank in range(pp)]
-
-
-def forward_table(stages_by_rank: list[list[int]], n_microbatches: int) -> Table:
-    """Forwards alone: each rank's stages in the order of the layers, every microbatch."""
-    return [
-        [cell for stage in stages for cell in _cells(stage, "F", range(n_microbatches))] for stages in stages_by_rank
-    ]
 
 
 def read_csv(path: str) -> Table:
@@ -97,14 +72,13 @@ def read_csv(path: str) -> Table:
         lines = Path(path).read_text(encoding="utf-8").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from error
-    return [_parse_line(number, cells) for number, cells in enumerate(csv.reader(lines), start=1)]
-
-
-def _parse_line(number: int, cells: list[str]) -> list[Cell]:
+    rows = Table()
     try:
-        return [parse(cell) for cell in cells if cell.strip()]
+        for cells in csv.reader(lines):
+            rows.append([parse(cell) for cell in cells if cell.strip()])
     except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from error
+        raise ValueError(f"line {len(rows) + 1}: {error}") from error
+    return rows
 
 
 def parse(cell: str) -> Cell:
@@ -157,90 +131,72 @@ def check_complete(rows: Table, *, pp: int, n_microbatches: int) -> None:
                 )
 
 
-def timeline(rows: Table) -> list[list[Timed]]:
+def timeline(rows: Table) -> Timeline:
     """When each rank computes what, each as early as it can; messages take no time. Raises ValueError where ranks would wait forever."""
     last = max(stage for stages in stages_by_rank(rows) for stage in stages)
-    done: dict[Action, int] = {}  # when it ends
-    clock, position = [0] * len(rows), [0] * len(rows)
-    times: list[list[Timed]] = [[] for _ in rows]
+    ends: dict[Action, int] = {}  # I stands for B, too
+
+    def needs(action: Action) -> list[Action]:
+        stage, kind, microbatch = action
+        if kind == "F":
+            return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
+        if kind == "W":
+            return [Action(stage, "I", microbatch)]
+        return [Action(stage, "F", microbatch), *([Action(stage + 1, "B", microbatch)] if stage < last else [])]
+
+    clock, left = [0] * len(rows), [deque(row) for row in rows]
+    times: Timeline = [[] for _ in rows]
     progress = True
     while progress:
         progress = False
-        for rank, row in enumerate(rows):
-            while position[rank] < len(row):
-                cell = row[position[rank]]
-                needs = [need for action in cell for need in _needs(action, last)]
-                ends = [_end(done, need) for need in needs]
-                if None in ends:
-                    break
-                clock[rank] = max(clock[rank], *(end for end in ends if end is not None), 0)
-                for action in cell:
-                    times[rank].append(Timed(clock[rank], action))
+        for rank, cells in enumerate(left):
+            while cells and ends.keys() >= (wanted := {need for action in cells[0] for need in needs(action)}):
+                clock[rank] = max([clock[rank], *(ends[need] for need in wanted)])
+                for action in cells.popleft():
+                    times[rank].append((clock[rank], action))
                     clock[rank] += _LENGTH[action.kind]
-                    done[action] = clock[rank]
-                position[rank] += 1
+                    ends[action] = clock[rank]
+                    if action.kind == "I":
+                        ends[action._replace(kind="B")] = clock[rank]
                 progress = True
-    for rank, row in enumerate(rows):
-        if position[rank] < len(row):
-            cell = row[position[rank]]
-            need = next(need for action in cell for need in _needs(action, last) if _end(done, need) is None)
-            raise ValueError(f"would wait forever: rank {rank} cannot compute {cell_text(cell)} before {need}")
+    for rank, cells in enumerate(left):
+        if cells:
+            need = next(need for action in cells[0] for need in needs(action) if need not in ends)
+            raise ValueError(f"would wait forever: rank {rank} cannot compute {cell_text(cells[0])} before {need}")
     return times
-
-
-def _needs(action: Action, last_stage: int) -> list[Action]:
-    """Actions that must precede this one; B stands for I, too."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
-    if kind == "W":
-        return [Action(stage, "I", microbatch)]
-    own = Action(stage, "F", microbatch)
-    return [own, Action(stage + 1, "B", microbatch)] if stage < last_stage else [own]
-
-
-def _end(done: dict[Action, int], need: Action) -> int | None:
-    return done.get(need, done.get(need._replace(kind="I")) if need.kind == "B" else None)
 
 
 def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
     """The share of all ranks' time, first action to last, in which a rank has nothing to compute."""
-    return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
+    times = timeline(table(schedule, pp, n_stages, n_microbatches))
+    return 1 - sum(_LENGTH[action.kind] for row in times for _, action in row) / (pp * _slots(times))
 
 
-def _bubble(times: list[list[Timed]]) -> float:
-    busy = sum(_LENGTH[timed.action.kind] for row in times for timed in row)
-    return 1 - busy / (len(times) * _length(times))
-
-
-def _length(times: list[list[Timed]]) -> int:
-    return max(row[-1].start + _LENGTH[row[-1].action.kind] for row in times)
+def _slots(times: Timeline) -> int:
+    return max(start + _LENGTH[action.kind] for start, action in (row[-1] for row in times))
 
 
 def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> str:
     """The schedule as text: a row per rank, a column per time slot; and the bubble, the share of the ranks' time that is idle."""
     times = timeline(table(schedule, pp, n_stages, n_microbatches))
-    n_slots, alone = _length(times), n_stages == pp
-    cells = [_row(row, n_slots, alone=alone) for row in times]
+    n_slots, alone = _slots(times), n_stages == pp
+    cells = [["."] * n_slots for _ in times]
+    for row, timed in zip(cells, times, strict=True):
+        for start, action in timed:
+            row[start : start + _LENGTH[action.kind]] = [str(action), *["="] * (_LENGTH[action.kind] - 1)]
+            if alone:
+                row[start] = row[start].removeprefix(str(action.stage))
     width = max(len(cell) for row in cells for cell in row)
     if n_slots > _MOST_SLOTS:
         half = _MOST_SLOTS // 2
         cells = [[*row[:half], "...", *row[-half:]] for row in cells]
-    kinds = {timed.action.kind for row in times for timed in row}
+    kinds = {action.kind for row in times for _, action in row}
     legend = ", ".join(meaning for kind, meaning in _MEANING.items() if kind in kinds)
+    share = bubble(schedule, pp, n_stages, n_microbatches)
     return "\n".join(
         (
             f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time",
             *(f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)),
-            f"bubble {_bubble(times):.1%}; {'F0: microbatch 0' if alone else '1F0: stage 1, microbatch 0'}; {legend}, . idle",
+            f"bubble {share:.1%}; {'F0: microbatch 0' if alone else '1F0: stage 1, microbatch 0'}; {legend}, . idle",
         )
     )
-
-
-def _row(row: list[Timed], n_slots: int, *, alone: bool) -> list[str]:
-    cells = ["."] * n_slots
-    for start, action in row:
-        cells[start] = str(action).removeprefix(str(action.stage)) if alone else str(action)
-        for more in range(start + 1, start + _LENGTH[action.kind]):
-            cells[more] = "="
-    return cells

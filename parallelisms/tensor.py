@@ -104,8 +104,19 @@ def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> No
             parallelize_module(module, mesh, style, src_data_rank=None)  # meta: there are no values to send around
     forgotten = [name for name, parameter in part.named_parameters() if not isinstance(parameter, DTensor)]
     assert not forgotten, f"check_plan refuses a plan that leaves out {forgotten}"
-    if overlap:
-        _overlap(mesh)
+    if not overlap:
+        return
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    here, cuda = torch.cuda.current_device(), torch.cuda
+    apart = [d for d in range(cuda.device_count()) if d != here and not cuda.can_device_access_peer(here, d)]
+    if apart:
+        raise RuntimeError(
+            f"parallelism.enable_async_tensor_parallel: device {here} cannot reach the memory of devices {apart}; it needs NVLink"
+        )
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def check_plan(model: Model, degrees: Degrees) -> None:
@@ -132,45 +143,26 @@ def check_plan(model: Model, degrees: Degrees) -> None:
         if not isinstance(module, wanted) or (kind == "gather" and parameters):
             raise ValueError(f'{cause}{plan}says "{kind}" of {pattern}, which is no kind for a {type(module).__name__}')
         for leaf, parameter in parameters.items():
-            if dim is not None and dim < parameter.ndim:  # the bias of a "row" stays whole
-                _check_cut(f"{cause}{name}.{leaf} {list(parameter.shape)} ", parameter.shape, dim, degrees)
+            if dim is None or dim >= parameter.ndim:  # the bias of a "row" stays whole
+                continue
+            tp, shards, shape = degrees.tp, degrees.dp_shard * degrees.cp, parameter.shape
+            place = f"{cause}{name}.{leaf} {list(shape)} "
+            if -(-shape[dim] // tp) * (tp - 1) >= shape[dim]:
+                raise ValueError(f"{place}is too small to give every rank a part")
+            if dim == 0 and shard_dim(shape, tp=tp, shards=shards) is None:
+                raise ValueError(
+                    f"{place}has neither rows that {tp} ranks can share evenly nor columns that {shards} shards can; nearest: rows in "
+                    f"multiples of {tp}, or parallelism.data_parallel_replicate_degree = {degrees.dp_shard} in place of shards"
+                )
     if unused:
         raise ValueError(f"{cause}{plan}has entries that match no module: {', '.join(sorted(unused))}")
-
-
-def _check_cut(cause: str, shape: torch.Size, dim: int, degrees: Degrees) -> None:
-    tp, shards = degrees.tp, degrees.dp_shard * degrees.cp
-    if -(-shape[dim] // tp) * (tp - 1) >= shape[dim]:
-        raise ValueError(f"{cause}is too small to give every rank a part")
-    if dim == 0 and shard_dim(shape, tp=tp, shards=shards) is None:
-        raise ValueError(
-            f"{cause}has neither rows that {tp} ranks can share evenly nor columns that {shards} shards can; nearest: rows in multiples "
-            f"of {tp}, or parallelism.data_parallel_replicate_degree = {degrees.dp_shard} in place of shards"
-        )
 
 
 def _entries(model: Model, name: str) -> list[tuple[str, str]]:
     """(pattern, kind) of the plan for the module of that name."""
     parts = name.split(".")
-
-    def fits(pattern: str) -> bool:
-        wanted = pattern.split(".")
-        return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
-
-    return [(pattern, kind) for pattern, kind in model.tp_plan.items() if fits(pattern)]
-
-
-def _overlap(mesh: DeviceMesh) -> None:
-    from torch._inductor import config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    here = torch.cuda.current_device()
-    apart = [
-        d for d in range(torch.cuda.device_count()) if d != here and not torch.cuda.can_device_access_peer(here, d)
+    return [
+        (pattern, kind)
+        for pattern, kind in model.tp_plan.items()
+        if pattern.count(".") == name.count(".") and all(map(fnmatchcase, parts, pattern.split(".")))
     ]
-    if apart:
-        raise RuntimeError(
-            f"parallelism.enable_async_tensor_parallel: device {here} cannot reach the memory of devices {apart}; it needs NVLink"
-        )
-    inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)

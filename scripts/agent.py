@@ -24,8 +24,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.plan import RESTARTS_WITHIN_S, Plan
+from scripts.plan import Plan, RecentRestarts, how_ended, say
 from training.log import Log
+from training.progress import Clock
 from training.signals import Signals
 
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
@@ -33,7 +34,7 @@ POLL_S = 0.1
 MEET_TIMEOUT_S = 900  # for the other nodes to arrive
 
 
-def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
+def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path, clock: Clock = time.monotonic) -> int:
     """Runs `command` as `nproc` ranks of this node until all have ended; returns the exit code. Leaves no process."""
     if "LOGLEVEL" not in os.environ:  # else the agent's narration is asked for
         narration = logging.getLogger("torch.distributed.elastic")
@@ -43,7 +44,7 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path) -> int:
     output, ranks, result = Output(logs, plan.log_ranks), LocalRanks(plan.grace_s), None
     try:
         spec = _spec(command, plan, nproc, logs)
-        result = Agent(spec, output, ranks).run()
+        result = Agent(spec, output, ranks, clock).run()
         spec.rdzv_handler.shutdown()
     except RanksStopped as stopped:
         result = stopped.result
@@ -70,17 +71,13 @@ def explain(result: RunResult, output: Output, ranks: LocalRanks) -> int:
         if not output.shows(rank):
             print(words, file=sys.stderr)
         return 2
-    how = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+    how = how_ended(code)
     if code == -signal.SIGKILL and not ranks.killed:
         how += ", out of memory?"
     elif ranks.asked_to_stop:
         how += " when asked to stop; the last checkpoint stands"
     say(f"rank {rank} failed ({how}): {words}; log: {output.path(rank)}")
     return 1
-
-
-def say(text: str) -> None:
-    print(f"pharos: {text}", file=sys.stderr, flush=True)
 
 
 class RanksStopped(Exception):
@@ -94,11 +91,10 @@ class RanksStopped(Exception):
 class Agent(LocalElasticAgent):
     """torch's agent, extended at the methods it offers for that: it tells LocalRanks which processes signals are for."""
 
-    def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks) -> None:
+    def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock) -> None:
         # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
         super().__init__(spec, output, exit_barrier_timeout=60)
-        self._ranks = ranks
-        self._restarted_s: list[float] = []  # within the last RESTARTS_WITHIN_S
+        self._ranks, self._clock, self._restarts = ranks, clock, RecentRestarts()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = self._ranks
@@ -116,17 +112,15 @@ class Agent(LocalElasticAgent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             if ranks.asked_to_stop:
                 raise RanksStopped(result)
-            self._note_restart(worker_group.spec, time.monotonic())
+            # Restarts that are long past are given back, before torch counts a new one. The limit grows with what is left of it, for torch
+            # makes the number of a start, which no two may share, of the difference.
+            now_s = self._clock()
+            past = self._restarts.forget(now_s)
+            worker_group.spec.max_restarts += past
+            self._remaining_restarts += past
+            if self._remaining_restarts > 0:
+                self._restarts.at_s.append(now_s)
         return result
-
-    def _note_restart(self, spec: WorkerSpec, now_s: float) -> None:
-        """Gives back restarts that are long past, before torch counts a new one. The limit grows with what is left of it, for torch makes
-        the number of a start, which no two may share, of the difference."""
-        recent = [at_s for at_s in self._restarted_s if now_s - at_s < RESTARTS_WITHIN_S]
-        past = len(self._restarted_s) - len(recent)
-        spec.max_restarts += past
-        self._remaining_restarts += past
-        self._restarted_s = [*recent, now_s] if self._remaining_restarts > 0 else recent
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)

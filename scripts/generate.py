@@ -20,7 +20,7 @@ from configs.load import load
 from configs.schema import Config, model_module
 from models.contract import Model
 from parallelisms.device import pick_device
-from parallelisms.precision import choose_precision
+from parallelisms.layout import choose_precision
 from training import checkpoint_dcp
 from training.checkpoint_files import Damaged, list_steps, read_manifest, step_folder, verify
 from training.sampling import SampleConfig, generate

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Run by path from any folder
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from training.extras import need  # noqa: E402 (our packages first)
+from training.config import need  # noqa: E402 (our packages first)
 
 
 def main(argv: list[str]) -> int:

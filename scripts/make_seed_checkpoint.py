@@ -29,12 +29,12 @@ from configs.schema import Config, model_module
 from models.contract import Model
 from models.init import draw
 from parallelisms.mesh import ParallelismConfig
+from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
 from training.checkpoint_dcp import CHUNK_BYTES, Streamed
 from training.checkpoint_files import list_steps, step_folder
 from training.log import Log
 from training.progress import duration
-from training.runlock import RunLock
 from training.tokenizer import build_tokenizer
 
 TELL_EVERY_S = 10.0

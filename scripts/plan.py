@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-# In any so long MAX_RESTARTS are allowed: who is preempted once a day goes on for years
 RESTARTS_WITHIN_S = 24 * 3600.0
+
+
+def say(text: str) -> None:
+    print(f"pharos: {text}", file=sys.stderr, flush=True)
+
+
+def how_ended(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+
+
+@dataclass
+class RecentRestarts:
+    """Restarts within the last RESTARTS_WITHIN_S; MAX_RESTARTS of them are allowed, so a daily preemption ends no job."""
+
+    at_s: list[float] = field(default_factory=list)
+
+    def forget(self, now_s: float) -> int:
+        """Drops those that are long past; returns their number."""
+        before = len(self.at_s)
+        self.at_s = [at_s for at_s in self.at_s if now_s - at_s < RESTARTS_WITHIN_S]
+        return before - len(self.at_s)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ from typing import IO, TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
+from scripts.launch import check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
+from scripts.plan import RESTARTS_WITHIN_S, Plan, RecentRestarts, how_ended, say  # noqa: E402
+
 if TYPE_CHECKING:
     from configs.schema import Config
 
@@ -53,14 +56,17 @@ class ReplicaSupervisor:
     started_s: float = 0.0
     again_at_s: float = 0.0
     short_lives: int = 0
-    restarted_s: list[float] = field(default_factory=list)  # within the last RESTARTS_WITHIN_S
+    restarted: RecentRestarts = field(default_factory=RecentRestarts)
     readers: list[threading.Thread] = field(default_factory=list)
 
     @staticmethod
-    def here(name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path, restarts: int) -> ReplicaSupervisor:
-        """A group of this machine, yet to be started. `argv`: of launch.py; `folder`: for its log."""
+    def here(
+        name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path, restarts: int, devices: Sequence[str] = ()
+    ) -> ReplicaSupervisor:
+        """A group of this machine, yet to be started. `argv`: of launch.py; `folder`: for its log; `devices`: all that it may see."""
         command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv]
-        return ReplicaSupervisor(name, command, {**env, "REPLICA_GROUP_ID": name}, folder / f"{name}.log", restarts)
+        env = {**env, **seen(devices, name), "REPLICA_GROUP_ID": name}
+        return ReplicaSupervisor(name, command, env, folder / f"{name}.log", restarts)
 
     def start(self) -> int:
         """Its process number."""
@@ -108,18 +114,16 @@ class ReplicaSupervisor:
             return f"group {self.name} starts again (process {self.start()})" if due else ""
         if (code := self.ended()) is None:
             return ""
-        from scripts.plan import RESTARTS_WITHIN_S
-
-        how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        how = how_ended(code)
         self.short_lives = self.short_lives + 1 if now_s - self.started_s < SHORT_LIFE_S else 0
-        self.restarted_s = [at_s for at_s in self.restarted_s if now_s - at_s < RESTARTS_WITHIN_S]
-        too_often = len(self.restarted_s) >= self.restarts
+        self.restarted.forget(now_s)
+        too_often = len(self.restarted.at_s) >= self.restarts
         if code in (0, 2) or too_often or self.short_lives == SHORT_LIVES:
             self.code = 1 if code < 0 else code
             if too_often and self.restarts:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS allows no more"
             return "" if code == 0 else f"group {self.name} failed for good ({how})"
-        self.restarted_s.append(now_s)
+        self.restarted.at_s.append(now_s)
         self.process, self.again_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_lives - 1)
         return f"group {self.name} died ({how})"
 
@@ -165,13 +169,13 @@ class LighthouseSupervisor:
         self._failures, self._again_at_s = 0, 0.0
 
     def _start(self) -> str:
-        self._process, address = start_lighthouse(self._config, self._env, bind=self._bind, http=self._http)
-        threading.Thread(target=self._show_page, args=(self._process,), daemon=True).start()
+        self.process, address = start_lighthouse(self._config, self._env, bind=self._bind, http=self._http)
+        threading.Thread(target=self._show_page, args=(self.process,), daemon=True).start()
         return address
 
     def look(self, now_s: float) -> str:
         """Starts it again where that is due. Returns a line for the user, or nothing."""
-        if self._process.poll() is None or now_s < self._again_at_s:
+        if self.process.poll() is None or now_s < self._again_at_s:
             return ""
         self._failures += 1
         self._again_at_s = now_s + RESTART_S * 2 ** min(self._failures, SHORT_LIVES - 1)
@@ -179,11 +183,11 @@ class LighthouseSupervisor:
             self._start()
         except RuntimeError as error:
             return str(error)
-        return f"the lighthouse died, and is there again (process {self._process.pid})"
+        return f"the lighthouse died, and is there again (process {self.process.pid})"
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
+        self.process.terminate()
+        self.process.wait()
 
     def _show_page(self, process: subprocess.Popen[str]) -> None:
         """Says where the page is as soon as it is there; the next life has it at the same place. The token is in no address: who has the
@@ -210,7 +214,7 @@ class PendingSignals:
 
 
 def main(argv: list[str]) -> int:
-    from training.runlock import RunLock
+    from training.appended import RunLock
 
     try:
         number, rest = read_groups([word for word in argv if word != OPEN])
@@ -223,11 +227,11 @@ def main(argv: list[str]) -> int:
         return 2
     with closing(lock):
         env = environment(config.run_folder, number)
-        env.setdefault("OMP_NUM_THREADS", threads_per_group(number))
+        env.setdefault("OMP_NUM_THREADS", threads_per_rank(number))
         lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [
-            ReplicaSupervisor.here(str(name), [*rest, ENABLED], {**env, **seen(its, str(name))}, folder, restarts)
+            ReplicaSupervisor.here(str(name), [*rest, ENABLED], env, folder, restarts, its)
             for name, its in enumerate(devices)
         ]
         return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
@@ -290,8 +294,6 @@ def devices_of_groups(groups: int) -> list[list[str]]:
     """The CUDA devices of each group, as CUDA_VISIBLE_DEVICES names them; none each: this machine trains on CPUs. Raises ValueError."""
     import torch
 
-    from scripts.plan import Plan
-
     visible = visible_devices(os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return deal_devices(visible, groups, Plan.read(os.environ).nproc, os.environ.get(SHARED) == "1")
 
@@ -332,8 +334,6 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
     """Checks all that can be checked before anything is started; a group has this many nodes, and ranks on each (None: as many as one
     group alone would have). Raises ValueError."""
     from configs.load import load
-    from scripts.launch import check, ranks_here
-    from scripts.plan import Plan
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
     plan, config = Plan.read(os.environ), load(argv)
@@ -356,12 +356,6 @@ def token_file(run_folder: Path) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write((os.environ.get("PHAROS_TOKEN") or secrets.token_urlsafe(24)) + "\n")
     return path
-
-
-def threads_per_group(groups: int) -> str:
-    from scripts.launch import threads_per_rank
-
-    return threads_per_rank(groups)
 
 
 def start_lighthouse(
@@ -405,10 +399,6 @@ def start_lighthouse(
     if not address:
         raise RuntimeError(f"the lighthouse did not start; its words are in {log.name}")
     return process, address
-
-
-def say(text: str) -> None:
-    print(f"pharos: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

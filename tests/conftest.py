@@ -49,6 +49,11 @@ IN_BOTH = (
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[llama]",
 )
 
+if find_spec("hypothesis"):  # absent where only tests/gpu run
+    from hypothesis import settings
+
+    settings.load_profile("ci")  # the same examples in each run, no deadline in milliseconds
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="both tiers of tests/; without it and without a path the first")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 README = Path(__file__).with_name("README.md")
-OURS = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+OURS = re.compile(r"`([\w/]+\.(?:py|txt))::(\w+)`")  # a test, or a transcript by the words of its title
 
 
 @dataclass(frozen=True)

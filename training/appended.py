@@ -1,7 +1,6 @@
 """Files that grow at their end: whole pieces or nothing, read and cut from there. What that costs goes by what is new in them.
 
-Floor 3, under sinks.py (the figures of a run) and events.py.
-"""
+Floor 3, under sinks.py (the figures of a run) and events.py."""
 
 from __future__ import annotations
 
@@ -117,6 +116,15 @@ def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
     yield 0, rest
 
 
+def sync_path(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk (fsync). Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part. Raises OSError."""
     with _replacement(path) as file:
@@ -145,3 +153,33 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
         with suppress(OSError):  # on a full disk the piece that fitted is in everybody's way
             temporary.unlink()
         raise
+
+
+class RunLock:
+    """Of a run's folder: two starts at once would take each other's checkpoints for leftovers. Held from construction to `close`, or to the
+    death of the process, however it dies. Raises ValueError if another has it."""
+
+    def __init__(self, run_folder: Path) -> None:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._file = (run_folder / "lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ValueError(
+                f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with "
+                "--job.name NAME"
+            ) from None
+        except OSError:  # a file system without locks: better an unguarded run than none
+            return
+        with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Gives the lock back. May be called twice."""
+        with suppress(OSError):
+            self._file.close()

@@ -1,38 +1,36 @@
-"""Checkpoints: when the run is saved, and from which of them it goes on.
+"""Checkpoints: when the run is saved, and from which of them it goes on; model and optimizer as flat dictionaries under full names.
 
-Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_states.py names what there is to save,
-checkpoint_dcp.py moves it to files and back, checkpoint_files.py makes files appear at once or not at all. Nothing here knows fault
-tolerance: its ledger is one more state.
-"""
+Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_dcp.py moves states to files and back,
+checkpoint_files.py makes files appear at once or not at all. Nothing here knows fault tolerance: its ledger is one more state."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ft.materialise import materialise
 from training import checkpoint_files as files
-from training.checkpoint_files import CheckpointFailed, Damaged, FileRecord, Manifest
-from training.checkpoint_states import FIGURES, ModelState, OptimizerState
-from training.progress import Clock
+from training.checkpoint_files import FIGURES, CheckpointFailed, Damaged, FileRecord, Manifest
+from training.progress import BarLog, Clock
 from training.writer_lease import Alone, Aside, WriterLease
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
-    from training.checkpoint_dcp import Snapshot, Streamed
-
-__all__ = ["FIGURES", "RETRY_S", "CheckpointConfig", "CheckpointFailed", "Checkpointer", "ModelState", "OptimizerState"]
+    from training.checkpoint_dcp import Streamed
 
 RETRY_S = 30.0  # from a save that failed to the next try
 T = TypeVar("T")
@@ -110,22 +108,11 @@ class CheckpointConfig:
             initial_folder(self.initial_load_path)
 
 
-class LogLike(Protocol):
-    """training.log.Log or logging.Logger."""
-
-    def info(self, message: str, *args: object) -> None: ...
-
-    def warning(self, message: str, *args: object) -> None: ...
-
-
 class Checkpointer:
-    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one.
-
-    Guarantees: a kill at any instant leaves the last published checkpoint whole, and the next start finds it; damaged
-    ones are not loaded (while verify_digests holds); a run that has checkpoints never begins from nothing unasked;
-    all ranks raise alike. "model" must be among the states, as exports and seeds hold it. Every method is called by
-    all ranks.
-    """
+    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one. Guarantees: a kill at
+    any instant leaves the last published checkpoint whole, and the next start finds it; damaged ones are not loaded (while verify_digests
+    holds); a run that has checkpoints never begins from nothing unasked; all ranks raise alike. "model" must be among the states, as
+    exports and seeds hold it. Every method is called by all ranks."""
 
     def __init__(
         self,
@@ -133,23 +120,26 @@ class Checkpointer:
         run_folder: Path,
         states: Mapping[str, Stateful],
         *,
-        log: LogLike,
-        timeout: timedelta = timedelta(minutes=30),
+        log: BarLog,
+        ranks: Ranks | None = None,
         claim: WriterLease | None = None,
         clock: Clock = time.monotonic,
+        in_thread: Callable[[Callable[[], None]], None] | None = None,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`timeout`: how long a rank waits for the slowest one's files. `claim`: others have the same folder, of whom one saves at a time;
-        so what lies about is cleared away by the one that saves, and not by one that loads."""
+        """`claim`: others have the same folder, of whom one saves at a time; so what lies about is cleared away by the one that saves, and
+        not by one that loads. `in_thread`: starts work that nobody waits for. `on_stage`: is told before a save makes its folder ("begin"),
+        writes its files ("write") and gives them their name ("publish"); of the first and the last on rank 0."""
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
         self._claim = claim or Alone()
-        self._ranks = Ranks(timeout)
+        self._ranks, self._in_thread, self._on_stage = ranks or Ranks(), in_thread or start_thread, on_stage
         self._writes = config.enable and not config.load_only
         self._saved_step: int | None = None  # the newest that this group has saved
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
-        self._snapshot: Snapshot | None = None
+        self._stager: DefaultStager | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # saves that were due before it were another start's
         self._failed_at: float | None = None  # the last save; the same on all ranks
@@ -175,7 +165,7 @@ class Checkpointer:
             return has_role and self._clock() - self._failed_at >= RETRY_S
         self._had_role = has_role
         if has_role and not had_role and self._claim.shared:
-            in_thread(self._look)
+            self._in_thread(self._look)
         if self._found_step is None or not has_role:
             return False
         found, self._found_step = self._found_step, None
@@ -192,13 +182,10 @@ class Checkpointer:
         return self._ranks.first(lambda: decide(any(wishes)))
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
-        """Saves the states as `step`, due or not; returns the seconds that held the caller up.
-
-        `last`: the run is finished with this step. Not `settled`: this group goes, and others may have another history of the step (Aside);
-        nothing can be saved after it. Does nothing when checkpoints are off or hold this step already, or another group saves.
-        In an async mode all but the last is written in the background; what fails there is raised by the next `save`,
-        `wait` or `close`. Raises CheckpointFailed.
-        """
+        """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
+        Not `settled`: this group goes, and others may have another history of the step (Aside); nothing can be saved after it. Does nothing
+        when checkpoints are off or hold this step already, or another group saves. In an async mode all but the last is written in the
+        background; what fails there is raised by the next `save`, `wait` or `close`. Raises CheckpointFailed."""
         began = time.perf_counter()
         self._failed_at = self._clock()  # unless it succeeds
         self.wait()
@@ -208,32 +195,28 @@ class Checkpointer:
                 self._claim = Aside()
             if alone:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
-                cast = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
-                self._write(step, "model", {"model": cast})
+                converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
+                self._write(step, "model", {"model": converted})
             elif last or not settled or self._config.async_mode == "disabled":
                 self._write(step, "full", self._live_states())
             else:
-                snapshot, background = self._prepared()
-                states = snapshot.take(self._live_states())
-                self.saving = background.submit(self._write, step, "full", states, snapshot)
+                stager, background = self._prepared()
+                states = cast("dict[str, Any]", stager.stage(self._live_states()))
+                self.saving = background.submit(self._write, step, "full", states)
         self._failed_at = self._found_step = None
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed.
-
-        `streamed`: what gives the values of a model on the meta device, one tensor at a time.
-        """
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: what gives the values of a model on the meta
+        device, one tensor at a time."""
         self.wait()
         self._claim = Alone()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
-        """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save.
-
-        Returns the step to go on from; None: the run begins (with another run's weights, maybe). Raises ValueError
-        for what the user must change, CheckpointFailed when there are checkpoints and none is whole.
-        """
+        """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save. Returns the step to
+        go on from; None: the run begins (with another run's weights, maybe). Raises ValueError for what the user must change,
+        CheckpointFailed when there are checkpoints and none is whole."""
         if not self._config.enable:
             return None
         if not self._config.load_only and not self._claim.shared:
@@ -284,29 +267,36 @@ class Checkpointer:
     def _live_states(self) -> dict[str, dict[str, Any]]:
         return {name: values for name, state in self._states.items() if (values := state.state_dict())}
 
-    def _prepared(self) -> tuple[Snapshot, ThreadPoolExecutor]:
+    def _prepared(self) -> tuple[DefaultStager, ThreadPoolExecutor]:
         """Memory and a thread for saves in the background. The interpreter waits for the thread at exit."""
-        from training.checkpoint_dcp import Snapshot
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        if self._snapshot is None or self._background is None:
-            self._snapshot = Snapshot(pinned=self._config.async_mode == "async_with_pinned_mem")
-            self._snapshot.take(self._live_states())  # its memory
+        if self._stager is None or self._background is None:
+            accelerator = torch.accelerator.is_available()
+            pinned = accelerator and self._config.async_mode == "async_with_pinned_mem"
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, accelerator))
+            self._stager.stage(self._live_states())  # its memory, which it uses again
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
             self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
-        return self._snapshot, self._background
+        return self._stager, self._background
 
-    def _write(
-        self, step: int, kind: str, states: Mapping[str, Any], planner: Snapshot | Streamed | None = None
-    ) -> None:
+    def _write(self, step: int, kind: str, states: Mapping[str, Any], planner: Streamed | None = None) -> None:
         """One save from begin to end. In the background too: its process group is used by nobody else meanwhile."""
         from training import checkpoint_dcp as dcp
 
         began, claim = time.perf_counter(), self._claim
+
+        def begin() -> Path | None:
+            if not claim.take():  # reads a file: not before, in the step's own thread
+                return None
+            self._on_stage("begin")
+            return files.begin(self.folder, step, claim.name)
+
         try:
-            # A file is read to know whether another group is to save: not before, in the step's own thread.
-            partial = self._ranks.first(lambda: files.begin(self.folder, step, claim.name) if claim.take() else None)
+            partial = self._ranks.first(begin)
             if partial is None:
                 return self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
+            self._on_stage("write")
             report = SaveReport(dcp.write(states, partial, group=self._ranks.group, planner=planner))
         except OSError as error:
             report = SaveReport(problem=files.reason(error), own=True)
@@ -339,6 +329,7 @@ class Checkpointer:
                 raise OSError(problems[0].problem)
             if is_late():
                 raise OSError("another has saved")
+            self._on_stage("publish")
             files.publish(self.folder, manifest, claim.name)
         except OSError as error:
             files.discard(self.folder, step, claim.name)
@@ -502,9 +493,9 @@ class SaveReport:
 
 class Ranks:
     """Agreement between the ranks, over a gloo group of its own, which DCP's collectives use, too: a save in the background must not meet
-    training."""
+    training. `timeout`: how long a rank waits for the slowest one's files."""
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self.world_size = dist.get_world_size() if several else 1
@@ -538,7 +529,7 @@ class Ranks:
         return result
 
 
-def in_thread(work: Callable[[], None]) -> None:
+def start_thread(work: Callable[[], None]) -> None:
     """Starts a thread that nobody waits for, not even at the end: slow storage holds up no step."""
     threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
 
@@ -570,3 +561,71 @@ def steps_phrase(steps: Sequence[int], wanted: int) -> str:
         return "there are no checkpoints in it"
     nearest = min(steps, key=lambda step: abs(step - wanted)) if wanted >= 0 else steps[-1]
     return f"steps there: {', '.join(map(str, steps))}; nearest: {nearest}"
+
+
+class ModelState:
+    """The weights and persistent buffers of all model parts under their full names, whatever wraps or shards them."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors (DTensors where sharded); reading into them changes the model."""
+        return {plain_name(name): value for part in self._parts for name, value in part.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what is there; names that are missing stay as they are."""
+        for part in self._parts:
+            own = {name: state[plain] for name in part.state_dict() if (plain := plain_name(name)) in state}
+            part.load_state_dict(own, strict=False)
+
+
+class OptimizerState:
+    """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ... The names are those of DCP's
+    flattened optimizer state dicts, without its restrictions: one optimizer may span several model parts, a part may have several
+    optimizers. Which kernel does the update (fused, foreach, ...) is the machine's business: neither saved nor restored."""
+
+    _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+
+    def __init__(
+        self, parts: Sequence[nn.Module], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._parts = parts
+        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
+        for optimizer in self._optimizers:
+            materialise(optimizer)
+        entries: dict[str, Any] = {}
+        for name, group, state in self._walk():
+            entries.update({f"state.{name}.{key}": value for key, value in state.items()})
+            entries.update({f"param_groups.{name}.{key}": v for key, v in group.items() if key not in self._NOT_STATE})
+        return entries
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what is there; names that are missing stay as they are."""
+        for name, group, own in self._walk():
+            for target, prefix in ((own, "state"), (group, "param_groups")):
+                for key in target.keys() - self._NOT_STATE:
+                    if (full := f"{prefix}.{name}.{key}") not in state:
+                        continue
+                    if not isinstance(target[key], torch.Tensor):
+                        target[key] = state[full]
+                    elif target[key] is not state[full]:  # it keeps its identity: it may be live in a compiled step
+                        target[key].copy_(state[full])
+
+    def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """For every parameter that is optimized: its name, its group, its state."""
+        names = {parameter: plain_name(name) for part in self._parts for name, parameter in part.named_parameters()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    # optimizer.state is a defaultdict: looking up would make an entry
+                    yield names[parameter], group, optimizer.state.get(parameter, {})
+
+
+def plain_name(name: str) -> str:
+    """The name without what torch.compile and activation checkpointing wrap around modules, as DCP has it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

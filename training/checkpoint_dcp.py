@@ -1,16 +1,12 @@
 """States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
-Flow: checkpoint.py -> this -> checkpoint_files.py. What it writes is an ordinary DCP checkpoint, which any reader of
-DCP loads in any layout. A separate module because DCP takes a second to import, which checking a configuration must
-not cost.
+Flow: checkpoint.py -> this -> checkpoint_files.py. What it writes is an ordinary DCP checkpoint, which any reader of DCP loads in any
+layout. A separate module because DCP takes a second to import, which checking a configuration must not cost.
 
-*States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys:
-"model.layers.0.attention.wq.weight".
-"""
+*States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,11 +33,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from training.checkpoint_files import Digest, FileRecord
-from training.checkpoint_states import FIGURES
+from training.checkpoint_files import FIGURES, Digest, FileRecord
 
 States = dict[str, dict[str, Any]]
 
@@ -59,18 +53,11 @@ class OtherRankFailed(RuntimeError):
 
 
 def write(
-    states: Mapping[str, Any],
-    path: Path,
-    *,
-    group: dist.ProcessGroup | None,
-    planner: Snapshot | Streamed | None = None,
+    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Streamed | None = None
 ) -> list[FileRecord]:
-    """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then.
-
-    All ranks of `group` (None: one process) take part and fail together: the rank that could not write raises its
-    OSError, the others OtherRankFailed. `planner`: write the copy it took of these states, or what it makes of them, not
-    what they hold now.
-    """
+    """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
+    `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others OtherRankFailed.
+    `planner`: makes the values of states on the meta device."""
     _quiet()
     writer = OneAtATime(path) if isinstance(planner, Streamed) else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
@@ -92,11 +79,9 @@ def write(
 def read(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
 ) -> str:
-    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced.
-
-    Every name must be in the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read
-    its part (the same on all ranks of `group`); the states are then a mixture. `reader`: of `path`, where one is at hand.
-    """
+    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced. Every name must be in
+    the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read its part (the same on all ranks of
+    `group`); the states are then a mixture. `reader`: of `path`, where one is at hand."""
     _quiet()
     try:
         load(dict(states), storage_reader=reader or FileSystemReader(path), process_group=group, no_dist=group is None)
@@ -120,12 +105,9 @@ class Fit:
 
 
 def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
-    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names.
-
-    Names that are, or begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was
-    never made (it had no gradient), settings of the optimizer that another version of torch does not know and figures of
-    groups may be missing.
-    """
+    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names. Names that are, or
+    begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings
+    of the optimizer that another version of torch does not know and figures of groups may be missing."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [f'exclude_from_loading: no name begins with "{part}"' for part in exclude if not _begin(saved, part)]
     saved = {name: value for name, value in saved.items() if not any(_begins(name, part) for part in exclude)}
@@ -150,52 +132,10 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
     return Fit(states, misfits, unknown)
 
 
-class Snapshot(DefaultSavePlanner):
-    """A copy of the states at one instant, in buffers that are reused, and the DCP planner that writes from it.
-
-    The states themselves tell the planner names, sizes and placements, which training does not change; only the data is
-    looked up in the copy. On CUDA `pinned` buffers are what the copy engine reaches at full speed.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        super().__init__()
-        self._pinned = pinned
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, states: Mapping[str, Mapping[str, Any]]) -> States:
-        """Copies now, into buffers that the first call makes, which takes several times as long as the copy. Returns the states to give to
-        `write` later, with this planner; until then take no other copy."""
-        elsewhere, kept = False, {state: dict(values) for state, values in states.items()}
-        for state, values in kept.items():
-            for key, value in values.items():
-                if not isinstance(value, torch.Tensor):
-                    values[key] = copy.deepcopy(value)  # of a tensor only name, size and placement are asked for
-                    continue
-                name, source = f"{state}.{key}", (value.to_local() if isinstance(value, DTensor) else value).detach()
-                assert not hasattr(source, "__get_tensor_shard__"), (
-                    "a tensor in several pieces cannot be copied by name"
-                )
-                buffer = self._buffers.get(name)
-                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                    pinned = self._pinned and source.device.type != "cpu"
-                    buffer = self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-                buffer.copy_(source, non_blocking=True)
-                elsewhere |= source.device.type != "cpu"
-        if elsewhere:
-            torch.accelerator.synchronize()  # the optimizer changes the sources as soon as we return
-        return kept
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._buffers[index.fqn] if index.fqn in self._buffers else super().lookup_object(index)
-
-
 class Streamed(DefaultSavePlanner):
-    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values.
-
-    `make(name)` gives the values; it is called once for each name, when DCP comes to write it, and by then the tensor
-    before has been let go. `written(count)` is told the bytes of each chunk that is done.
-    """
+    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives the values;
+    it is called once for each name, when DCP comes to write it, and by then the tensor before has been let go. `written(count)` is told the
+    bytes of each chunk that is done."""
 
     def __init__(
         self,

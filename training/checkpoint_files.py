@@ -32,7 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from training.appended import sync_path
+
 MANIFEST = "manifest.json"
+FIGURES = "figures"  # what metrics_writer.py remembers of this run's own files; only groups that share a run have it
 FORMAT = 1  # of the manifest; a number this code does not know is refused
 SEGMENT_BYTES = 64 << 20  # one digest each: small enough to share among ranks and to say where the damage is
 _CHUNK_BYTES = 256 << 10  # what is hashed at a time: stays in the second-level cache between write and digest
@@ -78,7 +81,7 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+        return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Manifest:
@@ -87,7 +90,7 @@ class Manifest:
             body = json.loads(text)
             if body["format"] != FORMAT:
                 raise Damaged(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
-            if body.pop("checksum") != _checksum(body):
+            if body.pop("checksum") != checksum(body):
                 raise Damaged(f"{MANIFEST}: its checksum does not fit")
             files = tuple(
                 FileRecord(file["name"], file["size_bytes"], tuple(file["digests"])) for file in body["files"]
@@ -100,12 +103,9 @@ class Manifest:
 
 
 class Digest:
-    """Digests of a stream of bytes, at memory speed, against accidents (not against people).
-
-    A chunk's value is the sum of word * weight over its little-endian 64-bit words, modulo 2^64, with fixed odd weights
-    (multilinear hashing): a change inside one word is always seen, any other is missed with a chance of about 2^-63. A
-    segment's digest is BLAKE2b over its chunks' values and its length.
-    """
+    """Digests of a stream of bytes, at memory speed, against accidents (not against people). A chunk's value is the sum of word * weight
+    over its little-endian 64-bit words, modulo 2^64, with fixed odd weights (multilinear hashing): a change inside one word is always seen,
+    any other is missed with a chance of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
         self._words = np.zeros(_CHUNK_BYTES // 8, dtype="<u8")
@@ -167,10 +167,8 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged.
-
-    Reads no file's content: `verify` does. An OSError is the cause of what is raised where storage fails.
-    """
+    """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged. Reads no file's
+    content: `verify` does. An OSError is the cause of what is raised where storage fails."""
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -192,10 +190,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference.
-
-    The work can be split: each of `shares` callers reads every `shares`-th segment.
-    """
+    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference. The work can be
+    split: each of `shares` callers reads every `shares`-th segment."""
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for file, index in islice(segments, share, None, shares):
@@ -215,13 +211,12 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
 
 
 def begin(folder: Path, step: int, name: str = "") -> Path:
-    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. `name`: the writer's.
-    Raises OSError.
-    """
+    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. `name`: the writer's. Raises
+    OSError."""
     partial, replaced, final = _partial(folder, step, name), _replaced(folder, step), step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
-        _fsync_folder(folder.parent)
+        sync_path(folder.parent)
     if replaced.exists() and not final.exists():
         replaced.rename(final)
     for leftover in (partial, replaced):
@@ -232,11 +227,8 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
 
 
 def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
-    """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError.
-
-    The files must be on the disk already. A checkpoint of the same step is replaced, at no instant are both gone; but one that is not
-    settled replaces none.
-    """
+    """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError. The files must be on the disk
+    already. A checkpoint of the same step is replaced, at no instant are both gone; but one that is not settled replaces none."""
     partial, final = _partial(folder, manifest.step, name), step_folder(folder, manifest.step)
     for file in manifest.files:
         if not (partial / file.name).exists():
@@ -247,7 +239,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
         stream.write(manifest.to_json())
         stream.flush()
         os.fsync(stream.fileno())
-    _fsync_folder(partial)
+    sync_path(partial)
     replaced = _replaced(folder, manifest.step)
     if manifest.settled and final.exists():
         final.rename(replaced)
@@ -257,7 +249,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
         if replaced.exists():
             replaced.rename(final)
         raise
-    _fsync_folder(folder)
+    sync_path(folder)
     shutil.rmtree(replaced, ignore_errors=True)  # what stays, `tidy` removes
     return final
 
@@ -280,8 +272,7 @@ def discard(folder: Path, step: int, name: str = "") -> None:
 
 def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Clears away what a killed process left, of steps up to `until` (None: all) and of writers whose name `clears`, and returns one phrase
-    for each. To be called while nobody writes those. Raises OSError.
-    """
+    for each. To be called while nobody writes those. Raises OSError."""
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
@@ -298,12 +289,9 @@ def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] =
 
 
 def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
-    """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed.
-    Raises OSError.
-
-    Never removes `written` (the one just published), a newer one, a folder that has no manifest (not ours), or a
-    checkpoint of the model alone (made on purpose). Those in `damaged` do not count as whole.
-    """
+    """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed. Raises OSError. Never
+    removes `written` (the one just published), a newer one, a folder that has no manifest (not ours), or a checkpoint of the model alone
+    (made on purpose). Those in `damaged` do not count as whole."""
     if keep == 0:
         return []
     kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}
@@ -339,16 +327,14 @@ def _kind(path: Path) -> str:
 
 @functools.cache
 def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over
-    1, 2, 3, ...
-    """
+    """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over 1, 2, 3, ..."""
     z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray((z ^ (z >> np.uint64(31))) | np.uint64(1))
 
 
-def _checksum(body: dict[str, Any]) -> str:
+def checksum(body: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -358,11 +344,3 @@ def _partial(folder: Path, step: int, name: str = "") -> Path:
 
 def _replaced(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.replaced"
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -18,25 +19,23 @@ from ft.config import Environment, group_folder
 from ft.seam import BadInput
 from ft.start import open_manager
 from parallelisms.distributed import BACKSTOP_S, World, host_group
+from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import choose_precision
-from parallelisms.seeds import make_deterministic
+from training.appended import RunLock
 from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data
+from training.data.loader import Cut
 from training.drill import Corruption
-from training.events import Events
-from training.garbage import GarbageCollection
 from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import Meter
 from training.metrics_writer import LeaderMetricsWriter
-from training.optimizer import build_optimizer
-from training.profiling import Profiler
+from training.optimizer import OptimizerStep, build_optimizer
+from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
-from training.runlock import RunLock
 from training.saver import Saver
-from training.scribe import Scribe
+from training.scribe import Events, Scribe
 from training.signals import Signals
 from training.sinks import open_sinks
 from training.tokenizer import build_tokenizer
@@ -62,7 +61,8 @@ class Components:
         """`cleanup` closes what is opened here, last first."""
         self.config, self.environment, self.world = config, environment, world
         self.signals, self.log, self.cleanup = signals, log, cleanup
-        self.device, self.progress, self.pending_signals = world.device.torch_device, Progress(), 0
+        self.device, self.progress = world.device.torch_device, Progress()
+        self.pending_signals, self.save_overdue = 0, False
         self.inner_steps = config.fault_tolerance.inner_steps  # of the optimizer, from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.scribe = cleanup.enter_context(closing(Scribe(self.report_storage)))
@@ -72,8 +72,10 @@ class Components:
                 log.info("about     %s", config.job.description)
             if config.job.print_config:
                 log.info("%s", to_toml(config))
-            if config.training.deterministic:
-                make_deterministic()
+            if config.training.deterministic:  # an operation that has only other kernels raises
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be fixed before CUDA starts
+                torch.use_deterministic_algorithms(True)
+                torch.backends.cudnn.benchmark = False
             self.build_data()
             lines = self.build_model()
             self.build_manager()
@@ -94,9 +96,7 @@ class Components:
         self.log.info("data      %s", self.data.summary())
         open_loader = partial(
             self.data.loader,
-            slot_size=self.slot_size,
-            dp_rank=self.coordinate.dp_rank,
-            dp_size=dp_size,
+            cut=Cut(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
             pin_memory=world.device.differences.pins_batches,
         )
         self.loader = self.cleanup.enter_context(closing(open_loader("train")))
@@ -126,6 +126,9 @@ class Components:
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+        self.optimizer_step = OptimizerStep(
+            self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, training, self.progress
+        )
         return [
             f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
             f"devices   {world.world_size} rank{'s' * (world.world_size > 1)}, {world.device.name}",
@@ -237,20 +240,22 @@ class Components:
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, Corruption]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
+        rank, drill = world.global_rank, self.environment.drill
         watchdog = Watchdog(
             self.progress,
             world.watch_store,
-            global_rank=world.global_rank,
+            global_rank=rank,
             world_size=world.world_size,
             timeout_s=config.comm.train_timeout_seconds,
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
-            record=lambda: dump_flight_recorder(folder / TRACES, world.global_rank),
+            record=lambda: dump_flight_recorder(folder / TRACES, rank),
             confirmed_s=lambda: self.manager.confirmed_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
-        cuda, rank, drill = world.device.differences.has_allocator, world.global_rank, self.environment.drill
-        profiler = cleanup.enter_context(Profiler(config.profiling, folder, global_rank=rank, log=self.log, cuda=cuda))
+        allocator = torch.cuda.memory if world.device.differences.has_allocator else None
+        profiler = Profiler(config.profiling, folder, global_rank=rank, log=self.log, allocator=allocator)
+        cleanup.enter_context(profiler)
         garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
         return watchdog, profiler, garbage, Corruption(folder, rank, self.parameters, enabled=drill, log=self.log)
 

@@ -1,8 +1,11 @@
-"""The [training] section: what a step eats and how long it goes on. Imports nothing, so that everyone may read it."""
+"""The [training] section: what a step eats and how long it goes on; and the check for optional packages. Imports nothing of ours, so that
+everyone may read it."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 
@@ -18,10 +21,7 @@ class DataloaderConfig:
 class TrainingConfig:
     """[training]: data, batch, length and arithmetic of the run."""
 
-    dataset: Annotated[
-        Literal["stdlib", "files", "tokens", "huggingface"],
-        "where the text comes from",
-    ] = "stdlib"
+    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "where the text comes from"] = "stdlib"
     dataset_path: Annotated[str, "files and globs, by commas; owner/name for huggingface"] = ""
     dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "what a .bin token file holds"] = "uint16"
@@ -29,12 +29,7 @@ class TrainingConfig:
     dataset_split: Annotated[str, "of a huggingface data set, to train on"] = "train"
     dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.03
     local_batch_size: Annotated[int, "sequences of one forward and backward of one rank", ">= 1"] = 8
-    global_batch_size: Annotated[
-        int,
-        "sequences of a step, all ranks; -1: local x ranks",
-        ">= -1",
-        "!= 0",
-    ] = -1
+    global_batch_size: Annotated[int, "sequences of a step, all ranks; -1: local x ranks", ">= -1", "!= 0"] = -1
     seq_len: Annotated[int, "tokens of one sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
@@ -59,3 +54,13 @@ class TrainingConfig:
         if self.dataset != "stdlib" and not self.dataset_path:
             wanted = "owner/name" if self.dataset == "huggingface" else "a file or a glob"
             raise ValueError(f'training.dataset_path = "": training.dataset = "{self.dataset}" needs {wanted}')
+
+
+def need(package: str, *, extra: str, setting: str) -> None:
+    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed. `extra` is the name under
+    [project.optional-dependencies] in pyproject.toml."""
+    if find_spec(package) is None:
+        raise ValueError(
+            f"{setting}: needs the package {package}, which is not installed; "
+            f'in the repository: {sys.executable} -m pip install ".[{extra}]"'
+        )

@@ -3,8 +3,7 @@ comparison of weights finds; and the main thread sleeps for ever, while all othe
 
 Floor 3, of no use but to bench/ and tests: nothing of it is there without PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in
 group <id>, write the number of one of its ranks ("0") into <run>/groups/<id>/corrupt, whole at once (write another file, rename it). That
-rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone. The same with the file "hang".
-"""
+rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone. The same with the file "hang"."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ class Corruption:
         if not self._enabled:
             return
         if self._is_ordered(ORDER):
-            flip_bit(next(shard for shard in map(_local, self._weights) if shard.numel()))
+            shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in self._weights)
+            flip_bit(next(shard for shard in shards if shard.numel()))
             self._log.warning("drill: after step %d a bit of this rank's first weight was flipped", step)
             (self._folder / ORDER).unlink()
         if self._is_ordered(HANG):
@@ -60,8 +60,3 @@ def flip_bit(shard: Tensor) -> None:
         element = flat[where : where + 1].clone().view(torch.uint8)
         element[max(0, shard.dtype.itemsize - 3)] ^= 16  # little-endian: bit 12 of 23 in float32, 4 of 7 in bfloat16
         flat[where : where + 1] = element.view(shard.dtype)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """This rank's shard of it."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,8 +1,7 @@
 """Human lines of one rank: where every other part of the run says what it does.
 
-Floor 3, beside progress.py; made once in train.py and handed down as an argument, so that nothing reaches for a global
-logger. Lines go to standard output and nowhere else: the launcher already files each rank's output.
-"""
+Floor 3, beside progress.py; made once in train.py and handed down as an argument, so that nothing reaches for a global logger. Lines go to
+standard output and nowhere else: the launcher already files each rank's output."""
 
 from __future__ import annotations
 
@@ -18,25 +17,24 @@ from typing import NoReturn, TextIO
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35"}
 
 
-class Log:
-    """Writes lines as `[rank step] text`: information from global rank 0 only, warnings and errors from every rank.
-
-    The methods take printf arguments as logging.Logger's do, so either may be passed where a `log` is asked for.
-    A line (or a text of several) leaves in one write, so lines of ranks that share a pipe do not interleave below the
-    pipe's atomic size (4096 bytes on Linux). Safe to use from several threads.
-
-    `step` is set by the loop and names the last committed optimizer step.
-    """
+class Log(logging.Handler):
+    """Writes lines as `[rank step] text`: information from global rank 0 only, warnings and errors from every rank. The methods take printf
+    arguments as logging.Logger's do, so either may be passed where a `log` is asked for. A line (or a text of several) leaves in one write,
+    so lines of ranks that share a pipe do not interleave below the pipe's atomic size (4096 bytes on Linux). Safe to use from several
+    threads. `step` is set by the loop and names the last committed optimizer step."""
 
     def __init__(
         self, *, global_rank: int = 0, group: str = "", stream: TextIO | None = None, colour: bool = True
     ) -> None:
         """`group` names the replica group once there are several. `colour` permits colour; only a terminal gets it."""
+        super().__init__()
+        self._lock = (
+            threading.Lock()
+        )  # not the handler's, which logging takes at exit: a full pipe may hold up a thread that writes
         self.global_rank = global_rank
         self.step: int | None = None
         self._group = group
         self._stream = sys.stdout if stream is None else stream
-        self._lock = threading.Lock()
         self._missing = ""  # why the last line could not be written
         self.is_terminal = bool(getattr(self._stream, "isatty", lambda: False)())
         self.colour = colour and self.is_terminal
@@ -59,7 +57,11 @@ class Log:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        logger.handlers = [_Adopted(self)]
+        logger.handlers = [self]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """INFO from global rank 0, WARNING and what is worse from every rank."""
+        (self.info if record.levelno < logging.WARNING else self.warning)("%s", record.getMessage())
 
     def overwrite(self, text: str) -> None:
         """Replace the terminal's current line (a progress bar); elsewhere, and on other ranks, nothing."""
@@ -100,27 +102,13 @@ class Log:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process with `code`, after its other threads and its exit handlers, but without the interpreter's own end.
-
-    From the beginning of that end on, a thread inside torch that asks for the interpreter's lock (a gloo thread that lets go of a tensor,
-    a daemon thread whose call of a store returns) ends the process by SIGABRT, "terminate called without an active exception". Python
-    would also look through all of its objects once more: 0.4 s of a processor with torch loaded. Output that is not taken is dropped.
-    """
+    """Ends the process with `code`, after its other threads and its exit handlers, but without the interpreter's own end. From the
+    beginning of that end on, a thread inside torch that asks for the interpreter's lock (a gloo thread that lets go of a tensor, a daemon
+    thread whose call of a store returns) ends the process by SIGABRT, "terminate called without an active exception". Python would also
+    look through all of its objects once more: 0.4 s of a processor with torch loaded. Output that is not taken is dropped."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as Python does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-class _Adopted(logging.Handler):
-    """INFO from global rank 0, WARNING and what is worse from every rank."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say = self._log.info if record.levelno < logging.WARNING else self._log.warning
-        say("%s", record.getMessage())

@@ -16,10 +16,8 @@ IGNORED = -100  # a label that says: no target here
 
 
 class CrossEntropySum:
-    """Sum of -log p(label) over the valid labels, fp32. logits [B, T, V] in the compute dtype, labels [B, T] int64.
-
-    The upcast to fp32 is in here and not in the model, so that a compiler can fuse it with the softmax, both ways.
-    """
+    """Sum of -log p(label) over the valid labels, fp32. logits [B, T, V] in the compute dtype, labels [B, T] int64. The upcast to fp32 is
+    in here and not in the model, so that a compiler can fuse it with the softmax, both ways."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
@@ -33,11 +31,9 @@ cross_entropy_sum = CrossEntropySum()
 
 
 def chunk_tokens(config: TrainingConfig, vocab_size: int, device_type: str) -> int:
-    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them.
-
-    Where a device wants it, a power of two: kernels of matrix products take tokens in tiles of 128 and more, and each chunk reads and
-    writes the whole gradient of the weight once.
-    """
+    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them. Where a device wants it, a power of two:
+    kernels of matrix products take tokens in tiles of 128 and more, and each chunk reads and writes the whole gradient of the weight
+    once."""
     if config.loss_chunk_tokens >= 0 or vocab_size < LARGE_VOCABULARY:
         return max(0, config.loss_chunk_tokens)
     fit, least = LARGE_LOGITS // vocab_size, DIFFERENCES[device_type].least_loss_chunk

@@ -1,9 +1,8 @@
 """Metrics of a run: the console line, metrics.jsonl and the charts; and the record of its training data, samples.jsonl.
 
 Floor 3. train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each look at held-out text; the
-figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and
-memory is read on logging steps only, from counters on the host.
-"""
+figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and memory is read on
+logging steps only, from counters on the host."""
 
 from __future__ import annotations
 
@@ -12,13 +11,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
-from training.extras import need
+from training.config import need
+from training.metrics_writer import LeaderMetricsWriter
 from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
-from training.sinks import Kind, MetricsSink
+from training.sinks import Kind
 
 if TYPE_CHECKING:
     from parallelisms.device import Device
@@ -52,12 +53,10 @@ class MetricsConfig:
 
 
 class Meter:
-    """Turns committed steps into console lines, journal lines and chart points.
-
-    Every rank makes one (it is cheap and takes part in the checkpoint); one opens sinks, and the log says lines on
-    global rank 0. The first step's time counts from construction, or from load_state_dict. A step's seconds are those
-    of the clock less progress.LONG_PHASES (start, checkpoint, validation), which are reported on their own.
-    """
+    """Turns committed steps into console lines, journal lines and chart points. Every rank makes one (it is cheap and takes part in the
+    checkpoint); one opens sinks, and the log says lines on global rank 0. The first step's time counts from construction, or from
+    load_state_dict. A step's seconds are those of the clock less progress.LONG_PHASES (start, checkpoint, validation), which are reported
+    on their own."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Meter:
         """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
         self._config, self._log, self._progress = config, log, progress
-        self._sink: MetricsSink | None = None
+        self._sink: LeaderMetricsWriter | None = None
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
@@ -85,16 +84,14 @@ class Meter:
         self._loss = math.nan
         self._validation_loss: float | None = None  # the newest
         self._after_first_s = 0.0
-        self._interval = _Interval()
+        self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s"), 0.0)  # sums since the last logging step
         self._spent = self._clocks()
         self._events: Mapping[str, float] = {}
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
-    def open(self, sink: MetricsSink) -> None:
-        """Sends metrics to `sink` from now on, on the one rank that calls this; `close` closes it.
-
-        Not at construction: what it keeps of earlier starts depends on the checkpoint, which a Meter is part of.
-        """
+    def open(self, sink: LeaderMetricsWriter) -> None:
+        """Sends metrics to `sink` from now on, on the one rank that calls this; `close` closes it. Not at construction: what it keeps of
+        earlier starts depends on the checkpoint, which a Meter is part of."""
         self._sink = sink
 
     def step(
@@ -109,20 +106,16 @@ class Meter:
         steps: int = 1,
     ) -> None:
         """Step `step` is committed, and `steps` - 1 before it, of which nothing was to be seen. Loss in nats per token over all ranks;
-        `tokens` valid in this step, over all ranks.
-
-        `groups`: of a job of replica groups, such as quorum_size; charted on logging steps and wherever they change.
-        """
+        `tokens` valid in this step, over all ranks. `groups`: of a job of replica groups, such as quorum_size; charted on logging steps and
+        wherever they change."""
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
         self._resumed = self._resumed or (step - steps, self.tokens)
         self._commits, self._loss = self._commits + 1, loss
         self.tokens += tokens
-        interval = self._interval
-        self._interval = _Interval(
-            interval.steps + steps, interval.tokens + tokens, interval.step_s + step_s, interval.data_s + data_s
-        )
+        for name, more in zip(self._interval, (steps, tokens, step_s, data_s), strict=True):
+            self._interval[name] += more
         first = self._first_step is None
         if self._first_step is None:
             self._first_step, self._after_first_s = step, self._progress.total()
@@ -158,7 +151,7 @@ class Meter:
             }
             times = self._group_times() if groups else {}
             self._write("charts", step, {**scalars, **rates, **times, **events, **self._memory.scalars})
-            self._interval = _Interval()
+            self._interval = dict.fromkeys(self._interval, 0.0)
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
         """A look at held-out text after `step`: nats per token, bits per byte, valid tokens and seconds it took."""
@@ -189,13 +182,8 @@ class Meter:
     ) -> None:
         """Records the data of step `step`: each slot, by the position of its first sequence, and the group whose gradients went in.
         `holes`: slots that were assigned and have yet to be trained on. `steps`: up to `step`, of this row. See scripts/samples.py."""
-        row = {
-            "slot_size": slot_size,
-            "slots": {str(slot): owner for slot, owner in slots},
-            "holes": list(holes),
-            **({"steps": steps} if steps > 1 else {}),
-        }
-        self._write("records", step, row)
+        row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
+        self._write("records", step, row | ({"steps": steps} if steps > 1 else {}))
 
     def print_estimate(self, step: int) -> None:
         """Says once, early in a start, how long it will take: on slow hardware one wants to know at once."""
@@ -238,13 +226,13 @@ class Meter:
 
     def _rates(self) -> dict[str, float]:
         """Means over the steps since the last logging step. Throughput is per device, as MFU's definition wants it."""
-        interval = self._interval
-        tps = _per(interval.tokens, interval.step_s) / self._world_size
+        steps, tokens, step_s, data_s = self._interval.values()
+        tps = _per(tokens, step_s) / self._world_size
         rates = {
             "throughput(tps)": tps,
-            "time_metrics/end_to_end(s)": interval.step_s / interval.steps,
-            "time_metrics/data_loading(s)": interval.data_s / interval.steps,
-            "time_metrics/data_loading(%)": 100 * _per(interval.data_s, interval.step_s),
+            "time_metrics/end_to_end(s)": step_s / steps,
+            "time_metrics/data_loading(s)": data_s / steps,
+            "time_metrics/data_loading(%)": 100 * _per(data_s, step_s),
         }
         if self._flops_per_token:
             rates["tflops"] = self._flops_per_token * tps / 1e12
@@ -255,7 +243,7 @@ class Meter:
     def _group_times(self) -> dict[str, float]:
         """Costs of other groups, as means over the steps since the last logging step; and goodput, the share of all time without them."""
         before, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
-        steps, progress = self._interval.steps, self._progress
+        steps, progress = self._interval["steps"], self._progress
         times = {f"time_metrics/{name}(s)": (now - before[name]) / steps for name, now in self._group_s.items()}
         return {**times, "goodput(%)": 100 * _per(progress.goodput_s, progress.total())}
 
@@ -292,46 +280,46 @@ class Meter:
 
 
 class Memory:
-    """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever.
-
-    The counters are the host's: reading them does not wait for the device.
-    """
+    """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever. The counters are the
+    host's: reading them does not wait for the device."""
 
     def __init__(self, device: Device | None) -> None:
         self.gib = 0.0
         self.scalars: dict[str, float] = {}
         self._device = device
-        self._total_gib = _total_gib(device)
+        self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0 where nobody says
+        if device is not None and device.differences.has_allocator:
+            import torch
+
+            self._total_gib = torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
+        elif device is not None:
+            with suppress(ValueError, OSError):
+                self._total_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
     def read(self) -> None:
         """Takes the figures and starts the peak anew."""
         if self._device is None:
-            return
+            return None
         if not self._device.differences.has_allocator:
-            self.gib = self._device.memory_gib()
-            self.scalars = self._tags("active", self.gib)
-            return
+            self.gib, self.scalars = self._device.memory_gib(), {}
+            return self._tag("active", self.gib)
         import torch
 
         stats = torch.cuda.memory_stats(self._device.torch_device)
         torch.cuda.reset_peak_memory_stats(self._device.torch_device)
         self.gib = stats.get("reserved_bytes.all.peak", 0) / 2**30
-        self.scalars = {
-            **self._tags("active", stats.get("active_bytes.all.peak", 0) / 2**30),
-            **self._tags("reserved", self.gib),
-            "memory/num_alloc_retries": stats.get("num_alloc_retries", 0),
-            "memory/num_ooms": stats.get("num_ooms", 0),
-        }
+        self.scalars = {f"memory/{name}": stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
+        self._tag("active", stats.get("active_bytes.all.peak", 0) / 2**30)
+        self._tag("reserved", self.gib)
 
     def text(self) -> str:
         """`1.25 GiB (5%)`."""
         return f"{self.gib:.2f} GiB" + (f" ({self.gib / self._total_gib:.0%})" if self._total_gib else "")
 
-    def _tags(self, kind: str, gib: float) -> dict[str, float]:
-        tags = {f"memory/max_{kind}(GiB)": gib}
+    def _tag(self, kind: str, gib: float) -> None:
+        self.scalars[f"memory/max_{kind}(GiB)"] = gib
         if self._total_gib:
-            tags[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
-        return tags
+            self.scalars[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
 
 
 # Dense bf16 peaks in TFLOP/s from the vendors' data sheets; the first pattern found in the device's name counts.
@@ -358,29 +346,5 @@ def known_peak_tflops(device_name: str) -> float | None:
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
 
 
-@dataclass(frozen=True)
-class _Interval:
-    """Sums since the last logging step."""
-
-    steps: int = 0
-    tokens: int = 0
-    step_s: float = 0.0
-    data_s: float = 0.0
-
-
 def _per(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
-
-
-def _total_gib(device: Device | None) -> float:
-    """Memory of the device, or of the machine for a CPU; 0 where nobody says."""
-    if device is None:
-        return 0.0
-    if device.differences.has_allocator:
-        import torch
-
-        return torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    except (ValueError, OSError):
-        return 0.0

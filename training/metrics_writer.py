@@ -8,13 +8,12 @@ a run of one group they are of steps after its newest checkpoint, before which a
 
 All groups have the same metrics, for all have the same sums. When the role moves, the new writer first writes the rows that the one before
 did not write, and takes back its rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there
-twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer
-one has been claimed in the run's folder (writer_lease.py).
+twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer one has been
+claimed in the run's folder (writer_lease.py).
 
 What is remembered goes to groups that heal, and into each checkpoint (the last ROWS_KEPT of it), for that may be of a step which its writer
 alone has committed. Where that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from
-the checkpoint's, and whoever writes first puts back the rows that belong to it.
-"""
+the checkpoint's, and whoever writes first puts back the rows that belong to it."""
 
 from __future__ import annotations
 
@@ -64,7 +63,8 @@ class _Kept(NamedTuple):
 
 
 class LeaderMetricsWriter:
-    """A MetricsSink. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group writes, now.
+    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group
+    writes, now.
     `shared`: others have the same folder, of whom one writes at a time."""
 
     def __init__(
@@ -76,11 +76,14 @@ class LeaderMetricsWriter:
         *,
         shared: bool = True,
         clock: Clock = time.monotonic,
+        rows_kept: int = ROWS_KEPT,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._folder, self._writes, self._open_sinks = folder, writes, open_sinks
         self._scribe, self._shared, self._clock = scribe, shared, clock
+        self._rows_kept, self._most_bytes = rows_kept, kept_bytes
         self._lock = threading.Lock()  # around what both threads have; never while a file is waited for
-        self._kept: deque[_Kept] = deque()
+        self.kept: deque[_Kept] = deque()  # rows that are remembered
         self._kept_bytes = self._number = 0
         self._newest: dict[tuple[Kind, bool], int] = {}  # step of each place but charts'
         self._todo = 1  # the first row that is this group's to write, and not known to be in the files
@@ -89,7 +92,7 @@ class LeaderMetricsWriter:
         self._there = 0  # up to this step all rows are in the files, whoever wrote them
         self.lost = 0  # rows that were this group's to write, and that there was no room for
         # The scribe's own:
-        self._sinks: Sinks | None = None
+        self.sinks: Sinks | None = None  # that are open
         scribe.serve("figures", self._catch_up, lambda: self.lost)
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
@@ -98,7 +101,7 @@ class LeaderMetricsWriter:
         with self._lock:
             if row.kind != "charts":
                 if self._newest.get(row.place, row.step - 1) >= row.step:  # the job has gone back to a checkpoint
-                    self._remember(kept.row for kept in self._kept if kept.row.step < row.step)
+                    self._remember(kept.row for kept in self.kept if kept.row.step < row.step)
                 self._newest[row.place] = row.step
             self._append(row)
             self._quorum, self._closing = quorum, False
@@ -110,7 +113,7 @@ class LeaderMetricsWriter:
     def state_dict(self) -> dict[str, Any]:
         """For a group that heals, or begins with this checkpoint: it may be the next to write."""
         with self._lock:
-            return {"rows": json.dumps([kept.row for kept in self._kept][-ROWS_KEPT:])}
+            return {"rows": json.dumps([kept.row for kept in self.kept][-self._rows_kept :])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
@@ -134,11 +137,11 @@ class LeaderMetricsWriter:
         """The role may have come since the newest row, which may be the last: what the one before did not write is written now."""
         quorum = self._writes()
         with self._lock:
-            if quorum is None or not self._kept:
+            if quorum is None or not self.kept:
                 return
             if self._quorum is None:
-                newest = self._kept[-1].row.step
-                self._todo = next(kept.number for kept in self._kept if kept.row.step == newest)
+                newest = self.kept[-1].row.step
+                self._todo = next(kept.number for kept in self.kept if kept.row.step == newest)
             self._quorum = quorum
 
     # ---- what is remembered: under the lock
@@ -146,13 +149,13 @@ class LeaderMetricsWriter:
     def _append(self, row: Row) -> None:
         self._number += 1
         size_bytes = ROW_BYTES + len(str(row.figures))
-        self._kept.append(_Kept(self._number, row, size_bytes, self._clock()))
+        self.kept.append(_Kept(self._number, row, size_bytes, self._clock()))
         self._kept_bytes += size_bytes
 
     def _remember(self, rows: Iterable[Row]) -> None:
         """Remembers these rows, and nothing else; none of them is new."""
         rows = list(rows)
-        self._kept.clear()
+        self.kept.clear()
         self._kept_bytes, self._newest, self._there, self._anew = 0, {}, 0, True
         for row in rows:
             self._append(row)
@@ -162,12 +165,12 @@ class LeaderMetricsWriter:
     def _forget(self) -> None:
         """Drops rows that are in the files, or are too many."""
         oldest_s = self._clock() - KEPT_S
-        while len(self._kept) > ROWS_KEPT:
-            first = self._kept[0]
+        while len(self.kept) > self._rows_kept:
+            first = self.kept[0]
             is_written = first.number < self._todo and first.row.step <= self._there
-            if not is_written and first.at_s >= oldest_s and self._kept_bytes <= KEPT_BYTES:
+            if not is_written and first.at_s >= oldest_s and self._kept_bytes <= self._most_bytes:
                 return
-            self._kept.popleft()
+            self.kept.popleft()
             self._kept_bytes -= first.size_bytes
             if first.number >= self._todo:
                 self.lost += 1
@@ -179,15 +182,15 @@ class LeaderMetricsWriter:
         """May raise; then the files are opened anew, and what may be torn in them is taken back."""
         with self._lock:
             quorum, anew, self._anew = self._quorum, self._anew, False
-            rows = [kept for kept in self._kept if kept.number >= self._todo]
+            rows = [kept for kept in self.kept if kept.number >= self._todo]
         if quorum is None or anew:
             self._close_files()
         if quorum is None:
             return self._look()
         try:
             is_ours = not rows or self._put_or_take_over(quorum, rows)
-            if self._wants_sync and self._sinks is not None:
-                self._sinks.sync()
+            if self._wants_sync and self.sinks is not None:
+                self.sinks.sync()
                 self._wants_sync = False
         except Exception:  # whatever it is: some of the rows may be in the files
             self._close_files()
@@ -203,7 +206,7 @@ class LeaderMetricsWriter:
 
     def _put_or_take_over(self, quorum: Quorum, rows: list[_Kept]) -> bool:
         """Writes the rows. False: another group is to write them by now."""
-        if self._sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
+        if self.sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
             return True
         self._close_files()
         if self._shared and not claim(self._folder, quorum):
@@ -215,12 +218,12 @@ class LeaderMetricsWriter:
         return self._put_all(quorum, missing)
 
     def _put_all(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
-        assert self._sinks is not None
-        with self._sinks.held():
-            if self._sinks.replaced() or (self._shared and is_over(self._folder, quorum)):
+        assert self.sinks is not None
+        with self.sinks.held():
+            if self.sinks.replaced() or (self._shared and is_over(self._folder, quorum)):
                 return False
             for row in rows:
-                self._sinks.write(*row)
+                self.sinks.write(*row)
         return True
 
     def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
@@ -228,7 +231,7 @@ class LeaderMetricsWriter:
         it, from the first step on that this group knows otherwise: the one before wrote it, and the others went on without it. Returns the
         rows that they lack then. Raises _Over."""
         with self._lock:
-            known = [kept.row for kept in self._kept if kept.number <= last]
+            known = [kept.row for kept in self.kept if kept.number <= last]
         first = step
 
         def resumed_step() -> int | None:
@@ -240,7 +243,7 @@ class LeaderMetricsWriter:
             first = min(row.step for row in known if row.step >= step or not written(row))
             return first - 1 or None
 
-        self._sinks = self._open_sinks(resumed_step)
+        self.sinks = self._open_sinks(resumed_step)
         return [row for row in known if row.step >= first]
 
     def _written(self, since: int, until: int) -> Callable[[Row], bool]:
@@ -262,17 +265,18 @@ class LeaderMetricsWriter:
     def _look(self) -> None:
         """Drops rows that another group has written by now; looked at now and then."""
         with self._lock:
-            newest = self._kept[-1].row.step if self._kept else 0
-            due = len(self._kept) >= 2 * ROWS_KEPT and self._kept[len(self._kept) - ROWS_KEPT].row.step > self._there
+            newest = self.kept[-1].row.step if self.kept else 0
+            rows = self._rows_kept
+            due = len(self.kept) >= 2 * rows and self.kept[len(self.kept) - rows].row.step > self._there
         if not due:
             return
-        ends = [last_rows(self._folder / name, since=newest - ROWS_KEPT, until=newest) for name in (METRICS, SAMPLES)]
+        ends = [last_rows(self._folder / name, since=newest - rows, until=newest) for name in (METRICS, SAMPLES)]
         there = min(max((row["step"] for row in end), default=0) for end in ends)
         with self._lock:
             self._there = max(self._there, there)
             self._forget()
 
     def _close_files(self) -> None:
-        if self._sinks is not None:
-            self._sinks.close()
-            self._sinks = None
+        if self.sinks is not None:
+            self.sinks.close()
+            self.sinks = None

@@ -1,7 +1,6 @@
 """The error message for a loss or a gradient that is NaN or infinite: which rank, which parameter, which text.
 
-Floor 3. Called on every rank after all agreed that something is not finite and before the optimizer would have stepped.
-"""
+Floor 3. Called on every rank after all agreed that something is not finite and before the optimizer would have stepped."""
 
 from __future__ import annotations
 
@@ -39,22 +38,19 @@ def describe(
     losses: Sequence[tuple[int, Sequence[int], float]],
     named_gradients: Mapping[str, Tensor | None],
 ) -> str:
-    """One line on what is not finite on `rank`, or "" where everything is.
-
-    `losses`: slot, positions (sequence indices) and loss sum of each microbatch this rank has run in `step`, the step
-    that was not taken. `named_gradients`: local tensors; after a reduction over ranks they may show what another rank
-    caused. Waits for the device: the run is over.
-    """
+    """One line on what is not finite on `rank`, or "" where everything is. `losses`: slot, positions (sequence indices) and loss sum of
+    each microbatch this rank has run in `step`, the step that was not taken. `named_gradients`: local tensors; after a reduction over ranks
+    they may show what another rank caused. Waits for the device: the run is over."""
     bad_losses = [
         f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
     ]
     bad_gradients = []
     for name, gradient in named_gradients.items():
-        if gradient is None:
-            continue
-        wrong = gradient.numel() - int(gradient.isfinite().sum())
-        if wrong:
-            bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values{_kinds(gradient)})")
+        if gradient is not None and (wrong := gradient.numel() - int(gradient.isfinite().sum())):
+            kinds = [
+                kind for kind, found in (("nan", gradient.isnan()), ("inf", gradient.isinf())) if bool(found.any())
+            ]
+            bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values: {' and '.join(kinds)})")
     parts = [*_first(bad_losses, "microbatches"), *_first(bad_gradients, "parameters")]
     if bad_gradients and losses and not bad_losses:
         run = ", ".join(_positions(positions) for _, positions, _ in losses[:_NAMED])
@@ -73,8 +69,3 @@ def _positions(positions: Sequence[int]) -> str:
     if list(positions) == list(range(positions[0], positions[0] + len(positions))):
         return f"positions {positions[0]}-{positions[-1]}"
     return f"positions {', '.join(map(str, positions))}"
-
-
-def _kinds(gradient: Tensor) -> str:
-    kinds = [word for word, found in (("nan", gradient.isnan()), ("inf", gradient.isinf())) if bool(found.any())]
-    return f": {' and '.join(kinds)}"

@@ -1,14 +1,20 @@
-"""AdamW or Adam over the parameters, in groups chosen by name."""
+"""AdamW or Adam over the parameters, in groups chosen by name; the learning rate of a step, the norm of its gradients, and its update."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from training.config import TrainingConfig
+from training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,30 @@ class OptimizerConfig:
     weight_decay: Annotated[float, "weight decay, per unit of learning rate", ">= 0"] = 0.1
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], "which of torch's kernels"] = "fused"
     groups: Annotated[tuple[ParameterGroup, ...], "exceptions by name; the first pattern that matches counts"] = ()
+
+
+@dataclass(frozen=True)
+class LRSchedulerConfig:
+    """[lr_scheduler]: the shape of the learning rate over the run."""
+
+    warmup_steps: Annotated[int, "steps of linear growth from 0 to optimizer.lr", ">= 0"] = 200
+    total_steps: Annotated[int, "length of the schedule, steps; 0: training.steps", ">= 0"] = 0
+    decay_ratio: Annotated[
+        float, "share of the schedule spent decaying at its end; -1: everything after the warm-up", ">= -1", "<= 1"
+    ] = -1.0
+    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], "the shape of the decay"] = "linear"
+    min_lr_factor: Annotated[float, "the decay ends at this share of optimizer.lr", ">= 0", "<= 1"] = 0.0
+
+    def check(self) -> None:
+        if -1.0 < self.decay_ratio < 0.0:
+            raise ValueError(
+                f"lr_scheduler.decay_ratio = {self.decay_ratio}: a share between 0 and 1, or -1; nearest: 0.0"
+            )
+
+    def decay_length(self, training_steps: int) -> int:
+        """Steps of decay at the end of the schedule."""
+        total = self.total_steps or training_steps
+        return max(0, total - self.warmup_steps) if self.decay_ratio < 0 else round(total * self.decay_ratio)
 
 
 def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
@@ -62,10 +92,83 @@ def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
             )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the schedule's rate, times each group's own factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_factor"]
+def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
+    """The factor of optimizer.lr in the step that follows `step` committed ones, a pure function: there is nothing to save. Within (0, 1]
+    where min_lr_factor is 0. `decay_steps`: decay_length's. Warm-up and decay run over one virtual step more than they have, so that no
+    step is wasted on a rate of exactly 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
+    if decayed <= 0:
+        return 1.0
+    left = max(0.0, 1 - decayed / (decay_steps + 1))
+    shape = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[
+        config.decay_type
+    ]
+    return config.min_lr_factor + (1 - config.min_lr_factor) * shape
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync). Every rank adds the
+    squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over all ranks counts everything
+    once, whatever the axes, pipeline stages included."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
+    once, device = [], "cpu"  # the kind of device whose backend serves the ranks
+    for norm, parameter in zip(norms, parameters, strict=True):
+        assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
+        mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
+        place = mesh.get_coordinate()
+        assert place is not None
+        # No rank before this one holds the same piece: it is first on every axis that replicates the parameter.
+        if all(here == 0 for here, kind in zip(place, parameter.placements, strict=True) if kind.is_replicate()):
+            once.append(norm)
+    square = torch.stack(once).square().sum() if once else torch.zeros(())
+    square = square.to(device)  # offloaded shards lie elsewhere than where ranks meet
+    if dist.get_world_size() > 1:
+        dist.all_reduce(square)
+    return square.sqrt()
+
+
+class OptimizerStep:
+    """The optimizer's step at the schedule's learning rate, with gradients that are divided and clipped by one multiplication."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        config: OptimizerConfig,
+        schedule: LRSchedulerConfig,
+        training: TrainingConfig,
+        progress: Progress,
+    ) -> None:
+        self._optimizer, self._parameters, self._progress = optimizer, parameters, progress
+        self._lr, self._schedule, self._max_norm = config.lr, schedule, training.max_norm
+        self._total_steps, self._decay_steps = (
+            schedule.total_steps or training.steps,
+            schedule.decay_length(training.steps),
+        )
+
+    def take(self, step: int, divisor: float) -> tuple[float, float]:
+        """The step that follows `step` others; gradients are sums over `divisor` tokens. Returns the norm of their mean and the learning
+        rate. Nothing moves where the norm is not finite, or `divisor` is 0."""
+        with self._progress.phase("reduce"):
+            grad_norm = gradient_norm(self._parameters).cpu().item()  # it decides what comes next
+        if not (math.isfinite(grad_norm) and divisor):
+            return grad_norm, 0.0
+        with self._progress.phase("optimizer"):
+            grad_norm /= divisor
+            lr = self._lr * learning_rate_factor(
+                self._schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
+            )
+            clipped = min(1.0, self._max_norm / (grad_norm + 1e-6)) if self._max_norm > 0 else 1.0
+            gradients = [cast(DTensor, p.grad).to_local() for p in self._parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, clipped / divisor)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr * group["lr_factor"]
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return grad_norm, lr
 
 
 def _parameter_groups(config: OptimizerConfig, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

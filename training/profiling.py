@@ -1,10 +1,8 @@
-"""Traces and memory snapshots of a running job, per rank, in the run's folder.
-
-Floor 3. train.py holds one Profiler around the loop and calls `step` after each step; disabled, that costs nothing.
-"""
+"""Traces and memory snapshots of a running job, per rank, in the run's folder; and Python's garbage, whose pauses show there."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,27 +41,30 @@ class ProfilingConfig:
 
 class Profiler:
     """A context around the loop. Files: <run>/<folder>/step-N/rank-R.json.gz (open in Perfetto) and rank-R.pickle
-    (open at pytorch.org/memory_viz), N being the last step in them."""
+    (open at pytorch.org/memory_viz), N being the last step in them. Disabled, it costs nothing."""
 
     def __init__(
-        self, config: ProfilingConfig, run_folder: Path, *, global_rank: int, log: Log, cuda: bool = False
+        self, config: ProfilingConfig, run_folder: Path, *, global_rank: int, log: Log, allocator: Any = None
     ) -> None:
-        """`cuda`: the job runs on CUDA devices. Memory snapshots exist there alone; elsewhere one line says so."""
+        """`allocator`: torch.cuda.memory, where the job runs on CUDA; elsewhere there are no memory snapshots, and one line says so."""
         self._config, self._run_folder, self._global_rank, self._log = config, run_folder, global_rank, log
         self._step = 0
-        self._cuda = cuda
-        self._snapshots = config.enable_memory_snapshot and cuda
+        self._allocator: Any = allocator if config.enable_memory_snapshot else None
         self._profile: Any = None
-        if config.enable_memory_snapshot and not cuda:
+        if config.enable_memory_snapshot and allocator is None:
             log.info("profiling.enable_memory_snapshot: no CUDA device, no memory snapshots")
 
     def __enter__(self) -> Profiler:
-        if self._config.enable_profiling:
-            self._profile = self._start_profile()
-        if self._snapshots:
-            import torch
+        config = self._config
+        if config.enable_profiling:
+            from torch.profiler import profile, schedule
 
-            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+            waits = config.profile_freq - config.profiler_warmup - config.profiler_active
+            plan = schedule(wait=waits, warmup=config.profiler_warmup, active=config.profiler_active)
+            self._profile = profile(schedule=plan, on_trace_ready=self._save_trace, record_shapes=True)
+            self._profile.start()
+        if self._allocator is not None:
+            self._allocator._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         return self
 
     def step(self, step: int) -> None:
@@ -71,52 +72,32 @@ class Profiler:
         self._step = step
         if self._profile is not None:
             self._profile.step()
-        if self._snapshots and step % self._config.profile_freq == 0:
-            self._save_snapshot(f"step-{step}")
+        if self._allocator is not None and step % self._config.profile_freq == 0:
+            self._save_snapshot()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         import torch
 
-        if self._snapshots:
+        if self._allocator is not None:
             if kind is not None and issubclass(kind, torch.OutOfMemoryError):
-                self._save_snapshot(f"step-{self._step}-out-of-memory")
-            torch.cuda.memory._record_memory_history(enabled=None)
+                self._save_snapshot("-out-of-memory")
+            self._allocator._record_memory_history(enabled=None)
         if self._profile is not None:
             finished, self._profile = self._profile, None
             finished.stop()
 
-    def _start_profile(self) -> Any:
-        from torch.profiler import ProfilerActivity, profile, schedule
-
-        config = self._config
-        waits = config.profile_freq - config.profiler_warmup - config.profiler_active
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._cuda else [])
-        started = profile(
-            activities=activities,
-            schedule=schedule(wait=waits, warmup=config.profiler_warmup, active=config.profiler_active),
-            on_trace_ready=self._save_trace,
-            record_shapes=True,
-        )
-        started.start()
-        return started
-
     def _save_trace(self, finished: Any) -> None:
-        if self._profile is None:
-            return  # stopped inside a trace: fewer steps than asked for are no trace
-        self._write(
-            "profile", self._config.save_traces_folder, f"step-{self._step}", "json.gz", finished.export_chrome_trace
-        )
+        if self._profile is not None:  # else stopped inside a trace: fewer steps than asked for are no trace
+            self._write("profile", self._config.save_traces_folder, "", "json.gz", finished.export_chrome_trace)
 
-    def _save_snapshot(self, name: str) -> None:
-        import torch
-
+    def _save_snapshot(self, why: str = "") -> None:
         folder = self._config.save_memory_snapshot_folder
-        self._write("memory snapshot", folder, name, "pickle", torch.cuda.memory._dump_snapshot)
+        self._write("memory snapshot", folder, why, "pickle", self._allocator._dump_snapshot)
 
-    def _write(self, kind: str, folder: str, name: str, ending: str, write: Callable[[str], object]) -> None:
-        path = self._run_folder / folder / name / f"rank-{self._global_rank}.{ending}"
+    def _write(self, kind: str, folder: str, why: str, ending: str, write: Callable[[str], object]) -> None:
+        path = self._run_folder / folder / f"step-{self._step}{why}" / f"rank-{self._global_rank}.{ending}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(str(path))
@@ -126,3 +107,25 @@ class Profiler:
             self._log.warning("%s: %s is not written: %s", kind, path, error)
         else:
             self._log.info(f"{kind}: {path}")
+
+
+class GarbageCollection:
+    """With `freq` > 0 all ranks collect at every `freq`-th step, as one rank's pause is every rank's wait; with 0 Python is left alone.
+    What lives at construction (modules, the model) is set aside first, which turns a full collection of some 100 ms into one of a few."""
+
+    def __init__(self, freq: int) -> None:
+        self._freq = freq
+        if freq:
+            gc.disable()
+            gc.collect()
+            gc.freeze()
+
+    def step(self, step: int) -> None:
+        if self._freq and step % self._freq == 0:
+            gc.collect()  # all generations, for nothing else empties the oldest
+
+    def close(self) -> None:
+        """Gives collection back to Python."""
+        if self._freq:
+            gc.unfreeze()
+            gc.enable()

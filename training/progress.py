@@ -1,8 +1,7 @@
 """Accounting of time: phases of the loop, a bar for long work, and the closing summary.
 
-Floor 3. The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own
-thread where this rank is right now, and train.py prints `summary` last.
-"""
+Floor 3. The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own thread where this rank
+is right now, and train.py prints `summary` last."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 # The phases of a run and how a reader is told that a rank is in one. Other names may be used and stand for themselves.
 PHASES = {
@@ -39,21 +39,19 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 
 class BarLog(Protocol):
-    """The part of training.log.Log that a Bar uses."""
+    """The part of training.log.Log that is used where a bar is shown."""
 
     is_terminal: bool
 
     def info(self, message: str, *args: object) -> None: ...
-
+    def warning(self, message: str, *args: object) -> None: ...
     def overwrite(self, text: str) -> None: ...
 
 
 class Progress:
-    """The phase this rank is in, and the seconds spent in each phase so far.
-
-    Phases nest; a second is counted once: for the innermost phase, or for the outermost of LONG_PHASES it lies in (data
-    loaded for validation is validation's). Phases are entered by the thread that made the object; any thread may ask.
-    """
+    """The phase this rank is in, and the seconds spent in each phase so far. Phases nest; a second is counted once: for the innermost
+    phase, or for the outermost of LONG_PHASES it lies in (data loaded for validation is validation's). Phases are entered by the thread
+    that made the object; any thread may ask."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -78,6 +76,16 @@ class Progress:
         finally:
             self._account()
             self._stack = outer
+
+    def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
+        """The items; the time for which each is waited for counts for `name`."""
+        end = object()
+        while True:
+            with self.phase(name):
+                item = next(items, end)
+            if item is end:
+                return
+            yield cast(T, item)
 
     def open_phases(self) -> tuple[tuple[str, float], ...]:
         """Name and seconds since entry of each open phase, outermost first."""
@@ -123,10 +131,8 @@ class Progress:
 
 
 class Bar:
-    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every few seconds.
-
-    Nothing is printed for work that ends within the first interval, except on a terminal. `total` 0: unknown.
-    """
+    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every few seconds. Nothing is printed for work that ends
+    within the first interval, except on a terminal. `total` 0: unknown."""
 
     def __init__(
         self,
@@ -150,7 +156,7 @@ class Bar:
         now = self._clock()
         if now - self._shown >= self._interval_s:
             self._shown = now
-            self._show(self.text())
+            (self._log.overwrite if self._log.is_terminal else self._log.info)(self.text())
 
     def text(self) -> str:
         """One line: label, picture, share, rate and the time that is left at this rate."""
@@ -162,7 +168,8 @@ class Bar:
         share = min(1.0, self.done / self._total)
         left = f", {duration((self._total - self.done) / rate)} left" if rate > 0 and share < 1 else ""
         amount = f"{quantity(self.done)} of {quantity(self._total)} {self._unit}"
-        return f"{self._label}: {_picture(share)}{share:4.0%}, {amount}, {speed}{left}"
+        picture = f"[{'#' * int(share * 20):.<20}]"
+        return f"{self._label}: {picture} {share:4.0%}, {amount}, {speed}{left}"
 
     def close(self) -> None:
         """Take the bar off the terminal; what was done is for the caller to say, in words."""
@@ -173,12 +180,6 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _show(self, text: str) -> None:
-        if self._log.is_terminal:
-            self._log.overwrite(text)
-        else:
-            self._log.info(text)
 
 
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
@@ -204,12 +205,9 @@ def summary(
     verb: str = "finished",
     groups: str = "",
 ) -> str:
-    """The run's closing lines: what was done, what it cost, what came of it, what to type next.
-
-    `steps` is the last committed step and `first_step` the step this start resumed from (0: none); `tokens` are those
-    of this start alone. `saved` names the last checkpoint, `groups` says what happened among replica groups. Goodput
-    is the share of the time that went into steps that were committed.
-    """
+    """The run's closing lines: what was done, what it cost, what came of it, what to type next. `steps` is the last committed step and
+    `first_step` the step this start resumed from (0: none); `tokens` are those of this start alone. `saved` names the last checkpoint,
+    `groups` says what happened among replica groups. Goodput is the share of the time that went into steps that were committed."""
     total = progress.total()
     counted = {name: progress.spent(*phases) for name, phases in _ACCOUNTS.items()}
     if groups:
@@ -254,11 +252,6 @@ def quantity(value: float) -> str:
         prefixes.pop(0)
     digits = 0 if abs(value) >= 99.5 or not prefixes[0] else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f}{prefixes[0]}"
-
-
-def _picture(share: float, width: int = 20) -> str:
-    full = int(share * width)
-    return f"[{'#' * full}{'.' * (width - full)}] "
 
 
 def _share(seconds: float, total: float) -> str:

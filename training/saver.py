@@ -3,8 +3,7 @@
 Floor 3, between train.py and checkpoint.py. A save that fails is tried again, while training goes on. No group says that a run is finished
 before its last step is saved. The group that writes tries until that checkpoint stands, on storage that fails, too. The others wait for it:
 they see it in the run's folder, or, where theirs is another, hear it from the writer as it leaves. If the writer is lost before, the role
-is settled anew, and the next one saves what the one before did not.
-"""
+is settled anew, and the next one saves what the one before did not."""
 
 from __future__ import annotations
 

@@ -1,15 +1,21 @@
-"""A thread that writes what a run keeps of itself, so that storage that is full, read-only or slow holds up no step.
+"""A thread that writes what a run keeps of itself, so that storage that is full, read-only or slow holds up no step; and the events of a
+replica group, which it writes.
 
-Floor 3. Each piece of work brings files up to date with what somebody remembers (metrics_writer.py: figures; events.py: what happened); it
-fails as a whole, and is tried again until it succeeds. Failure and recovery are reported once each."""
+Each piece of work brings files up to date with what somebody remembers (metrics_writer.py: figures; Events: what happened); it fails as a
+whole, and is tried again until it succeeds. Failure and recovery are reported once each."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
+from training.appended import AppendedFile, lines_from_end
 from training.checkpoint_files import reason
 from training.progress import Clock, duration
 
@@ -17,6 +23,7 @@ RETRY_S = 1.0
 CLOSE_S = 20.0  # an end waits so long for storage
 SLOW_S = 10.0  # one write of a few rows; beyond it somebody is told
 KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # what waits for storage, of one piece of work
+FILE_NAME = "events.jsonl"  # in the group's folder; appears with the first event
 Say = Callable[[str], None]
 
 
@@ -66,11 +73,11 @@ class Scribe:
         """The last try of some work failed."""
         return any(work.failed_at is not None for work in self._works)
 
-    def flush(self, timeout_s: float) -> bool:
-        """True when all rows of before this call are written; at once False where storage is known to fail."""
+    def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
+        """True when all rows of before this call are written; at once False where storage is known to fail, unless `patient`."""
         with self._changed:
             asked = self._asked
-            self._changed.wait_for(lambda: self._done >= asked or self.in_trouble, timeout_s)
+            self._changed.wait_for(lambda: self._done >= asked or (self.in_trouble and not patient), timeout_s)
             return self._done >= asked
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -129,3 +136,64 @@ class Scribe:
         if self._told_slow:
             self._told_slow = False
             self._say(f"storage takes writes again: the last one took {duration(self._clock() - began)}")
+
+
+class Events:
+    """Events of one start of one rank, one JSON line each in <run>/groups/<id>/events.jsonl (ft/telemetry.py names them), of which none is
+    ever taken out. `counts`: by event; `heals`: of other groups and of this one. Any thread may tell.
+
+    {"time": 1795300000.1, "step": 199, "event": "weights differ", "rank": 0, "groups": ["1"]}
+    """
+
+    def __init__(self, folder: Path, scribe: Scribe, *, wall_clock: Callable[[], float] = time.time) -> None:
+        self.counts: Counter[str] = Counter()
+        self.heals = 0
+        self.lost = 0  # lines that there was no room for
+        self._path, self._scribe, self._wall_clock = folder / FILE_NAME, scribe, wall_clock
+        self._lock = threading.Lock()
+        self._lines: deque[tuple[float, bytes]] = deque()  # that are not written, and since when
+        self._bytes = 0
+        scribe.serve("events", self._write, lambda: self.lost)
+
+    def __call__(self, event: str, step: int, **what: object) -> None:
+        now_s, healing = time.monotonic(), what.get("healing")
+        line = {"time": round(self._wall_clock(), 3), "step": step, "event": event, **what}
+        text = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            self.counts[event] += 1
+            self.heals += len(healing) if isinstance(healing, list) else 0
+            self._lines.append((now_s, text))
+            self._bytes += len(text)
+            while self._bytes > KEPT_BYTES or self._lines[0][0] < now_s - KEPT_S:
+                self._bytes -= len(self._lines.popleft()[1])
+                self.lost += 1
+        self._scribe.wake()
+
+    def summary(self) -> str:
+        """For the closing lines; empty where there are no groups."""
+        if not self.counts:
+            return ""
+        words = {
+            "quorum": "quorums",
+            "healed": "heals of this group",
+            "failed": "failed reductions",
+            "weights differ": "differences of weights",
+        }
+        return ", ".join(f"{what} {self.counts[event]}" for event, what in words.items())
+
+    def _write(self) -> None:
+        """Writes the lines, in the scribe's thread. The group's other ranks write there, too: each whole lines, while it holds the file."""
+        with self._lock:
+            lines, lost = [line for _, line in self._lines], self.lost
+        if not lines:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(AppendedFile(self._path)) as file, file.held():
+            file.look()
+            _, torn = next(lines_from_end(file))
+            if torn:  # by a kill, or by a full disk where nothing could be taken back
+                file.cut(file.size_bytes - len(torn))
+            file.append(b"".join(lines))
+        with self._lock:
+            for _ in range(len(lines) - (self.lost - lost)):
+                self._bytes -= len(self._lines.popleft()[1])

@@ -1,7 +1,4 @@
-"""Signals become wishes that the loop asks for once a step, so that all ranks act on them at the same step.
-
-Floor 3. train.py carries `take()` in the step's one small all-reduce and acts on what the ranks agree on.
-"""
+"""Signals become wishes that the loop carries in a step's one small all-reduce, so that all ranks act on them at the same step."""
 
 from __future__ import annotations
 
@@ -29,18 +26,15 @@ SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads i
 
 
 class Signals:
-    """Handlers from construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE.
-
-    A second stop signal ends the process at once with 128 + its number. That works while the loop is stuck in C code,
-    where Python runs no handler: the interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a
-    thread reads it. Make it in the main thread.
-    """
+    """Handlers from construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE. A second stop signal ends the process at
+    once with 128 + its number. That works while the loop is stuck in C code, where Python runs no handler: the interpreter writes each
+    signal's number to a socket (signal.set_wakeup_fd), and a thread reads it. Make it in the main thread."""
 
     def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
         self._log, self._clock, self._exit_now = log, clock, exit_now
         self._lock = threading.Lock()
-        self._wishes = 0
+        self.pending = 0  # what `take` would return
         self._stop_asked: float | None = None
         self._at_stop: Callable[[], object] = int
         self._reader, self._writer = socket.socketpair()
@@ -55,7 +49,7 @@ class Signals:
     def take(self) -> int:
         """STOP | SAVE as far as asked for since the last call on this rank; 0: nothing."""
         with self._lock:
-            wishes, self._wishes = self._wishes, 0
+            wishes, self.pending = self.pending, 0
         return wishes
 
     def when_asked_to_stop(self, do: Callable[[], object]) -> None:
@@ -79,14 +73,15 @@ class Signals:
         """Signal `number` has arrived."""
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
-            self._wish(SAVE)
+            with self._lock:
+                self.pending |= SAVE
             self._say(f"{name}: saving after this step, then going on")
             return
         now = self._clock()
         if self._stop_asked is None:
             with self._lock:
                 self._stop_asked, do = now, self._at_stop
-            self._wish(STOP)
+                self.pending |= STOP
             do()
             self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
         elif now - self._stop_asked >= _SAME_WISH_S:
@@ -94,10 +89,6 @@ class Signals:
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"{name} again: ending at once, without saving\n".encode())
             self._exit_now(128 + number)
-
-    def _wish(self, wish: int) -> None:
-        with self._lock:
-            self._wishes |= wish
 
     def _say(self, words: str) -> None:
         """Logs in a thread of its own: where nobody reads the output any more a line may block, and the next signal must be heard."""
@@ -115,7 +106,6 @@ class Signals:
         signal.set_wakeup_fd(self._old_wakeup_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        # These handlers do nothing: they keep the default action away, and make the interpreter write to the socket.
         self._old_handlers = {}
 
     def _forget_in_child(self) -> None:

@@ -11,49 +11,26 @@ import json
 import math
 import os
 import socket
-import struct
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import SimpleNamespace
+from typing import Any, Literal
 
-from training.appended import BLOCK_BYTES, AppendedFile, lines_from_end, replace_by_copy
+from training.appended import AppendedFile, lines_from_end, replace_by_copy
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
 EVENTS = "events.out.tfevents."  # how TensorBoard knows its files
 BEHIND = 32  # lines before one that are looked at
-_EVENT_FILES = 16  # in a row, with nothing to drop: the older ones have nothing either, whatever clock named them
 
-_HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4  # around the data of an event file's record
-
-
+# Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags; records get what every step
+# was trained on, with the keys of samples.jsonl.
 Kind = Literal["journals", "charts", "records"]
 ResumedStep = Callable[[], int | None]
-
-
-class MetricsSink(Protocol):
-    """Takes the metrics of a step. Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's
-    tags; records get what every step was trained on, with the keys of samples.jsonl."""
-
-    def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None:
-        """Makes what was written durable: it outlives the machine when this returns."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class ChartSink(Protocol):
-    """Takes the chart of a step; it is in the system's hands when `write` returns. Raises OSError, and has then taken nothing."""
-
-    def write(self, step: int, scalars: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JournalSink(AppendedFile):
@@ -67,12 +44,10 @@ class JournalSink(AppendedFile):
         self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def cut_after(self, step: int, *, is_locked: bool) -> None:
-        """Takes out the lines past `step`, and what a kill or a full disk has left of a line at the end.
-
-        A former writer, which may not know that it is one, looks whose the file is while it holds the lock. So if the lock was free, that
-        look is still to come. If not (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is
-        replaced by a copy in one step: what comes of that write goes into the old file, which nobody reads.
-        """
+        """Takes out the lines past `step`, and what a kill or a full disk has left of a line at the end. A former writer, which may not
+        know that it is one, looks whose the file is while it holds the lock. So if the lock was free, that look is still to come. If not
+        (it was stopped in a write, or its storage hangs, or the file system has no locks), the file is replaced by a copy in one step: what
+        comes of that write goes into the old file, which nobody reads."""
         self.look()
         kept = (start + len(line) for start, line, found in _steps_from_end(self) if found <= step)
         end = next(kept, None) if step >= 0 else None
@@ -89,9 +64,11 @@ class JournalSink(AppendedFile):
 
 
 class Sinks:
-    """The open sinks of a run, as a MetricsSink."""
+    """The open sinks of a run. Raises OSError; a sink whose `write` raised has taken nothing."""
 
-    def __init__(self, metrics: JournalSink, samples: JournalSink, charts: Sequence[ChartSink]) -> None:
+    def __init__(
+        self, metrics: JournalSink, samples: JournalSink, charts: Sequence[TensorBoardSink | WandbSink]
+    ) -> None:
         self._files, self._charts = {"journals": metrics, "records": samples}, charts
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
@@ -126,14 +103,12 @@ def open_sinks(
     wandb: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Sinks:
-    """Cuts what lies past `resumed_step` (None: a fresh start, all of it) and opens the sinks asked for.
-
-    Where `resumed_step` is to be called, that is while the files are held, so that nobody changes them between what it finds there and the
-    cut; where it raises, they are left alone. `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain
-    values) is shown by W&B. Call on one rank only. Raises OSError where the folder cannot be written.
-    """
+    """Cuts what lies past `resumed_step` (None: a fresh start, all of it) and opens the sinks asked for. Where `resumed_step` is to be
+    called, that is while the files are held, so that nobody changes them between what it finds there and the cut; where it raises, they are
+    left alone. `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain values) is shown by W&B. Call on
+    one rank only. Raises OSError where the folder cannot be written."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    charts, locked = list[ChartSink](), list[JournalSink]()
+    charts, locked = list[TensorBoardSink | WandbSink](), list[JournalSink]()
     with ExitStack() as opened:
         files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
         for file in files:
@@ -145,9 +120,8 @@ def open_sinks(
         for file in files:
             file.cut_after(keep_until, is_locked=file in locked)
         if tensorboard_folder:
-            folder = run_folder / tensorboard_folder
-            cut_events(folder, keep_until)
-            charts.append(opened.enter_context(closing(TensorBoardSink(folder, resumed_step=resumed))))
+            tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
+            charts.append(opened.enter_context(closing(tensorboard)))
         if wandb:
             charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
         opened.pop_all()
@@ -157,23 +131,29 @@ def open_sinks(
 
 
 class TensorBoardSink:
-    """Scalars in an event file of its own per start, all in one folder."""
+    """Scalars in an event file of its own per start, all in one folder. Readers of TensorBoard's drop from earlier files what lies past
+    `resumed_step` (tensorboard/backend/event_processing/event_accumulator.py, _Purge); None: a fresh start, which removes those files."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
         # Here, not at the head: 0.2 s that ranks other than 0 need not spend.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"{EVENTS}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        numbers = (folder / f"{name}.{number}" for number in count())
-        self._file = AppendedFile(next(path for path in numbers if not path.exists()))
+        earlier = sorted(folder.glob(f"{EVENTS}*"))
+        for path in earlier if resumed_step is None else ():
+            path.unlink()
+        # Files are read in the order of their names: another host's clock, or this second's earlier start, may be ahead.
+        at_s = max(
+            [int(time.time()), *(1 + int(path.name.removeprefix(EVENTS).split(".")[0]) for path in earlier[-1:])]
+        )
+        self._file = AppendedFile(folder / f"{EVENTS}{at_s:010d}.{socket.gethostname()}.{os.getpid()}.0")
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # in TensorFlow's framing
         try:
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
             if resumed_step is not None:
-                # For a TensorBoard that is open while we resume: it has read the steps that cut_events took out, and drops
-                # them on this event (tensorboard/backend/event_processing/event_accumulator.py, _Purge).
                 restart = SessionLog(status=SessionLog.START)
                 self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
         except OSError:
@@ -190,18 +170,13 @@ class TensorBoardSink:
         self._file.close()
 
     def _add(self, event: Any) -> None:
-        """Appends a record in TensorFlow's framing, see `_records`."""
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._file.append(length + _checksum(length) + data + _checksum(data))
+        self._records.write(event.SerializeToString())
 
 
 class WandbSink:
-    """The same scalars in Weights & Biases; its id is kept in the run's folder, so a resumed run is the same there.
-
-    W&B takes nothing back: after a resume the steps done again appear a second time. Charts are drawn over `step`.
-    Project and account are W&B's own to find (WANDB_PROJECT, WANDB_MODE, `wandb login`).
-    """
+    """The same scalars in Weights & Biases; its id is kept in the run's folder, so a resumed run is the same there. W&B takes nothing back:
+    after a resume the steps done again appear a second time. Charts are drawn over `step`. Project and account are W&B's own to find
+    (WANDB_PROJECT, WANDB_MODE, `wandb login`)."""
 
     def __init__(self, run_folder: Path, *, fresh: bool, settings: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")  # an extra: it need not be there for type checks
@@ -240,28 +215,6 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_events(folder: Path, keep_until: int) -> None:
-    """Drops from the event files in `folder` what lies past `keep_until`, and records that a kill or a full disk cut short.
-
-    Steps grow within a file, and from file to file. One is removed where no figures are left, and left alone where there is nothing to
-    drop.
-    """
-    whole = 0
-    for path in sorted(folder.glob(f"{EVENTS}*"), reverse=True):
-        size_bytes = path.stat().st_size
-        first, end = _kept_events(path, keep_until)
-        if end <= first:  # the first record of a file is its version
-            path.unlink()
-        elif end < size_bytes:
-            os.truncate(path, end)
-        else:
-            whole += 1
-            if whole == _EVENT_FILES:
-                return
-            continue
-        whole = 0
-
-
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
     """Start, text and step of each line that is one, the last first. Not those that lie behind a later step: somebody wrote them whose the
     file was no more, on a file system whose locks are each machine's own."""
@@ -281,60 +234,3 @@ def _journal_step(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
-
-
-def _kept_events(path: Path, keep_until: int) -> tuple[int, int]:
-    """Returns the offsets at which an event file's figures begin, and at which those up to `keep_until` end."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD.size)
-        first = _HEAD.size + _HEAD.unpack(head)[0] + _FOOT_BYTES if len(head) == _HEAD.size else _HEAD.size
-        size_bytes, block = file.seek(0, os.SEEK_END), BLOCK_BYTES
-        while True:
-            start = max(0, size_bytes - block)
-            file.seek(start)
-            records = _records(file.read(size_bytes - start), exact=start == 0)
-            kept = [
-                start + at + _HEAD.size + len(data) + _FOOT_BYTES
-                for at, data in records
-                if start + at >= first and _event_step(data) <= keep_until
-            ]
-            if kept or start == 0:
-                return first, max([first, *kept])
-            block *= 2
-
-
-def _event_step(data: bytes) -> float:
-    """The step of an event file's record; infinity for a damaged one."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    try:
-        return float(Event.FromString(data).step)
-    except DecodeError:
-        return math.inf
-
-
-def _records(content: bytes, *, exact: bool) -> Iterator[tuple[int, bytes]]:
-    """Place and data of each whole record of an event file, or of the end of one: then the first that can be told is sought.
-
-    Framing (TensorFlow's tensorflow/core/lib/io/record_writer.h): length as u64, its checksum as u32, the data, the
-    data's checksum as u32, little-endian. The data's is left to readers, who skip what does not match.
-    """
-    at = 0 if exact else next((at for at in range(len(content) - _HEAD.size) if _is_head(content, at)), len(content))
-    while at + _HEAD.size <= len(content) and _is_head(content, at):
-        (length, _) = _HEAD.unpack_from(content, at)
-        end = at + _HEAD.size + length + _FOOT_BYTES
-        if end > len(content):
-            return
-        yield at, content[at + _HEAD.size : end - _FOOT_BYTES]
-        at = end
-
-
-def _is_head(content: bytes, at: int) -> bool:
-    return content[at + 4 : at + 8] == b"\0\0\0\0" and content[at + 8 : at + 12] == _checksum(content[at : at + 8])
-
-
-def _checksum(data: bytes) -> bytes:
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
-
-    return struct.pack("<I", masked_crc32c(data))

@@ -1,8 +1,7 @@
 """Text to token ids and back: the built-in byte tokenizer, or any tokenizer.json by path.
 
-Flow: configs/check.py and train.py build one from `model.tokenizer_path`; data/cache.py runs every document through it
-once; validation counts bytes with it; sampling and scripts/generate.py decode with it.
-"""
+Flow: configs/check.py and train.py build one from `model.tokenizer_path`; data/cache.py runs every document through it once; validation
+counts bytes with it; sampling and scripts/generate.py decode with it."""
 
 from __future__ import annotations
 
@@ -11,64 +10,30 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from training.extras import need
+from training.config import need
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|begin▁of▁sentence|>", "[BOS]", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁sentence|>", "[EOS]")
 
 
-class Tokenizer(Protocol):
-    """Ids are 0 .. vocab_size - 1. Where `bos_id == eos_id`, that one token stands between documents once."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def bos_id(self) -> int: ...
-    @property
-    def eos_id(self) -> int: ...
-
-    def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Ids [N] int64; `bos` and `eos` ask for the token in front and at the end."""
-
-    def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids of all documents back to back, each in BOS and EOS; tokens of each [len(documents)] int64).
-
-        The documents are UTF-8 and not empty.
-        """
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; BOS, EOS and PAD are left out, bytes that are not UTF-8 become U+FFFD."""
-
-    def token_bytes(self) -> np.ndarray:
-        """Bytes of text that each id stands for, [vocab_size] int64; 0 for special tokens. For bits per byte."""
-
-    def fingerprint(self) -> str:
-        """Changes whenever the same text could give other ids."""
-
-
-def build_tokenizer(path: str) -> Tokenizer:
-    """The byte tokenizer for "", else the tokenizer.json at `path` (the file, or the folder that holds it).
-
-    Raises ValueError that begins with `model.tokenizer_path = ` when the file or the package is missing or unusable.
-    """
-    return FileTokenizer(path) if path else ByteTokenizer()
-
-
 class ByteTokenizer:
-    """256 bytes, BOS, EOS, PAD: nothing to download, and one token is one byte, so nats per token are nats per byte."""
+    """256 bytes, BOS, EOS, PAD: nothing to download, and one token is one byte, so nats per token are nats per byte. Ids are
+    0 .. vocab_size - 1. Where `bos_id == eos_id`, as in some files, that one token stands between documents once."""
 
     bos_id, eos_id, pad_id = 256, 257, 258
     vocab_size = 259
 
     def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
+        """Ids [N] int64; `bos` and `eos` ask for the token in front and at the end."""
         body = text.encode() if isinstance(text, str) else text
         return np.array([self.bos_id] * bos + list(body) + [self.eos_id] * eos, dtype=np.int64)
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all documents back to back, each in BOS and EOS, and tokens of each [len(documents)] int64; of UTF-8, none empty."""
         lengths = np.array([len(document) + 2 for document in documents], dtype=np.int64)
         ends = np.cumsum(lengths)
         ids = np.empty(int(lengths.sum()), dtype=np.uint16)
@@ -79,12 +44,15 @@ class ByteTokenizer:
         return ids, lengths
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; BOS, EOS and PAD are left out, bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
+        """Bytes of text that each id stands for, [vocab_size] int64; 0 for special tokens. For bits per byte."""
         return np.array([1] * 256 + [0] * 3, dtype=np.int64)
 
     def fingerprint(self) -> str:
+        """Changes whenever the same text could give other ids."""
         return "bytes+bos+eos+pad"
 
 
@@ -135,7 +103,7 @@ class FileTokenizer:
             if index in added:
                 sizes[index] = 0 if added[index].special else len(token.encode())
             else:
-                sizes[index] = len(token) if byte_level else _text_bytes(token)
+                sizes[index] = len(token) if byte_level else text_bytes(token)
         sizes[[self.bos_id, self.eos_id]] = 0
         return sizes
 
@@ -170,6 +138,15 @@ class FileTokenizer:
         return next((name for name in names if name in self._ids), None)
 
 
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def build_tokenizer(path: str) -> Tokenizer:
+    """The byte tokenizer for "", else the tokenizer.json at `path` (the file, or the folder that holds it). Raises ValueError that begins
+    with `model.tokenizer_path = ` when the file or the package is missing or unusable."""
+    return FileTokenizer(path) if path else ByteTokenizer()
+
+
 def _find_file(path: str, setting: str) -> Path:
     file = Path(path).expanduser()
     if file.is_dir():
@@ -179,7 +156,7 @@ def _find_file(path: str, setting: str) -> Path:
     return file
 
 
-def _text_bytes(token: str) -> int:
+def text_bytes(token: str) -> int:
     """Bytes of a token outside byte-level vocabularies: <0xNN> is one byte, U+2581 a space, ## glues to the left."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
         return 1

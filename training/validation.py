@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import torch
+import torch.distributed as dist
 
 from ft.device import on_host
-from parallelisms.means import sum_over_ranks
 from training.loss import IGNORED
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def validate(
         valid = labels[labels != IGNORED] if counts else labels.new_empty(0)
         nats = model.evaluate(inputs, labels)
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
-    nats, tokens, byte_count = on_host(sum_over_ranks(sums)).tolist()  # the one sync of a look
+    if dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    nats, tokens, byte_count = on_host(sums).tolist()  # the one sync of a look
     per_byte = nats / max(byte_count, 1)
     return ValidationLoss(nats / max(tokens, 1), per_byte / math.log(2), round(tokens))

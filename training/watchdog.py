@@ -1,9 +1,7 @@
 """Detection of hangs: one line says which rank is in which phase, then the process ends.
 
-Floor 3. A thread on every rank watches progress.py's phases from outside the loop; ranks speak through the process
-group's key-value store, since in a hang no collective gets through. A rank whose data loader hangs stands in no
-collective, so no collective's timeout would ever end it; here it ends like the others.
-"""
+A thread on every rank watches progress.py's phases from outside the loop; ranks speak through the process group's key-value store, since in
+a hang no collective gets through. A rank whose data loader hangs stands in no collective, so no collective's timeout would ever end it."""
 
 from __future__ import annotations
 
@@ -16,43 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from training.progress import LONG_PHASES, PHASES, Clock, Progress
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from training.log import Log
 
 POLL_S = 1.0
 
 
-class Store(Protocol):
-    """The part of torch.distributed.Store that is used; its failures are RuntimeErrors."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-    def delete_key(self, key: str) -> bool: ...
-
-
-class Abort(Protocol):
-    """Ends this process some time from now, unless called off."""
-
-    def arm(self, after_s: float) -> None: ...
-
-    def cancel(self) -> None: ...
-
-
 class StackDump:
-    """Writes every thread's stack to standard error, which is the rank's log, and exits with 1.
-
-    It is a timer in C: it fires even while the watchdog's own thread waits for a store that died, or for Python's lock.
-    """
+    """Writes every thread's stack to standard error, which is the rank's log, and exits with 1; unless called off. It is a timer in C: it
+    fires even while the watchdog's own thread waits for a store that died, or for Python's lock."""
 
     def arm(self, after_s: float) -> None:
         faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
@@ -64,17 +40,13 @@ class StackDump:
 class Watchdog:
     """Past `timeout_s` without a finished step says who is where and then ends the process.
 
-    The first step since the start, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. Once a rank
-    suspects a hang it publishes its phase; rank 0 (a later one where 0 is gone) waits up to `answer_s` for the others
-    and prints one line; some `grace_s` later every rank dumps its stacks and exits. A step that finishes in between
-    calls all of it off.
+    The first step since the start, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. Once a rank suspects a hang it
+    publishes its phase; rank 0 (a later one where 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later
+    every rank dumps its stacks and exits. A step that finishes in between calls all of it off; so does the group's server when it confirms
+    that the rank waits for other groups (`confirmed_s`: when it did last, on `clock`), which also starts the clock anew.
 
-    A rank that waits for other groups is not hanging: the clock starts anew with each time that the group's server confirms it, and a
-    confirmation calls off as a step does. `confirmed_s`: when it did last, on `clock`.
-
-    `store` should be a connection of its own (`store.clone()`): on a shared one the loop may be waiting.
-    `record` is called once per hang, after the line was due: the place to save the flight recorder.
-    """
+    `store` should be a connection of its own (`store.clone()`): on a shared one the loop may be waiting. `record` is called once per hang,
+    after the line was due: the place to save the flight recorder."""
 
     def __init__(
         self,
@@ -87,7 +59,7 @@ class Watchdog:
         long_timeout_s: float,
         log: Log,
         clock: Clock = time.monotonic,
-        abort: Abort | None = None,
+        abort: StackDump | None = None,
         record: Callable[[], object] = lambda: None,
         confirmed_s: Callable[[], float] = lambda: -math.inf,
         answer_s: float = 5.0,
@@ -97,7 +69,7 @@ class Watchdog:
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._record, self._confirmed_s = log, clock, record, confirmed_s
-        self._abort = StackDump() if abort is None else abort
+        self._abort = abort or StackDump()
         # Rank 0 speaks first; another takes over only when rank 0 has had its time.
         self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
         self._ends_after_s = 2 * answer_s + grace_s
@@ -129,7 +101,10 @@ class Watchdog:
             self._since = min(now, self._since + unseen_s)
         self._polled, confirmed_s = now, self._confirmed_s()
         self._since = max(self._since, confirmed_s)
-        waited_s, limit_s = self._waited(now)
+        waited_s, limit_s = now - self._since, self._timeout_s if self._steps else self._long_timeout_s
+        if long_phase := self._progress.long_phase():
+            self._since = now  # when the phase is over, the step's time starts anew
+            waited_s, limit_s = long_phase[1], self._long_timeout_s
         if self._suspected is not None and (self._steps != self._steps_then or confirmed_s > self._suspected):
             self._call_off(now)
         elif waited_s > limit_s:
@@ -148,14 +123,6 @@ class Watchdog:
         while not self._stopped.wait(POLL_S):
             self.poll()
 
-    def _waited(self, now: float) -> tuple[float, float]:
-        """Seconds without progress, and how many are too many."""
-        long_s = next((seconds for name, seconds in self._progress.open_phases() if name in LONG_PHASES), None)
-        if long_s is not None:
-            self._since = now  # when the phase is over, the step's time starts anew
-            return long_s, self._long_timeout_s
-        return now - self._since, self._timeout_s if self._steps else self._long_timeout_s
-
     def _suspect(self, now: float, waited_s: float) -> None:
         if self._suspected is None:
             self._suspected, self._steps_then, self._told = now, self._steps, False
@@ -167,7 +134,8 @@ class Watchdog:
             answers = self._answers()
             if len(answers) < self._world_size and now - self._suspected < self._patience_s:
                 return
-            mine = self._claim(answers)
+            step = min(answer["step"] for answer in answers.values())
+            mine = self._store.add(f"watchdog/told/{step}", 1) == 1  # the one rank that is to print
         except RuntimeError as error:  # the store went with the rank that keeps it: say what is known here
             answers, mine = {self._global_rank: json.loads(self._whereabouts())}, True
             self._log.warning("the other ranks cannot be asked where they are: %s", str(error).splitlines()[0])
@@ -193,10 +161,8 @@ class Watchdog:
     def _whereabouts(self) -> str:
         phases = self._progress.open_phases()
         innermost, seconds = phases[-1] if phases else ("", self._clock() - self._since)
-        words = PHASES.get(innermost, innermost)
-        around = next((name for name, _ in phases[:-1] if name in LONG_PHASES), None)
-        where = f"{words} in {PHASES[around]}" if around else words
-        return json.dumps({"step": self._steps, "where": where, "seconds": seconds})
+        words = [PHASES.get(innermost, innermost), *(PHASES[name] for name, _ in phases[:-1] if name in LONG_PHASES)]
+        return json.dumps({"step": self._steps, "where": " in ".join(words[:2]), "seconds": seconds})
 
     def _answers(self) -> dict[int, dict[str, Any]]:
         """The answer of each rank that gave one; of this hang, for ranks are at most one step apart."""
@@ -207,11 +173,6 @@ class Watchdog:
                 if abs(answer["step"] - self._steps) <= 1:
                     found[rank] = answer
         return found
-
-    def _claim(self, answers: Mapping[int, Mapping[str, Any]]) -> bool:
-        """True for the one rank that is to print."""
-        step = min(answer["step"] for answer in answers.values())
-        return self._store.add(f"watchdog/told/{step}", 1) == 1
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -251,10 +212,8 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
 
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
-    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access.
-
-    Twice, the second time with Python's stacks: looking those up took 6 s here, and the end may be nearer.
-    """
+    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access. Twice, the second time
+    with Python's stacks: looking those up took 6 s here, and the end may be nearer."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 

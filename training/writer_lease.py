@@ -1,8 +1,7 @@
 """The lease by which one of several replica groups writes what they share: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
-Floor 3. The manager names the writer, by a quorum. A group that was stopped, and wakes, believes what it was told before; so a group that
-begins to write notes the quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone.
-"""
+The manager names the writer, by a quorum. A group that was stopped, and wakes, believes what it was told before; so a group that begins to
+write notes the quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone."""
 
 from __future__ import annotations
 
@@ -21,10 +20,9 @@ Quorum = tuple[str, int]  # epoch, id: within an epoch ids only grow
 def claim(folder: Path, quorum: Quorum) -> bool:
     """Notes it, unless a newer quorum's writer was here. A look and a note are not one: a group that is stopped between this and what it
     does next may still do that, and so does little at a time."""
-    newest = _newest(folder)
-    if newest[0] == quorum[0] and newest[1] > quorum[1]:
+    if is_over(folder, quorum):
         return False
-    if newest != quorum:
+    if _newest(folder) != quorum:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / CLAIM, json.dumps(quorum).encode())
     return True
@@ -33,7 +31,7 @@ def claim(folder: Path, quorum: Quorum) -> bool:
 def is_over(folder: Path, quorum: Quorum) -> bool:
     """A newer quorum's writer was here. One of another epoch is of a job that began anew: whoever comes later is right."""
     epoch, newest = _newest(folder)
-    return bool(epoch == quorum[0] and newest > quorum[1])
+    return epoch == quorum[0] and newest > quorum[1]
 
 
 def _newest(folder: Path) -> Quorum:
@@ -47,12 +45,11 @@ def _newest(folder: Path) -> Quorum:
 class WriterLease:
     """A group's right to save. `quorum`: by which it writes, now; None: it does not. One that has no others always may (Alone)."""
 
-    shared = True
-    settled = True  # what is saved: it is of the history that the others go on with
+    shared = settled = True  # settled: what is saved is of the history that the others go on with
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder, self._quorum = folder, quorum
-        self._taken: Quorum = ("", 0)
+        self._taken, self.name = ("", 0), ""  # name: a suffix for folders that no other writer has
 
     @property
     def has_role(self) -> bool:
@@ -64,17 +61,12 @@ class WriterLease:
         quorum = self._quorum()
         if quorum is None or not claim(self._folder, quorum):
             return False
-        self._taken = quorum
+        self._taken, self.name = quorum, f"-{quorum[0]}-{quorum[1]}"
         return True
 
     def is_over(self) -> bool:
         """Since `take`."""
         return is_over(self._folder, self._taken)
-
-    @property
-    def name(self) -> str:
-        """A suffix for folders that no other writer has."""
-        return f"-{self._taken[0]}-{self._taken[1]}"
 
     def clears(self, name: str) -> bool:
         """True when this writer may remove the leftovers of one of that name: not those of a newer one."""
@@ -85,7 +77,7 @@ class WriterLease:
 class Alone(WriterLease):
     """The lease of one group that is all there is."""
 
-    shared, name, has_role = False, "", True
+    shared, has_role, name, late = False, True, "", False
 
     def __init__(self) -> None: ...
 
@@ -93,23 +85,17 @@ class Alone(WriterLease):
         return True
 
     def is_over(self) -> bool:
-        return False
+        return self.late
 
     def clears(self, name: str) -> bool:
-        return True
+        return not self.late
 
 
 class Aside(Alone):
     """The lease of a group that goes while it waits, whichever has the role: what it saves is unsettled, and its last. A checkpoint of the
     same step or a later one is worth more, and stays."""
 
-    shared, settled = True, False
+    shared, settled, late = True, False, True
 
     def __init__(self) -> None:
         self.name = f"-unsettled.{secrets.token_hex(4)}-0"
-
-    def is_over(self) -> bool:
-        return True
-
-    def clears(self, name: str) -> bool:
-        return False

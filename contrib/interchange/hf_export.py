@@ -119,24 +119,54 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
 
 
 def look_through(run: Path, *, step: int, dtype: str) -> Checkpoint:
-    """Every check that needs the checkpoint. Raises ValueError, Damaged."""
-    path, settings = _find(run, step)
+    """Every check that needs the checkpoint. `run` is a run's folder or one checkpoint in it. Raises ValueError, Damaged."""
+    path = run if (run / ".metadata").is_file() else None
+    # Above a checkpoint: checkpoint.folder, which may be one in another, and the run's
+    folders = run.absolute().parents[:3] if path else [run]
+    settings = next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
+    if path and step >= 0:
+        raise ValueError(f"--step {step}: {run} is one checkpoint; name the run's folder")
+    if settings is None:
+        raise ValueError(
+            f"{run}: in no folder just above is a {FILE_NAME}, which would say what model this is"
+            if path
+            else f"{run}: neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
+        )
+    if path:
+        verify(path, read_manifest(path))
     config = load([str(settings)])
-    if config.model.name != "llama" or not isinstance(config.model, llama.Config):
-        raise ValueError(f'{settings}: model.name = "{config.model.name}": what can be published: "llama"')
+    model = config.model
+    if model.name != "llama" or not isinstance(model, llama.Config):
+        raise ValueError(f'{settings}: model.name = "{model.name}": what can be published: "llama"')
     path = path or checkpoint_of(run / config.checkpoint.folder, step, who="hf")
     reader = TensorByTensor(path)
     table = reader.tensors.get("model.tok_embeddings.weight")
-    vocab_size = config.model.vocab_size or (table.size[0] if table else 0)
-    entries = tuple(llama_hf.entries(config.model, vocab_size=vocab_size, tied=False))
-    _check_tensors(path, reader, entries, settings)
+    vocab_size = model.vocab_size or (table.size[0] if table else 0)
+    entries = tuple(llama_hf.entries(model, vocab_size=vocab_size, tied=False))
+    problems = []
+    for entry in entries:
+        saved, expected = reader.tensors.get(f"model.{entry.ours}"), list(entry.shape)
+        if saved is None:
+            problems.append(f"{path}: {entry.ours}: missing; expected {expected}")
+        elif list(saved.size) != expected:
+            problems.append(f"{path}: {entry.ours}: shape {list(saved.size)}, expected {expected} by {settings}")
+    known = {f"model.{entry.ours}" for entry in entries} | {f"model.{FREQUENCIES}"}
+    others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
+    problems += [f"{path}: {name.removeprefix('model.')}: no part of the model of {settings}" for name in others]
+    raise_all(problems)
     dtypes = {reader.tensors[f"model.{entry.ours}"].properties.dtype for entry in entries}
     if not dtype and (len(dtypes) > 1 or str(next(iter(dtypes))).removeprefix("torch.") not in CODES):
-        raise ValueError(
-            f"{path}: holds {', '.join(sorted(map(str, dtypes)))}; --dtype bfloat16 or float32 makes one of them"
-        )
-    _check_rotation(path, reader, config.model, settings)
-    return Checkpoint(path, config.model, config.training.seq_len, entries, reader, dtypes.pop())
+        held = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"{path}: holds {held}; --dtype bfloat16 or float32 makes one of them")
+    # The positions that the weights were trained with are those that config.json will describe
+    if f"model.{FREQUENCIES}" in reader.tensors:
+        angles = reader.read(f"model.{FREQUENCIES}")
+        tolerance = 1e-5 if angles.dtype == torch.float32 else 1e-2  # rounded where weights are saved alone in 16 bits
+        if not torch.allclose(angles.float(), llama.rotary_table(model, len(angles)), rtol=0, atol=tolerance):
+            raise ValueError(
+                f"{path}: {FREQUENCIES}: other rotations than {settings} gives by model.rope_*: trained with other settings"
+            )
+    return Checkpoint(path, model, config.training.seq_len, entries, reader, dtypes.pop())
 
 
 def _tokenizer(path: str, out: Path, log: Log) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
@@ -151,53 +181,6 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[list[tuple[Path, str]], 
         log.warning('model.tokenizer_path = "%s": there is no such file, so %s has no %s', path, out, TOKENIZER)
     drawing = next((read_json(file) for file, name in beside if name == GENERATION), {})
     return beside, {**special, **{name: drawing[name] for name in _IDS if drawing.get(name) is not None}}
-
-
-def _find(run: Path, step: int) -> tuple[Path | None, Path]:
-    """(the checkpoint, whole, if `run` is one; the run's settings)."""
-    if not (run / ".metadata").is_file():
-        if not (run / FILE_NAME).is_file():
-            raise ValueError(
-                f"{run}: neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
-            )
-        return None, run / FILE_NAME
-    if step >= 0:
-        raise ValueError(f"--step {step}: {run} is one checkpoint; name the run's folder")
-    above = run.absolute().parents[:3]  # checkpoint.folder, which may be one in another, and the run's
-    settings = next((folder / FILE_NAME for folder in above if (folder / FILE_NAME).is_file()), None)
-    if settings is None:
-        raise ValueError(f"{run}: in no folder just above is a {FILE_NAME}, which would say what model this is")
-    verify(run, read_manifest(run))
-    return run, settings
-
-
-def _check_tensors(path: Path, reader: TensorByTensor, entries: tuple[Entry, ...], settings: Path) -> None:
-    problems = []
-    for entry in entries:
-        saved = reader.tensors.get(f"model.{entry.ours}")
-        if saved is None:
-            problems.append(f"{path}: {entry.ours}: missing; expected {list(entry.shape)}")
-        elif tuple(saved.size) != entry.shape:
-            problems.append(
-                f"{path}: {entry.ours}: shape {list(saved.size)}, expected {list(entry.shape)} by {settings}"
-            )
-    known = {f"model.{entry.ours}" for entry in entries} | {f"model.{FREQUENCIES}"}
-    others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
-    raise_all(
-        problems + [f"{path}: {name.removeprefix('model.')}: no part of the model of {settings}" for name in others]
-    )
-
-
-def _check_rotation(path: Path, reader: TensorByTensor, model: llama.Config, settings: Path) -> None:
-    """The positions that the weights were trained with are those that config.json will describe."""
-    if f"model.{FREQUENCIES}" not in reader.tensors:
-        return
-    saved = reader.read(f"model.{FREQUENCIES}")
-    tolerance = 1e-5 if saved.dtype == torch.float32 else 1e-2  # it is rounded where weights are saved alone in 16 bits
-    if not torch.allclose(saved.float(), llama.rotary_table(model, len(saved)), rtol=0, atol=tolerance):
-        raise ValueError(
-            f"{path}: {FREQUENCIES}: other rotations than {settings} gives by model.rope_*: trained with other settings"
-        )
 
 
 def byte_tokenizer() -> dict[str, str]:

@@ -52,33 +52,56 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
     there is no OUT. `dtype` "": as the files have it."""
     refuse(out)
     source = look_through(folder, dtype=dtype)
+    published, model = source.published, source.published.config
     config = settings(source, out, config_file)
-    tell(source, out, log)
+    seq_len = config.training.seq_len
+    count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
+    log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))
+    if published.tied:
+        log.info("import    tied embeddings: the output gets a copy of them; in training the two go apart")
+    if any(name.endswith(DERIVED) for name in source.weights.found):
+        log.info("import    *%s is not read: it follows from rope_theta", DERIVED)
+    if published.unknown:
+        cause = "not known to a Llama, here or in transformers, and not used"
+        log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
+    if not (folder / TOKENIZER).is_file():
+        log.warning(
+            "%s: no %s: set model.tokenizer_path in %s before it is used", folder, TOKENIZER, out / "config.toml"
+        )
     # On the meta device: names, sizes and dtypes. The model itself is not built, as torch would load its compiler to initialise even that
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
-    model = source.published.config
-    tensors[FREQUENCIES] = torch.empty(config.training.seq_len, model.dim // model.n_heads // 2, 2, device="meta")
-    entries = {entry.ours: entry for entry in source.entries}
+    tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")
+    entries = {f"model.{entry.ours}": entry for entry in source.entries}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
     progress = WriteProgress(total_bytes, log, what="import")
 
     def make(name: str) -> Tensor:
-        name = name.removeprefix("model.")
-        if name == FREQUENCIES:
-            return llama.rotary_table(model, config.training.seq_len)
-        entry = entries[name]
-        return entry.to_ours(source.weights.read(entry.theirs)).to(source.dtype)
+        if name not in entries:
+            return llama.rotary_table(model, seq_len)
+        return entries[name].to_ours(source.weights.read(entries[name].theirs)).to(source.dtype)
 
     with landing(out) as partial:
         if files := carried(folder):
             (partial / "tokenizer").mkdir()
             for file in files:
                 copy(file, partial / "tokenizer" / file.name)
-        streamed = Streamed(make, written=progress.add)
-        write_seed(partial / config.checkpoint.folder, tensors, streamed)
+        checkpoints = partial / config.checkpoint.folder
+        step_0 = checkpoint_files.begin(checkpoints, 0)
+        try:
+            planner = Streamed(make, written=progress.add)
+            records = checkpoint_dcp.write({"model": tensors}, step_0, group=None, planner=planner)
+        except checkpoint_dcp.OtherRankFailed as failure:
+            raise CheckpointFailed(f"{step_0}: not written: {failure}") from None
+        manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
+        checkpoint_files.publish(checkpoints, manifest)
         put(partial / "config.toml", to_toml(config))
-    report(config, source.published.max_positions, out, log)
+    keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
+    log.info("%s is written; these settings fit it:\n\n%s\n", out, "\n".join(["[model]", *keys]))
+    log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
+    log.info("text      python scripts/generate.py %s --prompt ...", out)
+    if (most := published.max_positions) > seq_len:
+        log.info("back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", most)
 
 
 def look_through(folder: Path, *, dtype: str) -> PublishedWeights:
@@ -140,46 +163,3 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:
     config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
     check_settings(for_any_machine(config), world_size=1)
     return config
-
-
-def write_seed(folder: Path, tensors: dict[str, Tensor], streamed: Streamed) -> None:
-    """Step 0: the weights alone. Raises OSError or CheckpointFailed."""
-    partial = checkpoint_files.begin(folder, 0)
-    try:
-        records = checkpoint_dcp.write({"model": tensors}, partial, group=None, planner=streamed)
-    except checkpoint_dcp.OtherRankFailed as failure:
-        raise CheckpointFailed(f"{partial}: not written: {failure}") from None
-    manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
-    checkpoint_files.publish(folder, manifest)
-
-
-def tell(source: PublishedWeights, out: Path, log: Log) -> None:
-    """Tensors that are read, and those that are changed on the way."""
-    published = source.published
-    count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
-    log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))
-    if published.tied:
-        log.info("import    tied embeddings: the output gets a copy of them; in training the two go apart")
-    if any(name.endswith(DERIVED) for name in source.weights.found):
-        log.info("import    *%s is not read: it follows from rope_theta", DERIVED)
-    if published.unknown:
-        names = ", ".join(published.unknown)
-        log.warning(
-            "%s: not known to a Llama, here or in transformers, and not used: %s", source.folder / "config.json", names
-        )
-    if not (source.folder / TOKENIZER).is_file():
-        log.warning(
-            "%s: no %s: set model.tokenizer_path in %s before it is used", source.folder, TOKENIZER, out / "config.toml"
-        )
-
-
-def report(config: Config, max_positions: int, out: Path, log: Log) -> None:
-    """[model], and how to go on."""
-    keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
-    log.info("%s is written; these settings fit it:\n\n%s\n", out, "\n".join(["[model]", *keys]))
-    log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
-    log.info("text      python scripts/generate.py %s --prompt ...", out)
-    if max_positions > config.training.seq_len:
-        log.info(
-            "back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", max_positions
-        )

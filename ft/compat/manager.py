@@ -44,9 +44,7 @@ from ft.grad_buffers import Buffers, local_of
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
 from ft.membership import ReplicaGroupConfig
-from ft.process_groups.base import ProcessGroup
-from ft.process_groups.generation import GroupWork
-from ft.process_groups.operations import AllReduce, reduction
+from ft.process_groups.base import GroupWork, ProcessGroup, reduction
 from ft.protocol import messages as m
 from ft.quantized import Feedback
 from ft.rpc.access import Access
@@ -249,7 +247,7 @@ class Manager:
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
         if self._over and self._decided is None:  # the others may be in the next body already, with sums of other sizes
-            work = GroupWork(AllReduce([tensor]))
+            work = GroupWork("AllReduce", [tensor])
             work.end(None)
         elif self._over:
             work = self._sum_late(tensor, mean=op == "AVG")

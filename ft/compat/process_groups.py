@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from ft.process_groups.base import Collectives, ProcessGroup
-from ft.process_groups.generation import GroupWork
-from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.operations import Operation, flatten
+from ft.process_groups.base import SIGNATURES, Collectives, GroupWork, Operation, ProcessGroup
+from ft.process_groups.forming import Ended, Engine, GroupInit
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -31,9 +29,8 @@ class ProcessGroupDummy(ProcessGroup):
 
 class _Alone:
     def start(self, operation: Operation, ended: Ended) -> None:
-        outputs = operation.outputs_flat()
-        inputs = [tensor for name in operation.reads for tensor in flatten(getattr(operation, name))]
-        if inputs and set(operation.reads).isdisjoint(operation.writes):
+        outputs, inputs = operation.outputs(), operation.inputs()
+        if inputs and outputs and inputs[0] is not outputs[0]:
             given = torch.cat([tensor.detach().flatten() for tensor in inputs])
             place = 0
             for output in outputs:
@@ -78,7 +75,7 @@ class ErrorSwallowingProcessGroup(Collectives):
         self._group.shutdown(limit_s)
 
     def launch(self, operation: Operation) -> dist.Work:
-        mine = GroupWork(operation)
+        mine = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
         if self.errored() is not None:
             mine.end(None)
             return mine

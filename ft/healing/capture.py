@@ -12,15 +12,16 @@ on a stream of its own). That happens in TensorPayload and nowhere else.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ft.device import streams_of
-from ft.healing.format import CHUNK_BYTES, FormatError, StateManifest, from_json, lay_out, to_json
+from ft.healing.format import CHUNK_BYTES, FormatError, StateManifest, from_json
 
 # Any bits of that size may be moved as these
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,31 +30,31 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class StateSnapshot:
     """The state as it stands: tensors are not copied, so it holds until the next commit. `whole`: the tensors as they were registered, by
-    name; a DTensor is itself there, and its local shard in `local`. `written`: of when it was taken; a body is made later, by a thread that
-    may find the next forward queued by then."""
+    name; a DTensor is itself there, and its local shard in `local`. `ready`: event on `device` (None: all are the host's) of when it was
+    taken; a body is made later, by a thread that may find the next forward queued by then."""
 
     manifest: StateManifest
     local: Mapping[str, torch.Tensor]
     whole: Mapping[str, torch.Tensor]
-    written: Written
+    device: torch.device | None
+    ready: Any
 
-    def body(self) -> TensorPayload:
-        return TensorPayload(self.manifest, [self.local[entry.name] for entry in self.manifest.entries], self.written)
+    def body(self, manifest: StateManifest | None = None) -> TensorPayload:
+        manifest = manifest or self.manifest
+        return TensorPayload(manifest, [self.local[entry.name] for entry in manifest.entries], self.device, self.ready)
 
     def body_for(self, theirs: StateManifest) -> TensorPayload:
         """Our memory for the state that `theirs` announces. Raises FormatError, which names the tensor, where ours is another, before
         a byte has been written."""
-        ours = {entry.name: entry for entry in self.manifest.entries}
-        given = {entry.name: entry for entry in theirs.entries}
+        ours, given = ({entry.name: str(entry) for entry in one.entries} for one in (self.manifest, theirs))
         for name in [*given, *ours]:
             if name not in ours or name not in given:
                 raise FormatError(f"{name}: only {'they have' if name in given else 'we have'} such a tensor")
-            if (given[name].dtype, given[name].shape) != (ours[name].dtype, ours[name].shape):
+            if given[name] != ours[name]:
                 raise FormatError(f"{name}: they have {given[name]}, we {ours[name]}")
-        if theirs.values.keys() != self.manifest.values.keys():
-            differing = sorted(theirs.values.keys() ^ self.manifest.values.keys())
+        if differing := sorted(theirs.values.keys() ^ self.manifest.values.keys()):
             raise FormatError(f"not registered by both: {', '.join(differing)[:200]}")
-        return TensorPayload(theirs, [self.local[entry.name] for entry in theirs.entries], self.written)
+        return self.body(theirs)
 
     def values_of(self, theirs: StateManifest) -> dict[str, Any]:
         """Their state, with our own tensors in it, which hold their bytes by now."""
@@ -77,17 +78,20 @@ class State:
 
     def snapshot(self) -> StateSnapshot:
         """Raises FormatError, which names the place, where something is registered that cannot be sent."""
-        whole: dict[str, torch.Tensor] = {}
-        local: dict[str, torch.Tensor] = {}
+        whole, local = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
-        def note(name: str, tensor: torch.Tensor) -> int:
-            whole[name] = tensor
-            local[name] = _local(name, tensor)
-            return len(whole) - 1
+        def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            whole[name], local[name] = tensor, _local(name, tensor)
+            return local[name]
 
-        values = {name: to_json(get(), name, note) for name, (get, _) in self._pairs.items()}
-        entries = lay_out([(name, tensor.dtype, tensor.shape) for name, tensor in local.items()])
-        return StateSnapshot(StateManifest(entries, values), local, whole, Written(local.values()))
+        manifest = StateManifest.describe({name: get() for name, (get, _) in self._pairs.items()}, note)
+        devices = {tensor.device for tensor in local.values() if streams_of(tensor.device)}
+        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
+        device = next(iter(devices), None)
+        streams = streams_of(device) if device is not None else None
+        return StateSnapshot(
+            manifest, local, whole, device, streams.current_stream(device).record_event() if streams else None
+        )
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Sets all of it. The order is that of registration."""
@@ -97,20 +101,6 @@ class State:
 
 
 # ------------------------------------------------------------------------------------------------ where the bytes lie
-
-
-class Written:
-    """Event behind what was queued on the tensors' device by the thread that made this; `device` is None where all are the host's."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {tensor.device for tensor in tensors if streams_of(tensor.device)}
-        assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
-        self.device = next(iter(devices), None)
-        self.event: Any = None
-        if self.device is not None:
-            streams = streams_of(self.device)
-            self.event = streams.Event()
-            self.event.record(streams.current_stream(self.device))
 
 
 class StagingBuffer:
@@ -127,17 +117,23 @@ class StagingBuffer:
             self.stream = self._streams.Stream(body.device)
             self.stream.wait_event(body.ready)
 
-    def on_stream(self) -> AbstractContextManager[Any]:
-        """Inside, copies are queued on its stream, where it has one."""
-        return self._streams.stream(self.stream) if self._streams is not None else nullcontext()
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Inside, copies are queued on its stream, where it has one; they are done at the end."""
+        with torch.no_grad(), self._streams.stream(self.stream) if self._streams is not None else nullcontext():
+            yield
+        if self.stream is not None:
+            self.stream.synchronize()
 
 
 class TensorPayload:
-    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on the device of `written`,
-    or on the host; who copies waits for `written`, on the device, and for nothing that was queued after it."""
+    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on `device` or on the host;
+    a copy waits for `ready`, on the device, and for nothing that was queued after it."""
 
-    def __init__(self, manifest: StateManifest, tensors: Sequence[torch.Tensor], written: Written) -> None:
-        self.manifest = manifest
+    def __init__(
+        self, manifest: StateManifest, tensors: Sequence[torch.Tensor], device: torch.device | None, ready: Any
+    ) -> None:
+        self.manifest, self.device, self.ready = manifest, device, ready
         # The same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
         self._tensors = [
             tensor.view(-1).view(torch.uint8)
@@ -148,7 +144,6 @@ class TensorPayload:
         self._views = [
             bits.numpy().data if bits.is_contiguous() and bits.device.type == "cpu" else None for bits in self._tensors
         ]
-        self.device, self.ready = written.device, written.event
 
     def direct(self, first: int, last: int) -> memoryview | None:
         """The memory of chunks first..last, if it is one piece of host memory."""
@@ -162,29 +157,31 @@ class TensorPayload:
     def read(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> memoryview:
         """Copies a chunk into the bounce's place number `at`, with zeros between the tensors."""
         start, end = self.manifest.span(chunk)
+        view = bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        if (memory := self.direct(chunk, chunk)) is not None:
+            np.copyto(
+                np.asarray(view), np.asarray(memory)
+            )  # without the interpreter's lock, and without torch's threads
+            return view
         place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         pieces = self.manifest.pieces(start, end)
         if sum(high - low for _, low, high in pieces) < end - start:
             place.zero_()
-        with torch.no_grad(), bounce.on_stream():
+        with bounce.copying():
             for index, low, high in pieces:
                 offset = self.manifest.entries[index].offset + low - start
                 source = _part(self._tensors[index], low, high)
                 place[offset : offset + high - low].copy_(source, non_blocking=True)
-        if bounce.stream is not None:
-            bounce.stream.synchronize()
-        return bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        return view
 
     def write(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> None:
         """Copies a chunk from the bounce's place number `at` to where it belongs."""
         start, end = self.manifest.span(chunk)
         place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
-        with torch.no_grad(), bounce.on_stream():
+        with bounce.copying():
             for index, low, high in self.manifest.pieces(start, end):
                 offset = self.manifest.entries[index].offset + low - start
                 _put(self._tensors[index], low, high, place[offset : offset + high - low])
-        if bounce.stream is not None:
-            bounce.stream.synchronize()
 
 
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:

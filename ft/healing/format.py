@@ -14,7 +14,7 @@ import math
 import struct
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,10 +108,7 @@ class StateManifest:
             "tensors": [[entry.name, entry.dtype, list(entry.shape), entry.offset] for entry in self.entries],
             "values": dict(self.values),
         }
-        try:
-            data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
-        except RecursionError:
-            raise FormatError("values are nested too deep") from None
+        data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
         if len(data) > MAX_HEADER_BYTES:
             raise FormatError(
                 f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}: large values belong into tensors"
@@ -119,45 +116,66 @@ class StateManifest:
         return data
 
     @staticmethod
+    def describe(state: Mapping[str, Any], local: Callable[[str, Any], Any] = lambda name, it: it) -> StateManifest:
+        """Manifest of a state, as values by their registered names. `local`: what is sent in place of the tensor of that name. Raises
+        FormatError, which names the place, for what cannot be sent."""
+        named: list[tuple[str, Any, Sequence[int]]] = []
+
+        def number(name: str, tensor: Any) -> int:
+            found = local(name, tensor)
+            named.append((name, found.dtype, found.shape))
+            return len(named) - 1
+
+        values = {name: to_json(value, name, number) for name, value in state.items()}
+        return StateManifest(lay_out(named), values)
+
+    @staticmethod
     def parse(data: bytes | bytearray | memoryview) -> StateManifest:
-        """Raises FormatError for anything that `encode` would not have written; every field is looked at before any is used."""
+        """Raises FormatError for anything that `encode` would not have written: the state is built with entries in place of tensors, and
+        must be described and written as the same bytes again."""
         if len(data) > MAX_HEADER_BYTES:
             raise FormatError(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}")
         try:
-            header = json.loads(bytes(data).decode("ascii"), parse_constant=_no_constant, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:  # JSON's and ASCII's own errors are ValueErrors
+            header = json.loads(bytes(data).decode("ascii"))
+            for name, value in _FIXED.items():
+                if header[name] != value:
+                    raise FormatError(f"the header's {name} is {str(header[name])[:100]!r}, ours {value!r}")
+            entries = [TensorEntry(name, dtype, _shape(shape), at) for name, dtype, shape, at in header["tensors"]]
+            manifest = StateManifest.describe(
+                {name: from_json(tree, entries) for name, tree in header["values"].items()}
+            )
+            if manifest.total_bytes > MAX_TOTAL_BYTES:
+                raise FormatError(
+                    f"the header's tensors have {manifest.total_bytes} bytes, of {MAX_TOTAL_BYTES} at most"
+                )
+            if manifest.encode() != data:
+                raise FormatError("the header is not what its own contents would be written as")
+        except FormatError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise FormatError(f"the header is no JSON of ours: {str(error)[:200] or type(error).__name__}") from None
-        if not isinstance(header, dict) or header.keys() != {*_FIXED, "total_bytes", "tensors", "values"}:
-            raise FormatError("the header has other fields")
-        for name, value in _FIXED.items():
-            if header[name] != value or type(header[name]) is not type(value):
-                raise FormatError(f"the header's {name} is {str(header[name])[:100]!r}, ours {value!r}")
-        entries, values = _entries(header["tensors"]), header["values"]
-        if not isinstance(values, dict):
-            raise FormatError("the header's values are no object")
-        used: set[int] = set()
-        for name, tree in values.items():
-            _check_tree(tree, name[:80], len(entries), used, MAX_DEPTH + 2)
-        if len(used) != len(entries):
-            raise FormatError("a tensor of the header belongs to no value")
-        manifest = StateManifest(entries, values)
-        if type(header["total_bytes"]) is not int or header["total_bytes"] != manifest.total_bytes:
-            raise FormatError("the header's total_bytes is not what its tensors add up to")
         return manifest
 
 
-def lay_out(named: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[TensorEntry, ...]:
+def lay_out(named: Sequence[tuple[str, torch.dtype | str, Sequence[int]]]) -> tuple[TensorEntry, ...]:
     """Entries one after another. Raises FormatError for a dtype that has no name here."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, dtype, shape in named:
-        if dtype not in NAMES:
-            raise FormatError(f"{name}: a tensor of {dtype} cannot be sent")
+        written = NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+        if written not in DTYPES:
+            raise FormatError(f"{name[:80]}: a tensor of {str(dtype)[:40]} cannot be sent")
         if len(name) > MAX_NAME:
-            raise FormatError(f"{name[:80]}...: a name of {len(name)} characters; at most {MAX_NAME}")
-        entries.append(TensorEntry(name, NAMES[dtype], tuple(shape), offset))
+            raise FormatError(f"{name[:80]}...: a name of more than {MAX_NAME} characters")
+        entries.append(TensorEntry(name, written, tuple(shape), offset))
         offset = _aligned(offset + entries[-1].nbytes)
     return tuple(entries)
+
+
+def _shape(listed: Any) -> tuple[int, ...]:
+    if len(listed) > MAX_DIMS or not all(type(size) is int and 0 <= size <= MAX_TOTAL_BYTES for size in listed):
+        raise FormatError(f"a shape is a list of at most {MAX_DIMS} sizes, not {str(listed)[:100]}")
+    return tuple(listed)
 
 
 # ------------------------------------------------------------------------------------------------ digests
@@ -185,36 +203,37 @@ _WORD = (1 << 64) - 1
 # ------------------------------------------------------------------------------------------------ values
 
 
-def to_json(value: Any, name: str, tensor: Any) -> Any:
+def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:
     """The tree as JSON. Numbers, texts, None and lists stand for themselves; what JSON lacks stands in an object of one key: `tensor`
     (its number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be whole numbers, as in a torch optimizer's state) and
     `float` (what is no number, or infinite). Raises FormatError, which names the place, for anything else."""
-    if name.count("/") > MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise FormatError(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
+    inner = lambda key, item: to_json(item, f"{name}/{key}"[: MAX_NAME + 1], tensor, depth + 1)  # noqa: E731
     kind = type(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | TensorEntry):
         return {"tensor": tensor(name, value)}
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, dict):
-        bad = next((key for key in value if type(key) not in (str, int)), None)
-        if bad is not None:
+        if bad := [key for key in value if type(key) not in (str, int)]:
             raise FormatError(
-                f"{name}: a key of type {type(bad).__name__} cannot be sent, only texts and whole numbers"
+                f"{name}: a key of type {type(bad[0]).__name__} cannot be sent, only texts and whole numbers"
             )
-        return {"dict": [[key, to_json(item, f"{name}/{_part(key)}", tensor)] for key, item in value.items()]}
+        return {"dict": [[key, inner(_part(key), item)] for key, item in value.items()]}
     if kind in (list, tuple, torch.Size):
-        items = [to_json(item, f"{name}/{index}", tensor) for index, item in enumerate(value)]
+        items = [inner(index, item) for index, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     raise FormatError(
         f"{name}: a {kind.__name__} cannot be sent, only tensors, numbers, texts, lists, tuples and dicts"
     )
 
 
-def from_json(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value that `to_json` was given, with `tensors` by their numbers. The tree has passed `Manifest.parse`."""
+def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
+    """The value that `to_json` was given, with `tensors` by their numbers. Raises FormatError for an unknown kind, and what Python raises
+    for a tree that `to_json` has not made."""
     if isinstance(tree, list):
         return [from_json(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -226,83 +245,14 @@ def from_json(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return float(content)
     if kind == "tuple":
         return tuple(from_json(item, tensors) for item in content)
-    return {key: from_json(item, tensors) for key, item in content}
+    if kind == "dict":
+        return {key: from_json(item, tensors) for key, item in content}
+    raise FormatError(f"an object of an unknown kind, {kind[:40]}")
 
 
 def _part(key: str | int) -> str:
     """Part of a name: no two keys of a dict have the same."""
     return repr(key) if isinstance(key, int) or "/" in key or key.lstrip("-").isdigit() or "'" in key else key
-
-
-# ------------------------------------------------------------------------------------------------ what is believed
-
-
-def _entries(listed: Any) -> tuple[TensorEntry, ...]:
-    if not isinstance(listed, list):
-        raise FormatError("the header's tensors are no list")
-    named, offsets = [], []
-    for item in listed:
-        if not isinstance(item, list) or len(item) != 4:
-            raise FormatError("a tensor of the header is not [name, dtype, shape, offset]")
-        name, dtype, shape, offset = item
-        if type(name) is not str:
-            raise FormatError("a tensor's name is no text")
-        if type(dtype) is not str or dtype not in DTYPES:
-            raise FormatError(f"{name[:80]}: unknown dtype {str(dtype)[:40]!r}")
-        if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-            raise FormatError(f"{name[:80]}: a shape is a list of at most {MAX_DIMS} sizes")
-        if not all(type(number) is int and 0 <= number <= MAX_TOTAL_BYTES for number in (*shape, offset)):
-            raise FormatError(f"{name[:80]}: a size of its shape, or its offset, is no count")
-        named.append((name, DTYPES[dtype], shape))
-        offsets.append(offset)
-    entries = lay_out(named)
-    if len({entry.name for entry in entries}) != len(entries):
-        raise FormatError("two tensors of one name")
-    for entry, offset in zip(entries, offsets, strict=True):
-        if entry.offset != offset or offset + entry.nbytes > MAX_TOTAL_BYTES:
-            raise FormatError(
-                f"{entry.name}: at byte {offset}, where {entry.offset} comes next, of {MAX_TOTAL_BYTES} at most"
-            )
-    return entries
-
-
-def _check_tree(tree: Any, name: str, tensors: int, used: set[int], depth: int) -> None:
-    if not depth:
-        raise FormatError(f"{name}: nested too deep")
-    if tree is None or type(tree) in (bool, int, float, str):
-        return
-    kind, items = "list", tree
-    if isinstance(tree, dict):
-        if len(tree) != 1:
-            raise FormatError(f"{name}: an object with {len(tree)} keys")
-        ((kind, items),) = tree.items()
-    if kind == "tensor":
-        if type(items) is not int or not 0 <= items < tensors or items in used:
-            raise FormatError(f"{name}: no such tensor, or it is named twice")
-        used.add(items)
-    elif kind != "float" or items not in ("nan", "inf", "-inf"):
-        if kind not in ("list", "tuple", "dict") or not isinstance(items, list):
-            raise FormatError(f"{name}: an object of an unknown kind")
-        if kind == "dict":
-            if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in items):
-                raise FormatError(f"{name}: a dict's item is no pair of a key and a value")
-            if len({key for key, _ in items}) != len(items):
-                raise FormatError(f"{name}: a dict with one key twice")
-            items = [value for _, value in items]
-        for item in items:
-            _check_tree(item, name, tensors, used, depth - 1)
-
-
-def _no_constant(text: str) -> Any:
-    raise FormatError(f"{text} is no JSON")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a name stand twice in an object; two readers may then see different things."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise FormatError("a name stands twice in an object")
-    return found
 
 
 def _aligned(offset: int) -> int:

@@ -1,45 +1,120 @@
 """The source's side of healing over HTTP: a server per rank, on one interface, with a thread per connection and few of them.
 
-It serves the one offer that stands, to readers with the token. A reader that is slow, silent or gone costs its own thread and nothing
-else: no send blocks while it holds a lock, no read waits longer than it may. http.server has neither: its sends block, and its limit of
-time begins anew with every byte of a head.
+    GET  /heal/QUORUM_ID/STEP/header     the manifest, its digest, the seal
+    GET  /heal/QUORUM_ID/STEP/body       with `Range: chunks=FIRST-LAST`: those chunks, each followed by its digest; the seal
+    GET  /heal/QUORUM_ID/STEP/digests    of all chunks, their digest, the seal: what a joiner with two sources compares
+    POST /heal/QUORUM_ID/STEP/done       the joiner has verified all of it
+
+Every request carries `Authorization: Bearer TOKEN` if the job has a token, `Reader: NAME` (the joiner's own, for all its connections)
+and, with the body, `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, from wherever it means to get them.
+Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
+
+A reader that is slow, silent or gone costs its own thread and nothing else: a chunk is copied before it is sent, so a fence never waits
+for a send. http.server's limit of time begins anew with every byte of a head, and its heads may be long: both are bounded here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import select
+import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ft.healing.capture import StagingBuffer
 from ft.healing.format import DIGEST_BYTES, digest
-from ft.healing.http_requests import MAX_HEAD_BYTES, Asked, BadRequest, parse_head, parse_request, reply_head
-from ft.healing.transport import SEAL_BYTES, CheckpointOffer, Reader, Withdrawn
+from ft.healing.transport import SEAL_BYTES, CheckpointOffer, Withdrawn
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32
+MAX_HEAD_BYTES = 16 << 10
+MAX_FIELDS = 64
 HEAD_S = 10.0  # for a whole head, or until a connection asks for something
+_REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
+_FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
+_PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)", re.ASCII)
+_READER = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_WORDS = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
 log = logging.getLogger("pharos.healing")
 
 
-class HealServer:
-    """Listens on `host`, on a free port. `silence_s`: a reader may take nothing for so long. Raises ValueError where others could reach
-    it and it has no token, OSError where it cannot listen there."""
+class BadRequest(ValueError):
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
-    def __init__(self, host: str, access: Access, *, silence_s: float) -> None:
+
+@dataclass(frozen=True)
+class HealRequest:
+    """For a body: (first, last) of the chunks that are asked for, and of those that the joiner lacks."""
+
+    what: str
+    quorum_id: int
+    step: int
+    reader: str
+    chunks: tuple[int, int] = (0, -1)
+    lacks: tuple[int, int] = (0, -1)
+
+
+def parse_request(head: bytes, access: Access) -> HealRequest:
+    """A request's head, up to and without its empty line; nothing is told without the token. Raises BadRequest."""
+    if len(head) > MAX_HEAD_BYTES or head.count(b"\r\n") > MAX_FIELDS:
+        raise BadRequest(431, f"a head of more than {MAX_HEAD_BYTES} bytes, or of more than {MAX_FIELDS} fields")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    request, found = _REQUEST.fullmatch(first), [_FIELD.fullmatch(line) for line in lines]
+    if not request or not all(found):
+        raise BadRequest(400, "no HTTP request")
+    fields = {field[1].lower(): field[2] for field in found if field}
+    if len(fields) != len(found):
+        raise BadRequest(400, "a field stands twice")
+    if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
+        raise BadRequest(413, "a request has no body here")
+    if not access.permits(fields.items()):
+        raise BadRequest(401, "this job has a token")
+    path, reader = _PATH.fullmatch(request[2]), fields.get("reader", "")
+    if not path:
+        raise BadRequest(404, "no such page")
+    if request[1] != ("POST" if path[3] == "done" else "GET"):
+        raise BadRequest(405, f"{path[3]} is not for {request[1]}")
+    if not _READER.fullmatch(reader):
+        raise BadRequest(400, "Reader: a name of at most 128 letters, digits and .:_-")
+    asked = path[3], int(path[1]), int(path[2]), reader
+    if path[3] != "body":
+        return HealRequest(*asked)
+    chunks = re.fullmatch(r"chunks=(\d{1,12})-(\d{1,12})", fields.get("range", ""), re.ASCII)
+    lacks = re.fullmatch(r"(\d{1,12})-(\d{1,12})", fields.get("lacks", ""), re.ASCII)
+    if not chunks:
+        raise BadRequest(416, "Range: chunks=FIRST-LAST")
+    if not lacks or not int(lacks[1]) <= int(chunks[1]) <= int(chunks[2]) <= int(lacks[2]):
+        raise BadRequest(400, "Lacks: FIRST-LAST, and Range inside it")
+    return HealRequest(*asked, (int(chunks[1]), int(chunks[2])), (int(lacks[1]), int(lacks[2])))
+
+
+class HealServer:
+    """Listens on `host`, on a free port, and serves the offer that `offered` gives. `silence_s`: a reader may take nothing for so long,
+    `head_s`: or say nothing. Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
+
+    def __init__(
+        self,
+        host: str,
+        access: Access,
+        offered: Callable[[], CheckpointOffer | None],
+        *,
+        silence_s: float,
+        head_s: float = HEAD_S,
+        thread: Callable[..., threading.Thread] = threading.Thread,
+    ) -> None:
         if not (Endpoint(host, 0).loopback or access.token or access.insecure):
             raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
-        self.access, self.silence_s = access, silence_s
+        self.access, self.offered, self.silence_s, self.head_s = access, offered, silence_s, head_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
-        self._lock = threading.Lock()
-        self.shown: CheckpointOffer | None = None  # what is served
-        self._connections: dict[_Connection, None] = {}  # in the order they came
+        self._lock, self._make_thread = threading.Lock(), thread
+        self._connections: dict[_Connection, threading.Thread] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
         self._thread.start()
@@ -48,13 +123,13 @@ class HealServer:
         """May be called twice."""
         with self._lock:
             self._closed = True
-            connections = list(self._connections)
+            connections = dict(self._connections)
         with contextlib.suppress(OSError):  # not connected: it wakes accept all the same
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in connections:
             connection.end()
-        for thread in [self._thread, *(connection.thread for connection in connections)]:
+        for thread in [self._thread, *connections.values()]:
             thread.join(timeout=HEAD_S)
 
     @property
@@ -66,58 +141,50 @@ class HealServer:
             self._connections.pop(connection, None)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.1)  # no descriptors left: try again, rarely
+                time.sleep(0.0 if self._closed else 0.1)  # no descriptors left: try again, rarely
                 continue
             connection = _Connection(self, sock)
             try:
-                if self._take_in(connection):
-                    continue
-            except RuntimeError as error:  # no thread can be had: as with one too many
+                self._start(connection)
+            except RuntimeError as error:  # one too many, or no thread can be had
                 log.warning("a reader of the state is turned away: %s", error)
-                self.forget(connection)
-            connection.end()
-            sock.close()
+                sock.close()
 
-    def _take_in(self, new: _Connection) -> bool:
-        """Starts it, if there is room. One too many: the oldest that has shown no token goes, else the new one."""
+    def _start(self, new: _Connection) -> None:
+        """One too many: the oldest that has shown no token goes, else the new one. Raises RuntimeError."""
         with self._lock:
             if self._closed:
-                return False
+                raise RuntimeError("the server is closed")
             if len(self._connections) >= MAX_CONNECTIONS:
-                stranger = next((connection for connection in self._connections if not connection.trusted), None)
+                stranger = next((one for one in self._connections if not one.trusted), None)
                 if stranger is None:
-                    return False
+                    raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
                 stranger.end()
                 del self._connections[stranger]
-            self._connections[new] = None
-            new.thread.start()
-            return True
+            thread = self._make_thread(target=new.run, name="heal-reader", daemon=True)
+            thread.start()  # its end waits for the lock
+            self._connections[new] = thread
 
 
 class _Connection:
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
         self.trusted = False
-        self._lock = threading.Lock()  # of what is being read
-        self.thread = threading.Thread(target=self._run, name="heal-reader", daemon=True)
 
     def end(self) -> None:
         """Wakes the thread, which then closes the socket."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while head := self._head():
-                if not self._answer(head):
-                    return
+            while (head := self._head()) and self._answer(head):
+                pass
         except (OSError, Withdrawn) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
@@ -125,107 +192,75 @@ class _Connection:
             self._sock.close()
 
     def _head(self) -> bytes:
-        """Without its empty line; empty where the connection has ended. Raises OSError."""
+        """Without its empty line, or as much of one that is too long as was read; empty where the connection has ended. Raises OSError."""
         data = b""
-        deadline = time.monotonic() + (self._server.silence_s if self.trusted else HEAD_S)
-        while not data.endswith(b"\r\n\r\n"):
-            self._wait_for(select.POLLIN, deadline - time.monotonic(), "said nothing")
-            more = self._sock.recv(MAX_HEAD_BYTES + 4 - len(data))  # a reader asks again only when it has its answer
-            data += more
+        deadline = time.monotonic() + (self._server.silence_s if self.trusted else self._server.head_s)
+        while not data.endswith(b"\r\n\r\n") and len(data) <= MAX_HEAD_BYTES + 4:
+            self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+            more = self._sock.recv(MAX_HEAD_BYTES + 5 - len(data))  # a reader asks again only when it has its answer
             if not more:
                 return b""
-            if len(data) > MAX_HEAD_BYTES:
-                self._error(431, "a long head")
-                return b""
-        return data[:-4]
+            data += more
+        self._sock.settimeout(self._server.silence_s)
+        return data.removesuffix(b"\r\n\r\n")
 
     def _answer(self, head: bytes) -> bool:
         """Answers one request. Returns False where the connection ends with it. Raises OSError and Withdrawn."""
         try:
-            request = parse_head(head)
-            if not self._server.access.permits(request.fields):
-                raise BadRequest(401, "this job has a token")
+            asked = parse_request(head, self._server.access)
             self.trusted = True
-            asked = parse_request(request)
-            offer = self._server.shown
+            offer = self._server.offered()
             if offer is None or (asked.quorum_id, asked.step) > (offer.quorum_id, offer.step):
                 raise BadRequest(404, "not offered yet")
             if (asked.quorum_id, asked.step) != (offer.quorum_id, offer.step):
                 raise BadRequest(410, f"on offer is step {offer.step} of quorum {offer.quorum_id}")
-            if asked.last >= offer.manifest.chunks or any(last >= offer.manifest.chunks for _, last in asked.lacks):
+            if asked.lacks[1] >= offer.manifest.chunks:
                 raise BadRequest(416, f"there are {offer.manifest.chunks} chunks")
             offer.check()
-            reader = offer.reader(asked.reader)
-        except BadRequest as error:
-            self._error(error.status, str(error))
-            return error.status == 404 and self.trusted
-        except Withdrawn as error:
-            self._error(410, str(error))
-            return False
+            offer.reader(asked.reader)
+        except (BadRequest, Withdrawn) as error:
+            status, text = getattr(error, "status", 410), f"{error}\n".encode()
+            with contextlib.suppress(OSError):
+                self._reply(status, len(text))
+                self._send(text)
+            return status == 404 and self.trusted
         if asked.what == "header":
             self._send_checked(offer, offer.header)
         elif asked.what == "digests":
-            self._send_digests(offer, reader, asked)
+            staging = StagingBuffer(offer.body)
+            self._send_checked(offer, b"".join(self._digest(offer, i, staging) for i in range(offer.manifest.chunks)))
         elif asked.what == "body":
-            self._send_body(offer, reader, asked)
+            self._send_body(offer, asked)
         else:
-            offer.done(asked.reader)
-            self._send(reply_head(200, 0))
+            offer.wants(asked.reader, ())
+            self._reply(200, 0)
         return True
 
-    def _error(self, status: int, reason: str) -> None:
-        text = (reason + "\n").encode()
-        with contextlib.suppress(OSError):
-            self._send(reply_head(status, len(text)), text)
-
-    def _send_body(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
-        offer.wants(asked.reader, (chunk for first, last in asked.lacks for chunk in range(first, last + 1)))
-        start, end = offer.manifest.span(asked.first)[0], offer.manifest.span(asked.last)[1]
-        length = end - start + DIGEST_BYTES * (asked.last - asked.first + 1) + SEAL_BYTES
-        self._send(reply_head(206, length, f"chunks {asked.first}-{asked.last}/{offer.manifest.chunks}"))
-        staging: StagingBuffer | None = None
-        with offer.reading(reader) as self._lock:
-            for chunk in range(asked.first, asked.last + 1):
-                staging = self._send_chunk(offer, chunk, staging)
-                offer.sent(reader, [chunk])
+    def _send_body(self, offer: CheckpointOffer, asked: HealRequest) -> None:
+        offer.wants(asked.reader, range(asked.lacks[0], asked.lacks[1] + 1))
+        first, last = asked.chunks
+        length = offer.manifest.span(last)[1] - offer.manifest.span(first)[0] + DIGEST_BYTES * (last - first + 1)
+        self._reply(206, length + SEAL_BYTES, f"Content-Range: chunks {first}-{last}/{offer.manifest.chunks}\r\n")
+        staging = StagingBuffer(offer.body)
+        for chunk in range(first, last + 1):
+            with offer.reading():
+                memory = offer.read(chunk, staging)
+                mark = offer.digest_of(chunk, memory)
+            self._send(memory)
+            self._send(mark)
+            offer.sent(asked.reader, [chunk])
         self._send_seal(offer)
 
-    def _send_chunk(self, offer: CheckpointOffer, chunk: int, staging: StagingBuffer | None) -> StagingBuffer | None:
-        """The lock is held while the tensors are looked at, never while waiting for the reader: in between, a fence may move the chunk
-        aside. Returns the buffer, made when first needed."""
-        mark = b""
-        staged: memoryview | None = None
-        sent = 0
-        while True:
-            with self._lock:
-                memory = staged if staged is not None else offer.memory(chunk)
-                if memory is None:
-                    staging = staging or StagingBuffer(offer.body)
-                    memory = staged = offer.read(chunk, staging)
-                mark = mark or offer.digest_of(chunk, memory)
-                sent += self._try_to_send([memory[sent:], memoryview(mark)[max(0, sent - len(memory)) :]])
-                if sent == len(memory) + DIGEST_BYTES:
-                    return staging
-            self._wait_for(select.POLLOUT, self._server.silence_s, "took nothing")
+    @staticmethod
+    def _digest(offer: CheckpointOffer, chunk: int, staging: StagingBuffer) -> bytes:
+        with offer.reading():
+            return offer.digests.get(chunk) or offer.digest_of(chunk, offer.read(chunk, staging))
 
-    def _send_digests(self, offer: CheckpointOffer, reader: Reader, asked: Asked) -> None:
-        """The lock is held for a chunk at a time, as when they are sent: a fence may come in between."""
-        staging, digests = None, bytearray()
-        with offer.reading(reader) as lock:
-            for chunk in range(offer.manifest.chunks):
-                with lock:
-                    if not (found := offer.known(chunk)):
-                        memory = offer.memory(chunk)
-                        if memory is None:
-                            staging = staging or StagingBuffer(offer.body)
-                            memory = offer.read(chunk, staging)
-                        found = offer.digest_of(chunk, memory)
-                digests += found
-        self._send_checked(offer, digests)
-
-    def _send_checked(self, offer: CheckpointOffer, data: bytes | bytearray) -> None:
+    def _send_checked(self, offer: CheckpointOffer, data: bytes) -> None:
         """`data`, its digest and the seal."""
-        self._send(reply_head(200, len(data) + DIGEST_BYTES + SEAL_BYTES), data, digest(0, memoryview(data)))
+        self._reply(200, len(data) + DIGEST_BYTES + SEAL_BYTES)
+        self._send(data)
+        self._send(digest(0, memoryview(data)))
         self._send_seal(offer)
 
     def _send_seal(self, offer: CheckpointOffer) -> None:
@@ -233,25 +268,13 @@ class _Connection:
         offer.check()
         self._send(offer.seal)
 
-    def _send(self, *parts: bytes | bytearray) -> None:
-        for part in parts:
-            view = memoryview(part)
-            while len(view):
-                if taken := self._try_to_send([view]):
-                    view = view[taken:]
-                else:
-                    self._wait_for(select.POLLOUT, self._server.silence_s, "took nothing")
+    def _reply(self, status: int, length: int, field: str = "") -> None:
+        field = "WWW-Authenticate: Bearer\r\n" if status == 401 else field
+        word = _WORDS.get(status, "Refused")
+        self._send(f"HTTP/1.1 {status} {word}\r\nContent-Length: {length}\r\n{field}\r\n".encode())
 
-    def _try_to_send(self, parts: Sequence[memoryview]) -> int:
-        """Sends as much as the kernel takes at once; returns how much. Raises OSError."""
-        try:
-            return self._sock.sendmsg(parts, [], socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-
-    def _wait_for(self, event: int, timeout_s: float, failing: str) -> None:
-        """The socket itself stays blocking: with a timeout, Python would wait inside the send, with the lock held."""
-        waiting = select.poll()
-        waiting.register(self._sock, event)
-        if not waiting.poll(max(0.0, timeout_s) * 1000):
-            raise TimeoutError(f"it {failing} in its time")
+    def _send(self, data: bytes | memoryview) -> None:
+        """Raises TimeoutError, an OSError, where the reader takes nothing for too long."""
+        view = memoryview(data)
+        while len(view):
+            view = view[self._sock.send(view) :]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import re
 import socket
 import struct
 import threading
@@ -25,9 +26,8 @@ from typing import Any
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.http_requests import MAX_HEAD_BYTES, bounded_ranges, parse_reply, ranges_of, request_head
-from ft.healing.http_server import HealServer
-from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, StateSource, Transport
+from ft.healing.http_server import MAX_HEAD_BYTES, HealServer
+from ft.healing.transport import SEAL_BYTES, CheckpointOffer, HealConfig, HealFailed, Progress, StateSource, Transport
 from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
@@ -37,17 +37,31 @@ TELL_S = 1.0
 AGAIN_S = 0.05  # between two looks for an offer that is not there yet
 LOOK_S = 0.25  # between two looks, of a connection that has nothing left to take, for one that is too slow
 SLOWER = 4.0  # times as slow as the one that waits for it, and a second
+_REPLY = re.compile(
+    rb"HTTP/1\.1 (\d{3})[ -~]{0,100}\r\n(?:[ -~]*\r\n)*?Content-Length: (\d{1,15})\r\n[ -~\r\n]*", re.IGNORECASE
+)
 log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. Raises ValueError for an address that others
-    could reach without a token."""
+    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: chunks that are asked for at
+    once, `tell_s`: a source is given so long to hear that its reader is done. Raises ValueError for an address that others could reach
+    without a token."""
 
-    def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        replica_id: str,
+        access: Access,
+        config: HealConfig | None = None,
+        *,
+        least_stripe: int = LEAST_STRIPE,
+        tell_s: float = TELL_S,
+    ) -> None:
         super().__init__(replica_id, config)
-        self._access = access
-        self._server = HealServer(host, access, silence_s=self._config.heal_grace_s)
+        self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
+        self._shown: CheckpointOffer | None = None  # also when it is withdrawn, to tell its readers why
+        self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -56,9 +70,14 @@ class HttpTransport(Transport):
     def address(self) -> str:
         return self._server.address
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
-        super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
-        self._server.shown = self._offer  # which keeps it when it is withdrawn, to tell its readers why
+    @property
+    def connections(self) -> int:
+        """Readers that are connected."""
+        return self._server.connections
+
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
+        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
+        return self._shown
 
     def fetch(
         self,
@@ -67,25 +86,36 @@ class HttpTransport(Transport):
         *,
         quorum_id: int,
         step: int,
-        progress: Progress | None = None,
+        progress: Progress = None,
     ) -> dict[str, Any]:
         with self._lock:
             if self._closed:
                 raise HealFailed("the transport is closed", touched=False)
             assert self._fetch is None, "one fetch at a time"
-            self._fetch = self._from(sources, into, quorum_id=quorum_id, step=step, progress=progress)
+            self._fetch = fetch = Fetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
         try:
-            return self._fetch.run()
+            values = fetch.run()
         finally:
             with self._lock:
                 self._fetch = None
-
-    def _from(self, sources: Sequence[StateSource], into: StateSnapshot | None, **more: Any) -> Fetch:
-        return Fetch(sources, into, reader=self._replica_id, access=self._access, config=self._config, **more)
+        self.tell_done(sources, quorum_id=quorum_id, step=step)
+        return values
 
     def tell_done(self, sources: Sequence[StateSource], *, quorum_id: int, step: int) -> None:
-        if sources:
-            self._from(sources, None, quorum_id=quorum_id, step=step).tell_done()
+        """On connections of their own, as a source may have been slow or have failed. One that does not hear it fences as if something were
+        missing."""
+
+        def tell(source: StateSource) -> None:
+            connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
+            with contextlib.suppress(SourceFailed, OSError, ValueError), contextlib.closing(connection):
+                connection.connect(self.tell_s)
+                connection.ask("POST", "done")
+
+        told = [threading.Thread(target=tell, args=(one,), name="heal-done", daemon=True) for one in sources]
+        for thread in told:
+            thread.start()
+        for thread in told:
+            thread.join(self.tell_s)
 
     def stop(self, reason: str) -> None:
         with self._lock:
@@ -99,7 +129,7 @@ class HttpTransport(Transport):
         self.stop("the transport is closed")
         self.withdraw("the source is leaving")
         self._server.close()
-        self._server.shown = None
+        self._shown = None
 
 
 class SourceFailed(RuntimeError):
@@ -110,31 +140,128 @@ class SourceUnlike(SourceFailed):
     """Its state has another layout than ours."""
 
 
+class SourceConnection:
+    """A joiner's connection to a source, of one thread; `hang_up` may come from any."""
+
+    def __init__(self, transport: HttpTransport, source: StateSource, path: str) -> None:
+        self.source, self._transport, self._path = source, transport, path
+        self._sock: socket.socket | None = None
+        self._seal = b""
+        self.ended = ""  # why, once somebody has hung up
+
+    def connect(self, silence_s: float) -> None:
+        """Raises OSError and SourceFailed. The kernel keeps the timeouts, so that a receive may wait for a whole chunk in one call."""
+        at = Endpoint.parse(self.source.address, "the healing address")
+        self._sock = sock = socket.create_connection((at.host, at.port), timeout=silence_s)
+        if self.ended:  # that may have come before there was a socket
+            raise SourceFailed(self.ended)
+        sock.settimeout(None)
+        timeout = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, timeout)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, method: str, what: str, fields: str = "") -> int:
+        """The length of the answer, which is still to be read; -1: not offered yet. Raises SourceFailed and OSError."""
+        assert self._sock is not None
+        token = "".join(f"{name}: {value}\r\n" for name, value in self._transport.access.metadata())
+        always = f"Host: healing\r\nReader: {self._transport.replica_id}\r\n{token}"
+        self._sock.sendall(f"{method} {self._path}/{what} HTTP/1.1\r\n{always}{fields}\r\n".encode("ascii"))
+        status, length = self._reply()
+        if status in (200, 206):
+            return length
+        why = self.read(min(length, 1000)).decode("ascii", "replace").strip()
+        if status == 404 and "not offered yet" in why:
+            return -1
+        raise SourceFailed(f"{status} {why}")
+
+    def _reply(self) -> tuple[int, int]:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows belongs into tensors
+            head += self.read(1)
+            if len(head) > MAX_HEAD_BYTES:
+                raise SourceFailed("no end of its reply's head")
+        return parse_reply(head)
+
+    def read(self, length: int) -> bytes:
+        data = bytearray(length)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, view: memoryview) -> None:
+        """Raises OSError where the connection ends before, or is silent too long."""
+        assert self._sock is not None
+        while len(view):
+            count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionResetError(self.ended or "it closed the connection before the end")
+            view = view[count:]
+
+    def read_checked(self, length: int, what: str) -> bytes:
+        """Data that its digest and the seal follow. Raises SourceFailed, OSError."""
+        data, mark = self.read(length - DIGEST_BYTES - SEAL_BYTES), self.read(DIGEST_BYTES)
+        if digest(0, memoryview(data)) != mark:
+            raise SourceFailed(f"{what} damaged on the way")
+        self.read_seal()
+        return data
+
+    def read_seal(self) -> None:
+        """Ends each reply. Raises SourceFailed, OSError."""
+        seal = self.read(SEAL_BYTES)
+        self._seal = self._seal or seal
+        if not hmac.compare_digest(self._seal, seal):
+            raise SourceFailed("its offer is another than the one it began with")
+
+    def hang_up(self, why: str) -> None:
+        self.ended = self.ended or why
+        if self._sock:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._sock:
+            self._sock.close()
+
+
+def parse_reply(head: bytes) -> tuple[int, int]:
+    """Status and Content-Length of a reply's head. Raises ValueError."""
+    found = _REPLY.fullmatch(head)
+    if not found:
+        raise ValueError("no reply of a healing server")
+    return int(found[1]), int(found[2])
+
+
+class _Stream(SourceConnection):
+    """What a thread receives of the chunks."""
+
+    def __init__(self, *connection: Any, backwards: bool) -> None:
+        super().__init__(*connection)
+        self.backwards = backwards
+        self.failure, self.unlike, self.damaged = "", False, 0
+        self.stripe: Sequence[int] = ()  # that is being received
+        self.moved_s = 0.0  # when the last chunk of it came
+        self.chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
+
+
 class Fetch:
-    """A heal. `run` blocks; `stop`, from another thread, ends it. `into`: None where there is nothing to do but `tell_done`."""
+    """A heal. `run` blocks; `stop`, from another thread, ends it."""
 
     def __init__(
         self,
+        transport: HttpTransport,
         sources: Sequence[StateSource],
-        into: StateSnapshot | None,
-        *,
-        quorum_id: int,
-        step: int,
-        reader: str,
-        access: Access,
-        config: HealConfig,
-        progress: Progress | None = None,
+        into: StateSnapshot,
+        path: str,
+        progress: Progress,
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
-        self.sources, self.into, self.access, self.config = tuple(sources), into, access, config
-        self.path, self.reader = f"/heal/{quorum_id}/{step}", reader
-        streams = [*sources] if len(sources) > 1 else [*sources] * config.heal_streams
-        self._sources = [_FromSource(self, source, backwards=bool(i % 2)) for i, source in enumerate(streams)]
-        self._witnesses = [_FromSource(self, source) for source in sources] if len(sources) > 1 else []
-        self._progress = progress or (lambda done, total: None)
+        self._sources, self._into, self._config = sources, into, transport.config
+        self._least_stripe, self._progress = transport.least_stripe, progress
+        parts = sources if len(sources) > 1 else [*sources] * self._config.heal_streams
+        self._streams = [_Stream(transport, one, path, backwards=bool(i % 2)) for i, one in enumerate(parts)]
+        self._witnesses = [SourceConnection(transport, one, path) for one in sources] if len(sources) > 1 else []
         self._lock = threading.Condition()
         self._header = b""
-        self._manifest: StateManifest | None = None
         self._body: TensorPayload | None = None
         self._open: set[int] = set()  # chunks that nobody receives and nobody has
         self._flying: set[int] = set()
@@ -144,74 +271,110 @@ class Fetch:
         self._digests: dict[StateSource, bytes] = {}
         self._verified_bytes = 0
         self._ended = 0
-        self.stopped = ""
+        self._stopped = ""
 
     def run(self) -> dict[str, Any]:
         """The state, complete and verified. Raises HealFailed."""
-        for work in [*(one.run for one in self._sources), *(one.witness for one in self._witnesses)]:
-            threading.Thread(target=work, name="heal-fetch", daemon=True).start()
-        assert self.into is not None
+        works = [(self._receive, one) for one in self._streams] + [(self._witness, one) for one in self._witnesses]
+        for work, one in works:
+            threading.Thread(target=work, args=(one,), name="heal-fetch", daemon=True).start()
         with self._lock:  # not for a thread that still tries to connect, but for each that may write
-            self._lock.wait_for(
-                lambda: not self._flying and (self.complete or self.stopped or self._ended == len(self._sources))
-            )
-            manifest, complete = self._manifest, self.complete
-        for one in self._witnesses:
-            one.hang_up()
-        failed = {one.source.replica_id: one.failure for one in self._sources if one.failure}
-        if manifest is None or not complete or self.stopped:
-            reason = self.stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
-            unlike = not self.stopped and all(one.unlike for one in self._sources)
-            raise HealFailed(reason, touched=self._touched, blame=() if self.stopped else tuple(failed), unlike=unlike)
-        self.tell_done()
-        return self.into.values_of(manifest)
-
-    def tell_done(self) -> None:
-        """Tells the sources that nothing more will be read: a courtesy, so a source that is slow to hear it is not waited for."""
-        ends = [_FromSource(self, source).tell_done for source in self.sources]
-        told = [threading.Thread(target=end, name="heal-done", daemon=True) for end in ends]
-        for thread in told:
-            thread.start()
-        for thread in told:
-            thread.join(TELL_S)
+            self._lock.wait_for(lambda: not self._flying and (self._over or self._ended == len(self._streams)))
+            body, complete = self._body, self._complete
+        for witness in self._witnesses:
+            witness.hang_up("the heal has ended")
+        if body is not None and complete and not self._stopped:
+            return self._into.values_of(body.manifest)
+        failed = {one.source.replica_id: one.failure for one in self._streams if one.failure}
+        reason = self._stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
+        unlike = not self._stopped and all(one.unlike for one in self._streams)
+        raise HealFailed(reason, touched=self._touched, blame=() if self._stopped else tuple(failed), unlike=unlike)
 
     @property
-    def complete(self) -> bool:
-        return self._manifest is not None and not self._open and not self._flying
+    def _complete(self) -> bool:
+        return self._body is not None and not self._open and not self._flying
+
+    @property
+    def _over(self) -> bool:
+        return bool(self._stopped) or self._complete
 
     def stop(self, reason: str) -> None:
         with self._lock:
-            self.stopped = self.stopped or reason
+            self._stopped = self._stopped or reason
             self._lock.notify_all()
-        for one in [*self._sources, *self._witnesses]:
-            one.hang_up()
+        for one in [*self._streams, *self._witnesses]:
+            one.hang_up(reason)
 
-    # -------------------------------------------------------------------------------------------- for the sources' threads
+    # -------------------------------------------------------------------------------------------- the sources' threads
 
-    def agree(self, header: bytes) -> TensorPayload:
+    def _receive(self, one: _Stream) -> None:
+        try:
+            body = self._agree(self._header_of(one))
+            staging = StagingBuffer(body)
+            while stripe := self._take(one):
+                self._receive_stripe(one, body, staging, *stripe)
+        except (SourceFailed, OSError, ValueError) as error:
+            silent = isinstance(error, BlockingIOError)
+            words = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
+            one.failure, one.unlike = one.ended or words, isinstance(error, SourceUnlike)
+            log.warning("healing from %s: %s", one.source.replica_id, one.failure)
+        finally:
+            one.close()
+            with self._lock:
+                self._ended += 1
+                # was it the chosen one, and may the other hold something else, then all comes from that one
+                if one.source is self._chosen and self._body and not self._equal and not self._complete:
+                    self._chosen, self._open, self._verified_bytes = None, set(range(self._body.manifest.chunks)), 0
+                self._lock.notify_all()
+
+    def _witness(self, one: SourceConnection) -> None:
+        """Fetches the digests of a source's chunks. It may fail: then one of them gives nothing."""
+        try:
+            body = self._agree(self._header_of(one))
+            length = one.ask("GET", "digests")
+            if length != DIGEST_BYTES * (body.manifest.chunks + 1) + SEAL_BYTES:
+                raise SourceFailed(f"digests of {length} bytes")
+            self._compare(one.source, one.read_checked(length, "its list of digests was"))
+        except (SourceFailed, OSError, ValueError) as error:
+            log.info("%s does not say what its state is: %s", one.source.replica_id, error)
+        finally:
+            one.close()
+
+    def _header_of(self, one: SourceConnection) -> bytes:
+        deadline = time.monotonic() + self._config.offer_wait_s
+        one.connect(self._config.heal_grace_s)
+        while (length := one.ask("GET", "header")) < 0:
+            if time.monotonic() > deadline:
+                raise SourceFailed("404 not offered yet")
+            with self._lock:
+                if self._lock.wait_for(lambda: self._over, timeout=AGAIN_S):
+                    raise SourceFailed(self._stopped or "the other source was faster")
+        if not DIGEST_BYTES + SEAL_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + SEAL_BYTES:
+            raise SourceFailed(f"a header of {length} bytes")
+        return one.read_checked(length, "its header was")
+
+    def _agree(self, header: bytes) -> TensorPayload:
         """The first source's header decides. Raises SourceFailed where this one has another state, SourceUnlike where it has one that is
         not like ours."""
         with self._lock:
             if self._body is None:
-                assert self.into is not None
                 try:
-                    manifest = StateManifest.parse(header)
-                    self._body = self.into.body_for(manifest)
+                    self._body = self._into.body_for(StateManifest.parse(header))
                 except FormatError as error:
                     raise SourceUnlike(str(error)) from None
-                self._header, self._manifest = header, manifest
-                self._open = set(range(manifest.chunks))
+                self._header = header
+                self._open = set(range(self._body.manifest.chunks))
             elif header != self._header:
                 raise SourceFailed("its state is another than the first source's")
             return self._body
 
-    def compare(self, source: StateSource, digests: bytes) -> None:
+    def _compare(self, source: StateSource, digests: bytes) -> None:
         """The digests of all chunks of a source. The last source to send its own lets the others give chunks, if all are the same."""
         with self._lock:
-            manifest = self._manifest
-            assert manifest is not None
+            assert self._body is not None
+            manifest = self._body.manifest
             self._digests[source] = digests
-            if len(self._digests) < len(self.sources):
+            if len(self._digests) < len(self._sources):
                 return
             one, other = self._digests.values()
             self._equal = one == other
@@ -224,243 +387,93 @@ class Fetch:
             where = " or ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
             log.error(
                 "%s hold different states, first in %s: healing from one of them alone, and nobody can tell here whose is right",
-                " and ".join(one.replica_id for one in self.sources),
+                " and ".join(one.replica_id for one in self._sources),
                 where,
             )
 
-    def take(self, one: _FromSource, backwards: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """The next stripe, in one piece, and what we lack in all; no stripe: all is verified, or the fetch was stopped. Waits while others
-        may yet give chunks back, and while this source must not give any; but not for one that is far too slow."""
-        source = one.source
-
-        def enough() -> bool:
-            may = self._equal or self._chosen in (None, source)
-            return bool(self.stopped or self.complete or (self._open and may))
-
+    def _take(self, one: _Stream) -> tuple[range, range] | None:
+        """The next stripe, and a range with all that we lack; None: all is verified, or the fetch was stopped. Waits while others may yet
+        give chunks back, and while this source must not give any; but not for one that is far too slow."""
         with self._lock:
-            assert self._manifest is not None
+            may = lambda: self._equal or self._chosen in (None, one.source)  # noqa: E731
             idle_since_s = time.monotonic()
-            while not self._lock.wait_for(enough, LOOK_S):
-                for other in self._sources:
-                    if other is not one and other.is_too_slow_for(one, idle_since_s):
+            while not self._lock.wait_for(lambda: self._over or (self._open and may()), LOOK_S):
+                for other in self._streams:
+                    moved_s = max(other.moved_s, idle_since_s) if not one.chunk_s else idle_since_s
+                    waited_s = time.monotonic() - moved_s
+                    if other is not one and is_too_slow(
+                        waited_s, len(other.stripe), one.chunk_s, self._config.heal_grace_s
+                    ):
                         other.hang_up("it sends far more slowly than the other")
-            self._chosen = self._chosen or source
-            if self.stopped or not self._open:
-                return [], []
-            most = max(LEAST_STRIPE, min(MOST_STRIPE, self._manifest.chunks // 64))
-            ranges = ranges_of(sorted(self._open))
-            first, last = ranges[-1] if backwards else ranges[0]
-            if backwards:
-                first = max(first, last - most + 1)
-            stripe = list(range(first, min(last, first + most - 1) + 1))
-            lacks = ranges_of(sorted(self._open | self._flying))
+            self._chosen = self._chosen or one.source
+            if self._stopped or not self._open or self._body is None:
+                return None
+            most = max(self._least_stripe, min(MOST_STRIPE, self._body.manifest.chunks // 64))
+            first = last = max(self._open) if one.backwards else min(self._open)
+            while last - first + 1 < most and (first - 1 if one.backwards else last + 1) in self._open:
+                first, last = (first - 1, last) if one.backwards else (first, last + 1)
+            lacks = self._open | self._flying
+            one.stripe = stripe = range(first, last + 1)
+            one.moved_s = time.monotonic()
             self._open.difference_update(stripe)
             self._flying.update(stripe)
             self._touched = True
-            return stripe, lacks
-
-    def give(self, stripe: Sequence[int], verified: set[int]) -> None:
-        """A stripe has ended; what is not verified of it is open again."""
-        with self._lock:
-            assert self._manifest is not None
-            self._flying.difference_update(stripe)
-            self._open.update(set(stripe) - verified)
-            spans = [self._manifest.span(chunk) for chunk in verified]
-            self._verified_bytes += sum(end - start for start, end in spans)
-            self._progress(self._verified_bytes, self._manifest.total_bytes)
-            self._lock.notify_all()
-
-    def ended(self, source: StateSource) -> None:
-        """A source's thread is at its end. Was it the chosen one, and may the other hold something else, then all comes from that one."""
-        with self._lock:
-            self._ended += 1
-            if source is self._chosen and self._manifest and not self._equal and not self.complete:
-                self._chosen, self._open, self._verified_bytes = None, set(range(self._manifest.chunks)), 0
-            self._lock.notify_all()
-
-
-class _FromSource:
-    """A thread and its connection to a source."""
-
-    def __init__(self, fetch: Fetch, source: StateSource, *, backwards: bool = False) -> None:
-        self.source, self.failure, self.unlike = source, "", False
-        self._fetch, self._backwards = fetch, backwards
-        self._damaged = 0
-        self._sock: socket.socket | None = None
-        self._stripe: Sequence[int] = ()  # that is being received
-        self._moved_s = 0.0  # when the last chunk of it came
-        self._chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
-        self._given_up = ""
-
-    def run(self) -> None:
-        try:
-            body = self._fetch.agree(self._fetch_header())
-            staging = StagingBuffer(body)
-            while True:
-                stripe, lacks = self._fetch.take(self, self._backwards)
-                if not stripe:
-                    break
-                self._receive_stripe(body, staging, stripe, lacks)
-        except (SourceFailed, OSError, ValueError) as error:
-            silent = isinstance(error, BlockingIOError)
-            words = f"it was silent for {self._fetch.config.heal_grace_s:g} s" if silent else str(error)
-            self.failure, self.unlike = self._given_up or words, isinstance(error, SourceUnlike)
-            log.warning("healing from %s: %s", self.source.replica_id, self.failure)
-        finally:
-            if self._sock:
-                self._sock.close()
-            self._fetch.ended(self.source)
-
-    def witness(self) -> None:
-        """Fetches the digests of this source's chunks. It may fail: then one of them gives nothing."""
-        try:
-            body = self._fetch.agree(self._fetch_header())
-            length = self._ask("GET", "digests")
-            if length != DIGEST_BYTES * (body.manifest.chunks + 1) + SEAL_BYTES:
-                raise SourceFailed(f"digests of {length} bytes")
-            seal = self._seal
-            digests = self._read_checked(length, "its list of digests was")
-            if not hmac.compare_digest(self._seal, seal):
-                raise SourceFailed("its offer is another than the one it began with")
-            self._fetch.compare(self.source, digests)
-        except (SourceFailed, OSError, ValueError) as error:
-            log.info("%s does not say what its state is: %s", self.source.replica_id, error)
-        finally:
-            if self._sock:
-                self._sock.close()
-
-    def is_too_slow_for(self, other: _FromSource, idle_since_s: float) -> bool:
-        """`other` has nothing left to take since then, and would have had this stripe long ago; or, where it was not allowed to take any
-        yet, this one has not sent a single chunk for a third of what it may be silent."""
-        now_s = time.monotonic()
-        if not self._stripe:
-            return False
-        if other._chunk_s:
-            return now_s - idle_since_s > 1 + SLOWER * other._chunk_s * len(self._stripe)
-        return now_s - max(self._moved_s, idle_since_s) > self._fetch.config.heal_grace_s / 3
-
-    def hang_up(self, why: str = "") -> None:
-        self._given_up = self._given_up or why
-        if self._sock:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-
-    def _fetch_header(self) -> bytes:
-        deadline = time.monotonic() + self._fetch.config.offer_wait_s
-        self._connect(self._fetch.config.heal_grace_s)
-        while (length := self._ask("GET", "header", may_wait=time.monotonic() < deadline)) < 0:
-            with self._fetch._lock:  # the offer is not there yet; a stop ends the wait
-                self._fetch._lock.wait_for(lambda: self._fetch.stopped or self._fetch.complete, timeout=AGAIN_S)
-            if self._fetch.stopped or self._fetch.complete:
-                raise SourceFailed(self._fetch.stopped or "the other source was faster")
-        if not DIGEST_BYTES + SEAL_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + SEAL_BYTES:
-            raise SourceFailed(f"a header of {length} bytes")
-        return self._read_checked(length, "its header was")
-
-    def _read_checked(self, length: int, what: str) -> bytes:
-        """Data that its digest and the seal follow. Raises SourceFailed, OSError."""
-        data = self._read(length)
-        found, mark = data[: -DIGEST_BYTES - SEAL_BYTES], data[-DIGEST_BYTES - SEAL_BYTES : -SEAL_BYTES]
-        if digest(0, memoryview(found)) != mark:
-            raise SourceFailed(f"{what} damaged on the way")
-        self._seal = data[-SEAL_BYTES:]
-        return found
-
-    def _connect(self, silence_s: float) -> None:
-        """Raises OSError and SourceFailed. The kernel keeps the timeouts, so that a receive may wait for a whole chunk in one call."""
-        at = Endpoint.parse(self.source.address, "the healing address")
-        self._sock = sock = socket.create_connection((at.host, at.port), timeout=silence_s)
-        if self._fetch.stopped:  # stop() may have come before there was a socket to hang up
-            raise SourceFailed(self._fetch.stopped)
-        sock.settimeout(None)
-        timeout = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, timeout)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def _ask(self, method: str, what: str, *fields: tuple[str, str], may_wait: bool = False) -> int:
-        """The length of the answer, which is still to be read; -1: not offered yet. Raises SourceFailed and OSError."""
-        assert self._sock is not None
-        always = (("Host", "healing"), ("Reader", self._fetch.reader), *self._fetch.access.metadata())
-        self._sock.sendall(request_head(method, f"{self._fetch.path}/{what}", (*always, *fields)))
-        head = b""
-        while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows belongs into tensors
-            head += self._read(1)
-            if len(head) > MAX_HEAD_BYTES:
-                raise SourceFailed("no end of its reply's head")
-        status, length = parse_reply(head[:-4])
-        if status in (200, 206):
-            return length
-        why = self._read(min(length, 1000)).decode("ascii", "replace").strip()
-        if status == 404 and may_wait:
-            return -1
-        raise SourceFailed(f"{status} {why}")
+            return stripe, range(min(lacks), max(lacks) + 1)
 
     def _receive_stripe(
-        self, body: TensorPayload, staging: StagingBuffer, stripe: Sequence[int], lacks: list[tuple[int, int]]
+        self, one: _Stream, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
     ) -> None:
         """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
-        verified: set[int] = set()
-        self._stripe, self._moved_s = stripe, time.monotonic()
-        began_s = self._moved_s
+        verified: list[int] = []
+        began_s = time.monotonic()
         try:
-            got: set[int] = set()
-            wanted = (("Range", f"chunks={stripe[0]}-{stripe[-1]}"), ("Lacks", bounded_ranges(lacks)))
-            length = self._ask("GET", "body", *wanted)
+            wanted = f"Range: chunks={stripe[0]}-{stripe[-1]}\r\nLacks: {lacks[0]}-{lacks[-1]}\r\n"
+            length = one.ask("GET", "body", wanted)
             start, end = body.manifest.span(stripe[0])[0], body.manifest.span(stripe[-1])[1]
             if length != end - start + DIGEST_BYTES * len(stripe) + SEAL_BYTES:
                 raise SourceFailed(f"{length} bytes in place of chunks {stripe[0]}-{stripe[-1]}")
+            got = []
             for chunk in stripe:
-                if self._receive_chunk(body, staging, chunk):
-                    got.add(chunk)
-                self._moved_s = time.monotonic()
-            if not hmac.compare_digest(self._read(SEAL_BYTES), self._seal):
-                raise SourceFailed("its offer is another than the one it began with")
-            verified = got
-            self._chunk_s = (time.monotonic() - began_s) / len(stripe)
+                if _receive_chunk(one, body, staging, chunk):
+                    got.append(chunk)
+                one.moved_s = time.monotonic()
+            one.read_seal()
+            verified, one.chunk_s = got, (time.monotonic() - began_s) / len(stripe)
         finally:
-            self._stripe = ()
-            self._fetch.give(stripe, verified)
-        self._damaged += len(stripe) - len(verified)
-        if len(verified) < len(stripe):
-            log.warning("healing from %s: %d damaged chunks", self.source.replica_id, len(stripe) - len(verified))
-        if self._damaged > MAX_DAMAGED:
-            raise SourceFailed(f"{self._damaged} chunks were damaged on the way")
+            self._give(one, stripe, verified)
+        if damaged := len(stripe) - len(verified):
+            one.damaged += damaged
+            log.warning("healing from %s: %d damaged chunks", one.source.replica_id, damaged)
+        if one.damaged > MAX_DAMAGED:
+            raise SourceFailed(f"{one.damaged} chunks were damaged on the way")
 
-    def _receive_chunk(self, body: TensorPayload, staging: StagingBuffer, chunk: int) -> bool:
-        """Receives one chunk; True when its digest is right. A wrong one may be written in place: the state is void until all is right."""
-        start, end = body.manifest.span(chunk)
-        memory = body.direct(chunk, chunk)
-        view = staging.view[: end - start] if memory is None else memory
-        mark = bytearray(DIGEST_BYTES)
-        self._fill([view, memoryview(mark)])
-        if not hmac.compare_digest(digest(chunk, view), mark):
-            return False
-        if memory is None:
-            body.write(chunk, staging)
-        return True
+    def _give(self, one: _Stream, stripe: range, verified: Sequence[int]) -> None:
+        """A stripe has ended; what is not verified of it is open again."""
+        with self._lock:
+            assert self._body is not None
+            manifest, one.stripe = self._body.manifest, ()
+            self._flying.difference_update(stripe)
+            self._open.update(set(stripe).difference(verified))
+            self._verified_bytes += sum(end - start for start, end in map(manifest.span, verified))
+            if self._progress:
+                self._progress(self._verified_bytes, manifest.total_bytes)
+            self._lock.notify_all()
 
-    def tell_done(self) -> None:
-        """On a connection of its own, as the source may have been slow or have failed. Only a courtesy: one that does not hear it fences as
-        if something were missing."""
-        with contextlib.suppress(SourceFailed, OSError, ValueError):
-            self._connect(TELL_S)
-            with self._sock or contextlib.nullcontext():
-                self._ask("POST", "done")
 
-    def _read(self, length: int) -> bytes:
-        data = bytearray(length)
-        self._fill([memoryview(data)])
-        return bytes(data)
+def _receive_chunk(one: SourceConnection, body: TensorPayload, staging: StagingBuffer, chunk: int) -> bool:
+    """Receives one chunk; True when its digest is right. A wrong one may be written in place: the state is void until all is right."""
+    start, end = body.manifest.span(chunk)
+    memory = body.direct(chunk, chunk)
+    view = staging.view[: end - start] if memory is None else memory
+    one.fill(view)
+    right = hmac.compare_digest(digest(chunk, view), one.read(DIGEST_BYTES))
+    if right and memory is None:
+        body.write(chunk, staging)
+    return right
 
-    def _fill(self, views: list[memoryview]) -> None:
-        """Raises OSError where the connection ends before, or is silent too long."""
-        assert self._sock is not None
-        while views:
-            count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-            if not count:
-                raise ConnectionResetError(self._fetch.stopped or "it closed the connection before the end")
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if views:
-                views[0] = views[0][count:]
+
+def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
+    """True when a connection with a stripe of that many chunks holds up another that has had nothing to take for so long: at `chunk_s` for
+    a chunk that one would have had them long ago; or, where it was not allowed to take any yet (0), none has come for a third of what
+    a source may be silent."""
+    return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

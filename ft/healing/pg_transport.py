@@ -19,8 +19,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,7 +31,6 @@ from ft.healing.transport import (
     HealConfig,
     HealFailed,
     Progress,
-    Reader,
     StateSource,
     Transport,
 )
@@ -45,25 +43,17 @@ MAX_AGAIN = 64  # chunks in one round; more are no accident
 log = logging.getLogger("pharos.healing")
 
 
-class TransferGroup(Protocol):
-    """The calls that are needed of a process group (ft/process_groups/base.py has them)."""
-
-    def configure(self, store: Any, rank: int, size: int) -> None: ...
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any: ...
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any: ...
-    def abandon(self, reason: str, then: Callable[[], None] | None = None) -> Any: ...
-
-
 class PgTransport(Transport):
-    """`make`: a new process group, not configured yet. `address`: of a store that joiners reach, "host:port/prefix"."""
+    """`make`: a new process group (ft/process_groups/base.py), not configured yet. `address`: of a store that joiners reach,
+    "host:port/prefix"."""
 
     def __init__(
-        self, make: Callable[[], TransferGroup], address: str, replica_id: str, config: HealConfig | None = None
+        self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
     ) -> None:
         super().__init__(replica_id, config)
         self._make, self._address = make, address
         self._senders: list[_Sender] = []
-        self._receiving: TransferGroup | None = None
+        self._receiving: Any = None
         self._stopped = ""
         self._lock = threading.Lock()
 
@@ -71,12 +61,12 @@ class PgTransport(Transport):
     def address(self) -> str:
         return self._address
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
-        super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
-        assert self._offer is not None
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
+        offer = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         for reader in readers:
-            store = _store(self._address, self._replica_id, reader, quorum_id, step)
-            self._senders.append(_Sender(self._make(), store, self._offer, reader))
+            store = _store(self._address, self.replica_id, reader, quorum_id, step)
+            self._senders.append(_Sender(self._make(), store, offer, reader))
+        return offer
 
     def withdraw(self, reason: str) -> None:
         super().withdraw(reason)
@@ -90,7 +80,7 @@ class PgTransport(Transport):
         *,
         quorum_id: int,
         step: int,
-        progress: Progress | None = None,
+        progress: Progress = None,
     ) -> dict[str, Any]:
         """Asks one source after the other, until one gives all."""
         failed: dict[str, str] = {}
@@ -102,9 +92,9 @@ class PgTransport(Transport):
                 if self._stopped:
                     break
                 self._receiving = group
-            receiver = _Receiver(group, into, progress or (lambda done, total: None))
+            receiver = _Receiver(group, into, progress)
             try:
-                group.configure(_store(source.address, source.replica_id, self._replica_id, quorum_id, step), 1, 2)
+                group.configure(_store(source.address, source.replica_id, self.replica_id, quorum_id, step), 1, 2)
                 if self._stopped:  # it may have come before there was anything to abandon
                     raise RuntimeError(self._stopped)
                 return receiver.run()
@@ -118,7 +108,7 @@ class PgTransport(Transport):
                     self._receiving = None
                 untouched = threading.Event()
                 group.abandon("this heal has ended", untouched.set)
-                untouched.wait(self._config.heal_grace_s)  # a message in flight may still be written into our tensors
+                untouched.wait(self.config.heal_grace_s)  # a message in flight may still be written into our tensors
         with self._lock:
             stopped = self._stopped
         reason = stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
@@ -163,69 +153,61 @@ def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
 class _Sender:
     """A joiner's thread in the source."""
 
-    def __init__(self, group: TransferGroup, store: str, offer: CheckpointOffer, name: str) -> None:
+    def __init__(self, group: Any, store: str, offer: CheckpointOffer, name: str) -> None:
         self.group, self._store, self._offer, self._name = group, store, offer, name
         self._tag = 0
-        self._thread = threading.Thread(target=self._run, name="heal-sender", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="heal-sender", daemon=True).start()
 
     def _run(self) -> None:
+        """Withdrawn ends it, too: the group is dropped then, and the joiner told by its connection."""
+        offer = self._offer
         try:
-            reader = self._offer.reader(self._name)
+            offer.reader(self._name)
             self.group.configure(self._store, 0, 2)
-            self._send_all(reader)
+            self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
+            staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
+            messages = list(_messages(offer.manifest))
+            for again in range(ROUNDS + 1):
+                while messages:
+                    sent = self._send_flight(messages, staging)
+                    offer.sent(
+                        self._name, [chunk for first, last in messages[:sent] for chunk in range(first, last + 1)]
+                    )
+                    del messages[:sent]
+                messages = [(chunk, chunk) for chunk in self._receive_again()] if again < ROUNDS else []
+                if not messages:
+                    break
+            offer.check()
+            self._send(_bytes(offer.seal))
+            offer.wants(self._name, ())
+            self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
         except (RuntimeError, ValueError) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
-            self._offer.done(self._name)
+            offer.wants(self._name, ())
             self.group.abandon("this reader has ended")
 
-    def _send_all(self, reader: Reader) -> None:
-        offer = self._offer
-        self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
-        staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
-        with offer.reading(reader) as self._lock:
-            self._send_messages(reader, _messages(offer.manifest), staging)
-            for _ in range(ROUNDS):
-                again = self._receive_again()
-                if not again:
-                    break
-                self._send_messages(reader, ((chunk, chunk) for chunk in again), staging)
-        offer.check()
-        self._send(_bytes(offer.seal))
-        offer.done(self._name)
-        self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
-
-    def _send_messages(self, reader: Reader, messages: Iterator[tuple[int, int]], staging: StagingBuffer) -> None:
-        """Raises Withdrawn: the group is dropped then, and the joiner told by its connection."""
-        while sent := self._send_flight(islice(messages, FLIGHT), staging):
-            self._offer.sent(reader, sent)
-
-    def _send_flight(self, messages: Iterator[tuple[int, int]], staging: StagingBuffer) -> list[int]:
-        """The chunks that were sent; none: there are no more."""
-        flying, sent = deque[list[Any]](), list[int]()
-        with self._lock:
-            for number, (first, last) in enumerate(messages):
+    def _send_flight(self, messages: Sequence[tuple[int, int]], staging: StagingBuffer) -> int:
+        """The first few, fewer where a fence waits; returns how many."""
+        flying = deque[list[Any]]()
+        with self._offer.reading():
+            for number, (first, last) in enumerate(messages[:FLIGHT]):
                 if len(flying) == WINDOW:
                     _wait(flying.popleft())
                 data = self._message(first, last, staging, number % WINDOW * MESSAGE_CHUNKS)
                 flying.append([self._start(data), self._start(_digests(first, data))])
-                sent += range(first, last + 1)
                 if self._offer.fencing:
                     break
             while flying:
                 _wait(flying.popleft())
-        return sent
+        return number + 1
 
     def _message(self, first: int, last: int, staging: StagingBuffer, place: int) -> torch.Tensor:
         """The tensor's own memory, where nothing was copied aside and it is in one piece."""
         self._offer.check()
-        memory = None if self._offer.fenced else self._offer.body.direct(first, last)
-        if memory is not None:
+        if (memory := self._offer.direct(first, last)) is not None:
             return torch.frombuffer(memory, dtype=torch.uint8)
-        length = 0
-        for chunk in range(first, last + 1):
-            length += len(self._offer.read(chunk, staging, place + chunk - first))
+        length = sum(len(self._offer.read(chunk, staging, place + chunk - first)) for chunk in range(first, last + 1))
         return staging.bytes[place * CHUNK_BYTES : place * CHUNK_BYTES + length]
 
     def _receive_again(self) -> list[int]:
@@ -249,7 +231,7 @@ class _Sender:
 class _Receiver:
     """The joiner's side. Raises RuntimeError and ValueError for whatever is wrong."""
 
-    def __init__(self, group: TransferGroup, into: StateSnapshot, progress: Progress) -> None:
+    def __init__(self, group: Any, into: StateSnapshot, progress: Progress) -> None:
         self._group, self._into, self._progress = group, into, progress
         self._tag = 0
         self.touched = False
@@ -298,7 +280,8 @@ class _Receiver:
                 elif staged:
                     body.write(chunk, staging, number % WINDOW * MESSAGE_CHUNKS + chunk - first)
             done += len(data)
-            self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
+            if self._progress:
+                self._progress(min(done, body.manifest.total_bytes), body.manifest.total_bytes)
         return damaged
 
     def _begin(

@@ -7,10 +7,9 @@
 
 From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and void it stays if `fetch` raises.
 
-A CheckpointOffer knows which reader still needs which chunk. A thread that sends a chunk from the live tensors holds its connection's
-lock while it reads them. `fence` waits until little enough is unsent, then takes all locks, copies the rest aside, and from then on
-everybody reads the copies. When that does not work in time the offer is withdrawn: its readers see that the seal is missing, which ends
-each reply, and believe nothing of it.
+A CheckpointOffer knows which reader still needs which chunk, and how many threads read the live tensors just now. `fence` waits until
+little enough is unsent and nobody reads, copies the rest aside, and from then on everybody reads the copies. When that does not work in
+time the offer is withdrawn: its readers see that the seal is missing, which ends each reply, and believe nothing of it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -33,7 +32,6 @@ from ft.healing.format import CHUNK_BYTES, digest
 SEAL_BYTES = 16
 MAX_READERS = 64  # that are not done
 MAX_NAMES = 4096  # of readers in all
-LOOK_S = 0.1  # between looks, of a fence that waits for a reader's lock, whether the offer is over
 
 
 class HealFailed(RuntimeError):
@@ -77,14 +75,16 @@ class StateSource:
     address: str
 
 
-Progress = Callable[[int, int], None]  # bytes received and verified, of how many; called from the transport's threads
+Progress = (
+    Callable[[int, int], None] | None
+)  # bytes received and verified, of how many; called from the transport's threads
 
 
 class Transport(ABC):
     """Transport of one rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
-        self._replica_id, self._config = replica_id, config or HealConfig()
+        self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: CheckpointOffer | None = None
 
     @property
@@ -100,7 +100,7 @@ class Transport(ABC):
         *,
         quorum_id: int,
         step: int,
-        progress: Progress | None = None,
+        progress: Progress = None,
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
         same bits. Returns, after every byte has been verified, the argument of State.load. Raises HealFailed."""
@@ -118,10 +118,11 @@ class Transport(ABC):
     def close(self) -> None:
         """Ends all threads and connections. May be called twice."""
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> None:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
         self._offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        return self._offer
 
     @property
     def is_taken(self) -> bool:
@@ -133,7 +134,7 @@ class Transport(ABC):
         """Lets the offered tensors change afterwards. Never waits longer than heal_grace_s, whatever the readers do."""
         if self._offer is None:
             return Fenced.FREE
-        outcome = self._offer.fence(self._config.heal_copy_bytes, self._config.heal_grace_s)
+        outcome = self._offer.fence(self.config.heal_copy_bytes, self.config.heal_grace_s)
         if outcome is Fenced.WITHDRAWN:
             self.withdraw("the source went on")
         return outcome
@@ -151,14 +152,6 @@ class Transport(ABC):
             self._offer = None
 
 
-class Reader:
-    """A joiner. `locks`: one per connection of it, held while the live tensors are read for that one."""
-
-    def __init__(self, chunks: int) -> None:
-        self.locks: list[threading.Lock] = []
-        self.wants = set(range(chunks))  # not sent yet, or to be sent again
-
-
 class CheckpointOffer:
     """A state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
 
@@ -169,75 +162,73 @@ class CheckpointOffer:
         self.header = snapshot.manifest.encode()
         self.over = ""  # why, once it is
         self.fencing = False  # the source waits to commit: a sender is to come to an end soon
-        self._digests: dict[int, bytes] = {}  # of the chunks that somebody has looked at
+        self.digests: dict[int, bytes] = {}  # of the chunks that somebody has looked at, also when they are gone
         self._expected = readers
-        self._readers: dict[str, Reader] = {}
+        self._wants: dict[str, set[int]] = {}  # by reader: chunks not sent yet, or to be sent again
         self._aside: dict[int, memoryview] | None = None  # from the fence on
+        self._reading, self._copying = 0, False  # threads inside `reading`; a fence keeps others out of it
         self._changed = threading.Condition()
 
     # -------------------------------------------------------------------------------------------- a reader's thread
 
-    def reader(self, name: str) -> Reader:
-        """Raises Withdrawn where there are too many."""
+    def reader(self, name: str) -> None:
+        """Notes a joiner. Raises Withdrawn where there are too many."""
         with self._changed:
-            if name not in self._readers:
-                reading = sum(bool(reader.wants) for reader in self._readers.values())
-                if reading >= MAX_READERS or len(self._readers) >= MAX_NAMES:
-                    raise Withdrawn(f"{reading} readers already, of {len(self._readers)}")
-                self._readers[name] = Reader(self.manifest.chunks)
-            return self._readers[name]
-
-    @contextmanager
-    def reading(self, reader: Reader) -> Iterator[threading.Lock]:
-        """Yields the lock of one of this reader's connections, held while that looks at the live tensors: a fence takes it."""
-        lock = threading.Lock()
-        with self._changed:
-            reader.locks.append(lock)
-        try:
-            yield lock
-        finally:
-            with self._changed:
-                reader.locks.remove(lock)
+            if name not in self._wants:
+                reading = sum(map(bool, self._wants.values()))
+                if reading >= MAX_READERS or len(self._wants) >= MAX_NAMES:
+                    raise Withdrawn(f"{reading} readers already, of {len(self._wants)}")
+                self._wants[name] = set(range(self.manifest.chunks))
 
     def wants(self, name: str, chunks: Iterable[int]) -> None:
-        """Notes the chunks that this reader still lacks, wherever it means to get them."""
+        """Notes the chunks that this reader still lacks, wherever it means to get them; none: it has verified everything."""
         with self._changed:
-            self._readers[name].wants = set(chunks)
+            self._wants[name] = set(chunks)
             self._changed.notify_all()
 
-    def memory(self, chunk: int) -> memoryview | None:
-        """Memory that the chunk can be sent from: the live tensor's, or its copy aside. None: it is to be `read`. The connection's
-        lock is held. Raises Withdrawn."""
-        self.check()
-        if self._aside is None:
-            return self.body.direct(chunk, chunk)
-        if chunk not in self._aside:
-            raise Withdrawn(f"the source went on after step {self.step}, and chunk {chunk} was not asked for before")
-        return self._aside[chunk]
+    def sent(self, name: str, chunks: Iterable[int]) -> None:
+        with self._changed:
+            self._wants[name].difference_update(chunks)
+            self._changed.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, the tensors stay as they are: a fence waits for the end of it. Raises Withdrawn."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying)
+            self.check()
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()
+
+    def direct(self, first: int, last: int) -> memoryview | None:
+        """The live memory of chunks first..last, if it is one piece of host memory and may be read yet. Inside `reading`."""
+        return self.body.direct(first, last) if self._aside is None else None
 
     def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
-        """The chunk in memory that stays as it is: of the buffer. The connection's lock is held. Raises Withdrawn."""
+        """Copies the chunk into place `at` of the buffer. Inside `reading`. Raises Withdrawn."""
         self.check()
         if self._aside is None:
             return self.body.read(chunk, staging, at)
-        memory = self.memory(chunk)
-        assert memory is not None
+        if chunk not in self._aside:
+            raise Withdrawn(f"the source went on after step {self.step}, and chunk {chunk} was not asked for before")
+        memory = self._aside[chunk]
         place = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
         place[:] = memory
         return place
 
     def digest_of(self, chunk: int, memory: memoryview) -> bytes:
-        """The digest of the chunk, which lies in `memory`. The connection's lock is held."""
-        return self._digests.get(chunk) or self._digests.setdefault(chunk, digest(chunk, memory))
-
-    def known(self, chunk: int) -> bytes:
-        """Its digest, also when the chunk itself was sent and is gone; empty where nobody has asked for either."""
-        return self._digests.get(chunk, b"")
+        """The digest of the chunk, which lies in `memory`."""
+        return self.digests.get(chunk) or self.digests.setdefault(chunk, digest(chunk, memory))
 
     @property
-    def fenced(self) -> bool:
-        """True when the live tensors may have changed."""
-        return self._aside is not None
+    def copied_bytes(self) -> int:
+        """Memory that a fence has taken for copies."""
+        return sum(map(len, (self._aside or {}).values()))
 
     @property
     def is_taken(self) -> bool:
@@ -250,72 +241,53 @@ class CheckpointOffer:
         if self.over:
             raise Withdrawn(self.over)
 
-    def sent(self, reader: Reader, chunks: Iterable[int]) -> None:
-        """No lock is held."""
-        with self._changed:
-            reader.wants.difference_update(chunks)
-            self._changed.notify_all()
-
-    def done(self, name: str) -> None:
-        """This reader has verified everything, wherever it came from."""
-        with self._changed:
-            self._readers.setdefault(name, Reader(0)).wants.clear()
-            self._changed.notify_all()
-
     # -------------------------------------------------------------------------------------------- the source's thread
 
     def fence(self, copy_bytes: int, grace_s: float) -> Fenced:
         """Lets the tensors change afterwards. Takes at most grace_s and the time of a copy."""
-        self.fencing = True
-        try:
-            return self._fence(copy_bytes, grace_s)
-        finally:
-            self.fencing = False
-
-    def _fence(self, copy_bytes: int, grace_s: float) -> Fenced:
         deadline = time.monotonic() + grace_s
-        is_small = lambda: len(self._unsent()) * CHUNK_BYTES <= copy_bytes  # noqa: E731
-        with self._changed, ExitStack() as held:
-            self._changed.wait_for(lambda: self.over or is_small(), timeout=grace_s)
-            if self.over:
-                return Fenced.WITHDRAWN
-            if self._aside is None:
-                # each is held for one chunk's send over HTTP, for some messages in a group
-                for lock in [lock for reader in self._readers.values() for lock in reader.locks]:
-                    while not lock.acquire(timeout=LOOK_S):
-                        if self.over or time.monotonic() > deadline:
-                            return self._end("a reader held its chunk longer than heal_grace_s")
-                    held.callback(lock.release)
-                if not is_small():
-                    return self._end("the source commits, and its readers were too slow for heal_grace_s")
-                self._aside = self._copies()
-            return Fenced.COPIED if self._aside else Fenced.FREE
 
-    def withdraw(self, reason: str) -> None:
+        def wait_for(ready: Callable[[], bool]) -> bool:
+            self._changed.wait_for(lambda: self.over or ready(), timeout=max(0.0, deadline - time.monotonic()))
+            return not self.over and ready()
+
+        is_small = lambda: len(self._unsent()) * CHUNK_BYTES <= copy_bytes  # noqa: E731
+        with self._changed:
+            self.fencing = True
+            try:
+                small = wait_for(is_small)
+                if self._aside is None:
+                    self._copying = True  # a reader leaves after a chunk over HTTP, after some messages in a group
+                    if small and not wait_for(lambda: not self._reading):
+                        return self.withdraw("a reader held its chunk longer than heal_grace_s")
+                    if self.over or not is_small():
+                        return self.withdraw("the source commits, and its readers were too slow for heal_grace_s")
+                    self._aside = self._copies()
+                return Fenced.WITHDRAWN if self.over else Fenced.COPIED if self._aside else Fenced.FREE
+            finally:
+                self.fencing = self._copying = False
+                self._changed.notify_all()
+
+    def withdraw(self, reason: str) -> Fenced:
         """Ends the offer, from any thread: no reader gets anything more that it would believe, and a waiting fence ends."""
         self.over = self.over or reason  # first: the fence may have the lock, and look
         with self._changed:
-            self._end(reason)
+            if self._aside:
+                self._aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
+            self._changed.notify_all()
+        return Fenced.WITHDRAWN
 
     def _unsent(self) -> set[int]:
-        if len(self._readers) < self._expected:
+        if len(self._wants) < self._expected:
             return set(range(self.manifest.chunks))
-        return set().union(*(reader.wants for reader in self._readers.values()))
+        return set().union(*self._wants.values())
 
     def _copies(self) -> dict[int, memoryview]:
         """A block of memory per chunk, so that nothing larger than the chunks themselves is ever allocated."""
         staging = StagingBuffer(self.body)
         copies = {}
         for chunk in sorted(self._unsent()):
-            memory = self.body.direct(chunk, chunk)
-            source = memory if memory is not None else self.body.read(chunk, staging)
-            copy = copies[chunk] = torch.empty(len(source), dtype=torch.uint8).numpy().data
-            copy[:] = source
+            source = self.body.read(chunk, staging)
+            copies[chunk] = torch.empty(len(source), dtype=torch.uint8).numpy().data
+            copies[chunk][:] = source
         return copies
-
-    def _end(self, reason: str) -> Fenced:
-        self.over = self.over or reason
-        if self._aside:
-            self._aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
-        self._changed.notify_all()
-        return Fenced.WITHDRAWN

@@ -1,4 +1,4 @@
-"""The face of all process groups between replica groups: what the Manager calls, and what torch calls.
+"""Process groups between replica groups: what the Manager and torch call, the operations, their works, and the life of a generation.
 
     group = ProcessGroupGloo(timeout=60.0)
     group.configure("10.0.0.1:29500/job/7/0", rank, size)     # forms, or raises RendezvousFailed; never blocks longer than asked
@@ -9,8 +9,9 @@
     group.errored()                                           # why it is of no use, or None
     group.configure("10.0.0.1:29500/job/8/0", rank, size)     # the next generation waits for nothing of the last
 
-A subclass says how a generation is built (`_build`); all else is shared. A group is also torch's ProcessGroup: dist.all_reduce and its
-like, functional collectives and DeviceMesh take it after `register`.
+Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of it, and the generation's engine (gloo.py, nccl.py,
+or baby.py, whose child uses these two) starts it on torch's own group. A subclass says how an engine is built (`_build`). A group is also
+torch's ProcessGroup: dist.all_reduce and its like, functional collectives and DeviceMesh take it after `register`.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -18,27 +19,124 @@ like, functional collectives and DeviceMesh take it after `register`.
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
+from torch.futures import Future
 
-from ft.process_groups import operations as ops
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.generation import Generation, GroupWork
-from ft.process_groups.group_init import Engine, GroupInit
-from ft.process_groups.operations import Operation, flatten, reduction
-from ft.process_groups.reaper import Reaper
+from ft.process_groups.forming import Engine, GroupInit
 from ft.process_groups.store import parse
 from ft.protocol.messages import Shape
 
 # torch's own timeouts are off: nobody waits for them, and a pending operation ends when its sockets are shut or its process is killed.
 NEVER = timedelta(days=365)
 GRACE_S = 0.5  # past rendezvous_s, for who builds to say itself what is missing
+MOST_ENDING = 4  # generations that were given up and have not ended
+log = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------ operations
+
+
+class Signature(NamedTuple):
+    """A collective of torch's: `name` in errors; `options`: their type, None where it takes none; positions of the arguments whose tensors
+    are read, and written."""
+
+    name: str
+    options: type[Any] | None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+
+
+SIGNATURES = {
+    "allreduce": Signature("AllReduce", c10d.AllreduceOptions, (0,), (0,)),
+    "allreduce_coalesced": Signature("AllReduceCoalesced", c10d.AllreduceCoalescedOptions, (0,), (0,)),
+    "broadcast": Signature("Broadcast", c10d.BroadcastOptions, (0,), (0,)),
+    "reduce": Signature("Reduce", c10d.ReduceOptions, (0,), (0,)),
+    "allgather": Signature("AllGather", c10d.AllgatherOptions, (1,), (0,)),
+    "allgather_coalesced": Signature("AllGatherCoalesced", c10d.AllgatherOptions, (1,), (0,)),
+    "_allgather_base": Signature("AllGatherSingle", c10d.AllgatherOptions, (1,), (0,)),
+    "allgather_into_tensor_coalesced": Signature("AllGatherSingle", c10d.AllgatherOptions, (1,), (0,)),
+    "gather": Signature("Gather", c10d.GatherOptions, (1,), (0,)),
+    "scatter": Signature("Scatter", c10d.ScatterOptions, (1,), (0,)),
+    "reduce_scatter": Signature("ReduceScatter", c10d.ReduceScatterOptions, (1,), (0,)),
+    "_reduce_scatter_base": Signature("ReduceScatterSingle", c10d.ReduceScatterOptions, (1,), (0,)),
+    "reduce_scatter_tensor_coalesced": Signature("ReduceScatterSingle", c10d.ReduceScatterOptions, (1,), (0,)),
+    "alltoall": Signature("AllToAll", c10d.AllToAllOptions, (1,), (0,)),
+    "alltoall_base": Signature("AllToAllSingle", c10d.AllToAllOptions, (1,), (0,)),
+    "barrier": Signature("Barrier", c10d.BarrierOptions),
+    "send": Signature("Send", None, (0,)),
+    "recv": Signature("Receive", None, (), (0,)),
+    "recv_anysource": Signature("Receive", None, (), (0,)),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of torch's `method`: its arguments less the options (tensors, lists of them, lists of lists, or plain), and `settings` of the
+    options. It crosses a pipe, where baby.py sends it to a child: tensors are replaced (`each`), and a reduce op is a name."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, group: dist.ProcessGroup) -> dist.Work:
+        """On a group of torch's own."""
+        kind, arguments = SIGNATURES[self.method].options, self.arguments
+        if kind is not None:
+            options = kind()
+            for name, value in self.settings.items():
+                setattr(options, name, getattr(dist.ReduceOp, value) if name == "reduceOp" else value)
+            arguments = (*arguments, options)
+        started: dist.Work = getattr(group, self.method)(*arguments)
+        return started
+
+    def inputs(self) -> list[Tensor]:
+        return [tensor for at in SIGNATURES[self.method].reads for tensor in flatten(self.arguments[at])]
+
+    def outputs(self) -> list[Tensor]:
+        return [tensor for at in SIGNATURES[self.method].writes for tensor in flatten(self.arguments[at])]
+
+    def each(self, change: Callable[[Any, bool, bool], Any]) -> Any:
+        """A copy with `change(tensor, is read, is written)` in place of every tensor."""
+        arguments, (_, _, reads, writes) = list(self.arguments), SIGNATURES[self.method]
+        for at in {*reads, *writes}:
+            arguments[at] = _each(arguments[at], change, at in reads, at in writes)
+        return replace(self, arguments=tuple(arguments))
+
+
+def flatten(nested: Any) -> list[Tensor]:
+    """All tensors of a tensor, a list of tensors, or a list of lists."""
+    if not isinstance(nested, list | tuple):
+        return [nested]
+    return [tensor for part in nested for tensor in (flatten(part) if isinstance(part, list | tuple) else (part,))]
+
+
+def _each(nested: Any, change: Callable[[Any, bool, bool], Any], read: bool, written: bool) -> Any:
+    if isinstance(nested, list | tuple):
+        return [_each(part, change, read, written) for part in nested]
+    return change(nested, read, written)
+
+
+def reduction(op: Any) -> str:
+    """The name of a ReduceOp ("SUM", "AVG", ...), or of that in torch's options; of None it is SUM. Raises ValueError."""
+    op = getattr(op, "reduceOp", op)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        if op is None or op == getattr(dist.ReduceOp, name):
+            return name
+    raise ValueError(f"reduce op {op}: must be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR")
 
 
 class Collectives(dist.ProcessGroup):
@@ -48,67 +146,275 @@ class Collectives(dist.ProcessGroup):
         raise NotImplementedError
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllReduce(flatten(tensors), reduction(opts)))
+        settings = {} if opts is None else {"reduceOp": reduction(opts)}
+        return self.launch(Operation("allreduce", ([tensors] if isinstance(tensors, Tensor) else tensors,), settings))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllReduceCoalesced(list(tensors), reduction(opts)))
+        return self.launch(Operation("allreduce_coalesced", (list(tensors),), {"reduceOp": reduction(opts)}))
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> dist.Work:
         """`opts`: torch's BroadcastOptions, or the rank of the root."""
         start = root if root is not None else opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        return self.launch(ops.Broadcast(flatten(tensors), start, getattr(opts, "rootTensor", 0)))
+        settings = {"rootRank": start, "rootTensor": getattr(opts, "rootTensor", 0)}
+        return self.launch(Operation("broadcast", (flatten(tensors),), settings))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.Reduce(flatten(tensors), reduction(opts), getattr(opts, "rootRank", 0)))
+        settings = {"reduceOp": reduction(opts), "rootRank": getattr(opts, "rootRank", 0)}
+        return self.launch(Operation("reduce", (flatten(tensors),), settings))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllGather([list(out) for out in output_tensors], flatten(input_tensors)))
+        return self.launch(Operation("allgather", ([list(out) for out in output_tensors], flatten(input_tensors))))
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllGatherCoalesced([list(out) for out in output_lists], list(input_list)))
+        """outputs[rank][i] is rank's inputs[i]."""
+        return self.launch(Operation("allgather_coalesced", ([list(out) for out in output_lists], list(input_list))))
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllGatherSingle(flatten(outputs), flatten(inputs)))
+        """Each output is the inputs of all ranks, one after the other."""
+        outputs, inputs = flatten(outputs), flatten(inputs)
+        if len(inputs) == 1:
+            return self.launch(Operation("_allgather_base", (outputs[0], inputs[0])))
+        return self.launch(Operation("allgather_into_tensor_coalesced", (outputs, inputs)))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        outputs = [list(out) for out in output_tensors]
-        return self.launch(ops.Gather(outputs, flatten(input_tensors), getattr(opts, "rootRank", 0)))
+        """Outputs are empty but at the root."""
+        outputs, settings = [list(out) for out in output_tensors], {"rootRank": getattr(opts, "rootRank", 0)}
+        return self.launch(Operation("gather", (outputs, flatten(input_tensors)), settings))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        inputs = [list(part) for part in input_tensors]
-        return self.launch(ops.Scatter(flatten(output_tensors), inputs, getattr(opts, "rootRank", 0)))
+        """Inputs are empty but at the root."""
+        inputs, settings = [list(part) for part in input_tensors], {"rootRank": getattr(opts, "rootRank", 0)}
+        return self.launch(Operation("scatter", (flatten(output_tensors), inputs), settings))
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        inputs = [list(part) for part in input_tensors]
-        return self.launch(ops.ReduceScatter(flatten(output_tensors), inputs, reduction(opts)))
+        inputs, settings = [list(part) for part in input_tensors], {"reduceOp": reduction(opts)}
+        return self.launch(Operation("reduce_scatter", (flatten(output_tensors), inputs), settings))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.ReduceScatterSingle(flatten(outputs), flatten(inputs), reduction(opts)))
+        """Each rank's output is its part of the sum of the inputs."""
+        outputs, inputs, settings = flatten(outputs), flatten(inputs), {"reduceOp": reduction(opts)}
+        if len(inputs) == 1:
+            return self.launch(Operation("_reduce_scatter_base", (outputs[0], inputs[0]), settings))
+        return self.launch(Operation("reduce_scatter_tensor_coalesced", (outputs, inputs), settings))
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(ops.AllToAll(list(output_tensors), list(input_tensors)))
+        return self.launch(Operation("alltoall", (list(output_tensors), list(input_tensors))))
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (), opts: Any = None
     ) -> dist.Work:
+        """Splits: rows from and to each rank; empty: equal parts."""
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
-        return self.launch(ops.AllToAllSingle([output], [input], *splits))
+        return self.launch(Operation("alltoall_base", (output, input, *splits)))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        return self.launch(ops.Barrier())
+        return self.launch(Operation("barrier"))
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 (torch's name)
-        return self.launch(ops.Send(flatten(tensors), dstRank, tag))
+        return self.launch(Operation("send", (flatten(tensors), dstRank, tag)))
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
-        return self.launch(ops.Receive(flatten(tensors), srcRank, tag))
+        return self.launch(Operation("recv", (flatten(tensors), srcRank, tag)))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        return self.launch(ops.Receive(flatten(tensors), None, tag))
+        return self.launch(Operation("recv_anysource", (flatten(tensors), tag)))
 
     _allgather_base = all_gather_single = all_gather_single_coalesced = allgather_into_tensor_coalesced
     _reduce_scatter_base = reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
+
+
+class GroupWork(dist.Work):
+    """Ends once: with the operation (when its tensors are complete in memory, on a GPU too), with its failure, or when the group is given
+    up. `wait` blocks the calling thread and no stream, so whoever waits can be woken. `outputs`: the tensors that hold the result."""
+
+    def __init__(self, name: str, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self.name, self.started_s = name, time.monotonic()
+        self._outputs = outputs
+        devices = {tensor.device for tensor in outputs if tensor.is_cuda}
+        self._future: Future[Any] = Future(devices=sorted(devices, key=str))
+        self._claim = threading.Lock()
+        self._ended = ended = threading.Event()
+        self._future.add_done_callback(lambda _: ended.set())  # the first of its callbacks: others may call wait
+        self._error: Exception | None = None
+        self._source = -1
+
+    def end(self, error: Exception | None, source: int = -1) -> bool:
+        """The first call counts: whether this was it."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self._error, self._source = error, source
+        if error is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(error)
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit)."""
+        limit_s = timeout.total_seconds()
+        if not self._ended.wait(limit_s if limit_s > 0 else None):
+            raise TimeoutError(f"{self.name} has not ended after {limit_s:g} s")
+        if self._error is not None:
+            raise type(self._error)(*self._error.args) from self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """A future of the output tensors, set when they are complete in memory: a read after that, on any stream, sees the result."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def source_rank(self) -> int:
+        """The sender of a received message; -1 for every other operation."""
+        return self._source
+
+    _source_rank = source_rank
+
+
+# ------------------------------------------------------------------------------------------------ generations
+
+
+class Generation:
+    """One life of a process group, from the moment it stands until it is given up, and its works under way, the oldest first. The first
+    failure is the generation's: what is asked afterwards fails at once with it. What is under way may still complete, for a complete sum
+    counts. torch's timeouts are off; `limit_s` is kept here."""
+
+    def __init__(self, engine: Engine, limit_s: float) -> None:
+        self.lock = threading.RLock()  # the end of a work may ask for the next operation
+        self.engine: Engine | None = engine  # until it is given up
+        self.error: Exception | None = None
+        self.works: dict[GroupWork, None] = {}
+        self.first_work = threading.Condition(self.lock)
+        self._limit_s = limit_s
+        self._watch = threading.Thread(target=self._keep_limit, name="ft-group-limit", daemon=True)
+        self._watch.start()
+
+    def ended(self, work: GroupWork, error: Exception | None, source: int = -1) -> None:
+        if error is not None and not isinstance(error, GroupError):
+            error = GroupError(f"{work.name}: {error}")  # without the traceback, which would keep the group alive
+        with self.lock:
+            self.works.pop(work, None)
+            self.error = self.error or error
+        work.end(error, source)
+
+    def interrupt(self, error: Exception) -> None:
+        """Wakes everybody. What is under way ends, and nothing can be started; the engine, which may still be at work on the tensors, stays
+        until it is given up."""
+        with self.lock:
+            engine, self.error = self.engine, self.error or error
+            works, self.works = list(self.works), {}
+        for work in works:
+            work.end(error)
+        if engine is not None:
+            engine.wake()
+
+    def give_up(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
+        """Wakes everybody, and hands the engine to the reaper. To be called once."""
+        self.interrupt(Abandoned(reason))
+        with self.lock:
+            engine, self.engine = self.engine, None
+            self.first_work.notify()
+        assert engine is not None
+        reaper.take(partial(_end, [engine], self._watch), f"given up: {reason}", then)
+
+    def _keep_limit(self) -> None:
+        while True:
+            with self.lock:
+                if self.engine is None:
+                    return
+                oldest = next(iter(self.works), None)
+                left_s = None if oldest is None else oldest.started_s + self._limit_s - time.monotonic()
+                if oldest is None or left_s is None or left_s > 0:
+                    self.first_work.wait(left_s)
+                    continue
+            # The engine is woken, too: this process may wait for it itself, as a child that is stopped takes no more commands.
+            self.interrupt(GroupError(f"{oldest.name} has not ended after {self._limit_s:g} s"))
+            del oldest
+
+
+def _end(only: list[Engine], watch: threading.Thread) -> None:
+    engine = only.pop()
+    engine.end()
+    del engine
+    watch.join()
+
+
+class Reaper:
+    """Ends generations that were given up, off the thread that gave them up: torch's threads may still write into their buffers, and who
+    drops a group waits for these. Each is ended in a thread of its own. An end that does not come (a driver that hangs) is counted: past
+    `most`, the process has to exit, since neither memory nor sockets come back."""
+
+    def __init__(self, most: int = MOST_ENDING) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self._pending: dict[int, str] = {}
+        self._count = 0
+
+    def take(self, end: Callable[[], None], what: str, then: Callable[[], None] | None = None) -> None:
+        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once.
+
+        The caller keeps no reference to the group: the last one is dropped in that thread.
+        """
+        with self._changed:
+            self._count += 1
+            number = self._count
+            self._pending[number] = what
+        threading.Thread(target=self._end, args=(number, end, then), name=f"ft-reaper-{number}", daemon=True).start()
+
+    @property
+    def pending(self) -> int:
+        with self._changed:
+            return len(self._pending)
+
+    def check(self, limit_s: float = 0.0) -> None:
+        """Raises MustExit when more than `most` generations have not ended, nor do within the limit."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._pending) <= self._most, limit_s):
+                raise MustExit(
+                    f"{len(self._pending)} generations were given up and have not ended, more than {self._most}: this process must "
+                    f"exit ({'; '.join(self._pending.values())})"
+                )
+
+    def wait(self, limit_s: float) -> bool:
+        """Waits until all have ended; False: some have not within the limit."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, limit_s)
+
+    def _end(self, number: int, end: Callable[[], None], then: Callable[[], None] | None) -> None:
+        try:
+            end()
+        except Exception:
+            # It stays pending: nobody knows what it still holds.
+            log.exception("the end of a generation failed: %s", self._pending[number])
+            return
+        del end
+        try:
+            if then is not None:
+                then()
+        finally:
+            with self._changed:
+                del self._pending[number]
+                self._changed.notify_all()
+
+
+# ------------------------------------------------------------------------------------------------ the group
 
 
 class ProcessGroup(Collectives):
@@ -130,8 +436,6 @@ class ProcessGroup(Collectives):
         self._why_none: Exception = GroupError("the group was never configured")
         self._rank, self._size = 0, 1
         self._registered = self._torch_name = self._torch_text = ""
-
-    # ------------------------------------------------------------------------------------------------ the Manager's face
 
     def prepare(self) -> None:
         """Waits for what forming needs of this machine alone, such as an import of torch in a child process. `configure` does so itself,
@@ -173,8 +477,10 @@ class ProcessGroup(Collectives):
         try:
             generation = Generation(group_init.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
         except RendezvousFailed as error:
-            self._why_none = error
-            self._drop_group_init(group_init)
+            with self._state:
+                self._forming, self._why_none = None, error
+            group_init.give_up("it failed")
+            self.reaper.take(group_init.end, f"did not form: {error}")
             raise
         with self._state:
             self._forming, stands = None, not group_init.given_up.is_set()
@@ -183,6 +489,10 @@ class ProcessGroup(Collectives):
         if not stands:  # abandoned in the last moment
             generation.give_up("abandoned while it formed", self.reaper, None)
             raise RendezvousFailed("abandoned while it formed")
+
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        """Meets the others and connects; in a thread. Whatever it may block on is named to group_init.at_giving_up before."""
+        raise NotImplementedError
 
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
         """Wakes every wait on this group, to form or to finish, with the reason; peers that wait for it see a closed connection.
@@ -211,7 +521,7 @@ class ProcessGroup(Collectives):
         if group_init is not None:
             group_init.give_up(reason)
         if generation is not None:
-            generation.interrupt(reason)
+            generation.interrupt(Abandoned(reason))
 
     def errored(self) -> Exception | None:
         """Why operations would fail: the first failure, or that there is no generation. None: it is of use."""
@@ -219,12 +529,26 @@ class ProcessGroup(Collectives):
             return self._generation.error if self._generation is not None else self._why_none
 
     def launch(self, operation: Operation) -> dist.Work:
+        """Never raises, and never waits for a peer: a failure is the work's."""
+        work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
         with self._state:
-            generation, error = self._generation, self._why_none
-        if generation is not None:
-            return generation.start(operation)
-        work = GroupWork(operation)
-        work.end(error)
+            generation, why_none = self._generation, self._why_none
+        if generation is None:
+            work.end(why_none)
+            return work
+        with generation.lock:
+            engine, error = generation.engine, generation.error
+            if engine is not None and error is None:
+                generation.works[work] = None
+                if len(generation.works) == 1:
+                    generation.first_work.notify()
+        if engine is None or error is not None:
+            work.end(error or Abandoned("the group was given up"))
+            return work
+        try:
+            engine.start(operation, partial(generation.ended, work))
+        except Exception as failure:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)
+            generation.ended(work, failure)
         return work
 
     @property
@@ -232,14 +556,18 @@ class ProcessGroup(Collectives):
         """time.monotonic() at which the wait for other members began that goes on now: to form, or for the oldest operation under way; None
         where there is none."""
         with self._state:
-            if self._forming is not None:
-                return self._forming.began_s
-            return self._generation.waits_since_s if self._generation is not None else None
+            forming, generation = self._forming, self._generation
+        if forming is not None:
+            return forming.began_s
+        if generation is None:
+            return None
+        with generation.lock:
+            return min((work.started_s for work in generation.works), default=None)
 
     def pending(self) -> int:
         """Operations under way."""
         with self._state:
-            return self._generation.pending if self._generation is not None else 0
+            return len(self._generation.works) if self._generation is not None else 0
 
     def shutdown(self, limit_s: float = 30.0) -> None:
         """Abandons it, and waits until all generations have ended, at most limit_s. Raises MustExit when some have not."""
@@ -249,16 +577,6 @@ class ProcessGroup(Collectives):
 
     def abort(self) -> None:
         self.abandon("aborted")
-
-    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        """Meets the others and connects; in a thread. Whatever it may block on is named to group_init.at_giving_up before."""
-        raise NotImplementedError
-
-    def _drop_group_init(self, group_init: GroupInit) -> None:
-        with self._state:
-            self._forming = None
-        group_init.give_up("it failed")
-        self.reaper.take(group_init.end, f"did not form: {self._why_none}")
 
     # ------------------------------------------------------------------------------------------------ torch's face
 
@@ -287,8 +605,6 @@ class ProcessGroup(Collectives):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return self._registered or self.KIND
 
-    _get_backend_name = getBackendName
-
     def setGroupName(self, name: str) -> None:  # noqa: N802 (torch keeps names in backends, which this has none of)
         self._torch_name = name
 
@@ -301,8 +617,35 @@ class ProcessGroup(Collectives):
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._torch_text
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _get_backend_name, _set_group_name, _set_group_desc = getBackendName, setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._size})"
+
+
+# ------------------------------------------------------------------------------------------------ for the engines
+
+
+def failure_of(wait: Callable[[], Any]) -> Exception | None:
+    """Returns the error without its traceback, whose frames hold the group, without the source line in front, and without the advice and
+    the stack of C++ behind; None where there is none."""
+    try:
+        wait()
+    except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)
+        message = str(error).split("\nException raised from", 1)[0].split(" This is typically caused", 1)[0]
+        return GroupError(re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", message))
+    return None
+
+
+def source_of(work: dist.Work, operation: Operation) -> int:
+    return work._source_rank() if operation.method == "recv_anysource" else -1
+
+
+def group_of(backend: Any, name: str, device: str, rank: int, size: int) -> dist.ProcessGroup:
+    """torch's ProcessGroup around one backend: it knows all the names that collectives have."""
+    group = dist.ProcessGroup(c10d.HashStore(), rank, size)
+    kind = getattr(dist.ProcessGroup.BackendType, name.upper())
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, backend)
+    return group

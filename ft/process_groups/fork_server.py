@@ -2,6 +2,7 @@
 
 A process that trains has one fork server, started when its first group of children is made and kept until its end, so that no generation
 waits for an import. A child's end is certain: Child.kill sends SIGKILL through a descriptor, never to a successor of its number.
+multiprocessing's fork server is none for this: it has no spare child, its children outlive it, and one that is stopped holds its caller.
 """
 
 from __future__ import annotations
@@ -11,28 +12,85 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ft.children import unsignalled
-from ft.process_groups.baby_worker import BURY, FORK, READY
-from ft.process_groups.channel import Channel
 from ft.process_groups.errors import GroupError
-from ft.process_groups.group_init import PREPARE_S
 
-_ROOT = Path(__file__).resolve().parents[2]
+FORK, BURY, READY = b"fork", b"bury", b"ready"
 ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
+PREPARE_S = 300.0  # the longest that it may take to import torch
+MOST_DESCRIPTORS = 8  # of one message
+_HEAD = struct.Struct("<I")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Channel:
+    """Whole messages both ways over a Unix socket, each with its descriptors. One thread receives; any may send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+
+    @staticmethod
+    def pair() -> tuple[Channel, socket.socket]:
+        """One end as a channel, the other for the child."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Channel(ours), theirs
+
+    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Raises OSError when the other end is gone. Descriptors are duplicated, and remain the caller's."""
+        assert len(descriptors) <= MOST_DESCRIPTORS
+        with self._sending:
+            head = _HEAD.pack(len(message))
+            if descriptors:
+                socket.send_fds(self._socket, [head], list(descriptors))
+            self._socket.sendall(message if descriptors else head + message)
+
+    def receive(self) -> tuple[bytes, list[int]] | None:
+        """The next message and its descriptors, which are the caller's to close; None when the other end is gone."""
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, MOST_DESCRIPTORS)
+            head += self._exactly(_HEAD.size - len(head)) if head else b""
+            return (self._exactly(*_HEAD.unpack(head)), descriptors) if head else None
+        except (EOFError, OSError):
+            return None
+
+    def waits(self, limit_s: float) -> bool:
+        """Waits until something can be received or the other end is gone; False: neither within the limit."""
+        poll = select.poll()  # not select, which knows no descriptors from 1024 on
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * limit_s))
+
+    def hang_up(self) -> None:
+        """Wakes the thread that receives, at both ends."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._socket.recv(count - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
 
 
 class Child:
     """A forked child, and the channel to it."""
 
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
-        self.pid, self.channel = pid, channel
-        self.fork_server = fork_server
+        self.pid, self.channel, self.fork_server = pid, channel, fork_server
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         self._lock = threading.Lock()
         self._closed = False
@@ -71,9 +129,11 @@ class Child:
 
 
 class ForkServer:
-    """The parent's end of one process that forks children. If it dies, or is stopped, the next call starts another."""
+    """The parent's end of one fork server. If that dies, or does not answer within answer_s because it is stopped, it is ended, and its
+    children with it; the next call starts another."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
         self._lock = threading.Lock()  # of the conversation with it
         self._control: Channel | None = None
         self._ready = False  # torch is imported there
@@ -94,81 +154,67 @@ class ForkServer:
                 control = self._start()
                 message = control.receive() if control.waits(PREPARE_S) else None
                 self._ready = message is not None and message[0] == READY
-                if not self._ready:  # it has died, or is stopped
+                if not self._ready:
                     self._stop()
             raise GroupError("no fork server for child processes: it dies, or stops, before it has imported torch")
 
     def child(self) -> Child:
-        """A new one: the spare, else it is forked now; where the fork server has died it is started again first."""
+        """A new one: the spare, else it is forked now. Raises GroupError."""
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()
             with theirs, self._lock:
-                answer = self._ask_for_child(theirs.fileno())
-            if answer is not None:
-                return Child(int(answer), ours, self)
+                control = self._control
+                if control is not None:
+                    with suppress(OSError):
+                        control.send(FORK, [theirs.fileno()])
+                    answer = control.receive() if control.waits(self._answer_s) else None
+                    if answer is not None:
+                        return Child(int(answer[0]), ours, self)
+                    self._stop()
             ours.close()
         raise GroupError("no child process: the fork server dies at once, or does not answer")
 
     def reap(self) -> None:
         """The fork server takes leave of children that have ended."""
-        with self._lock:
+        with self._lock, suppress(OSError):
             if self._control is not None:
-                with suppress(OSError):
-                    self._control.send(BURY)
+                self._control.send(BURY)
 
     def close(self) -> None:
         """Ends it, and with it all children. May be called twice; `child` starts it again."""
         with self._lock:
             self._stop()
 
-    def _ask_for_child(self, theirs: int) -> bytes | None:
-        """Its number; None when the fork server has died, or does not answer: one that is stopped is ended, and its children with it."""
-        if self._control is None:
-            return None
-        with suppress(OSError):
-            self._control.send(FORK, [theirs])
-        answer = self._control.receive() if self._control.waits(ANSWER_S) else None
-        if answer is None:
-            self._stop()
-            return None
-        return answer[0]
-
     def _start(self) -> Channel:
-        if self._control is not None:
-            return self._control
-        self._control, theirs = Channel.pair()
-        started = threading.Event()
-        # Linux kills the fork server when the thread that started it ends: so that thread stays.
-        threading.Thread(target=self._keep, args=(theirs, started), name="ft-fork-server", daemon=True).start()
-        started.wait()
+        if self._control is None:
+            self._control, theirs = Channel.pair()
+            started = threading.Event()
+            # Linux kills the fork server when the thread that started it ends: so that thread stays.
+            threading.Thread(target=self._keep, args=(theirs, started), name="ft-fork-server", daemon=True).start()
+            started.wait()
         return self._control
 
     def _keep(self, theirs: socket.socket, started: threading.Event) -> None:
-        with theirs:
-            try:
-                self._process = process = self._spawn(theirs.fileno())
-                self.pid = process.pid
-            finally:
-                started.set()
-        process.wait()
-
-    @staticmethod
-    def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+        descriptor = theirs.fileno()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with unsignalled():  # it is killed with its generation, or when this process ends, and by nobody else
-            return subprocess.Popen(
-                [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                cwd=_ROOT,  # `-m` looks there first
-                env={
-                    **os.environ,
-                    "PYTHONPATH": path,
-                    "OMP_NUM_THREADS": "1",
-                    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
-                },
-            )
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
+        try:
+            with (
+                theirs,
+                unsignalled(),
+            ):  # it is killed with its generation, or when this process ends, and by nobody else
+                self._process = process = subprocess.Popen(
+                    [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
+                    pass_fds=[descriptor],
+                    stdin=subprocess.DEVNULL,
+                    cwd=_ROOT,  # `-m` looks there first
+                    env={**os.environ, **own},
+                )
+            self.pid = process.pid
+        finally:
+            started.set()
+        process.wait()
 
     def _stop(self) -> None:
         self._ready = False

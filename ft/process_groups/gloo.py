@@ -1,7 +1,7 @@
 """torch's gloo in this process: formed where it can be woken, and ended without a thread left behind.
 
 Its own ways of ending do not do: abort wakes nobody, and dropping a group waits for all that is pending in it. So its sockets are ended
-(sockets.py), in an order that its code leaves no gap in.
+(sockets.py), in an order that its code leaves no gap in. baby.py's child forms it the same way, and is killed instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from ft.process_groups import sockets
-from ft.process_groups.base import NEVER
+from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
-from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.operations import Operation, failure_of, group_of, source_of
-from ft.process_groups.rendezvous import Rendezvous
+from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous
 from ft.process_groups.sockets import Address
 
 _Task = tuple[list[dist.Work], Operation, Ended]
@@ -41,23 +40,45 @@ NO_TAG = (1 << 31) - 1  # of a message that nobody sends
 log = logging.getLogger("pharos.group")
 
 
+class ProcessGroupGloo(ProcessGroup):
+    """gloo in this process. `interface`: its network interface, such as eth0; by default the one that leads to the store."""
+
+    KIND = "ft_gloo"
+
+    def __init__(
+        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
+    ) -> None:
+        if not sockets.can_be_found():
+            raise RuntimeError("in-process gloo needs /proc to find its sockets: use ProcessGroupBabyGloo here")
+        super().__init__(timeout, rendezvous_s=rendezvous_s)
+        self.interface = interface
+
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        rendezvous = Rendezvous(group_init, store, rank, size, self.rendezvous_s)
+        return form_gloo(rendezvous, self.interface, timedelta(seconds=self.timeout_s + 1))
+
+
 def form_gloo(
-    group_init: GroupInit, rendezvous: Rendezvous, interface: str | None, backstop: timedelta = NEVER
+    rendezvous: Rendezvous,
+    interface: str | None,
+    backstop: timedelta = NEVER,
+    *,
+    kind: Any = c10d.ProcessGroupGloo,
+    listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
     """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer.
 
     `backstop`: after which a thread of gloo that nobody can wake ends by itself. There is such a case: when a connection is reset while
     gloo's own thread answers to a receiver's word, it forgets to fail that send, and who waits for it waits on.
     """
-    kind: Any = c10d.ProcessGroupGloo
     before = _threads_of_gloo()
     if sockets.can_be_found():
-        device, near = sockets.listening_ends(lambda: _gloo_device(interface, rendezvous.host))
+        device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.host))
     else:
         device, near = _gloo_device(interface, rendezvous.host), set()  # in a child: it is killed, not woken
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
-    group_init.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
+    rendezvous.group_init.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
@@ -88,6 +109,26 @@ def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
 
+class Stranded:
+    """Counts groups of gloo that have a thread which waits for nothing: each is dropped when that has met its backstop."""
+
+    def __init__(self, most: int) -> None:
+        self._places = threading.BoundedSemaphore(most)
+
+    def take(self, only: list[Any]) -> None:
+        """Raises MustExit where there are too many."""
+        if not self._places.acquire(blocking=False):
+            raise MustExit("too many groups of gloo have left threads behind")
+        threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
+
+    def _drop(self, only: list[Any]) -> None:
+        only.clear()  # joins torch's threads
+        self._places.release()
+
+
+STRANDED = Stranded(MOST_STRANDED)  # of this process
+
+
 class GlooEngine:
     """Woken in an order that leaves hardly anybody behind. When a connection ends, gloo fails what waits for it, but forgets a send that it
     could not write and a message that it has read half of: whoever waits for one waits until the backstop. So its connections are held
@@ -96,9 +137,19 @@ class GlooEngine:
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
 
-    def __init__(self, native: dist.ProcessGroup, near: set[Address], far: set[Address], threads: set[int]) -> None:
+    def __init__(
+        self,
+        native: dist.ProcessGroup,
+        near: set[Address],
+        far: set[Address],
+        threads: set[int],
+        *,
+        stranded: Stranded = STRANDED,
+        end_s: float = END_S,
+    ) -> None:
         self._native: dist.ProcessGroup | None = native
-        self._near, self._far, self._threads = near, far, threads
+        self.near, self.far, self._threads = near, far, threads
+        self._stranded, self._end_s = stranded, end_s
         self._waiters = _Waiters()
         self._news = threading.Condition()
         self._open = 0  # works that have not ended
@@ -130,7 +181,7 @@ class GlooEngine:
 
     def wake(self) -> None:
         with self._news:
-            if not self._near or self._cutting is not None:
+            if not self.near or self._cutting is not None:
                 return
             self._cutting = threading.Thread(target=self._cut, name="ft-gloo-cut", daemon=True)
         self._cutting.start()
@@ -141,13 +192,13 @@ class GlooEngine:
             self._is_cut.wait()
         only, self._native = [self._native], None
         with self._news:
-            ended = self._news.wait_for(lambda: self._open == 0, END_S)
+            ended = self._news.wait_for(lambda: self._open == 0, self._end_s)
         while not ended and self._cutting is not None:
             if _sleep(self._threads | self._waiters.busy):
-                _stranded.take(only)
+                self._stranded.take(only)
                 return
             with self._news:
-                ended = self._news.wait_for(lambda: self._open == 0, END_S)
+                ended = self._news.wait_for(lambda: self._open == 0, self._end_s)
         only.clear()  # joins torch's threads
 
     def _count_down(self) -> None:
@@ -166,13 +217,15 @@ class GlooEngine:
             sockets.end(held, socket.SHUT_RDWR)
         finally:
             self._is_cut.set()
-        threading.Thread(target=_linger, args=(held,), name="ft-gloo-linger", daemon=True).start()
+        time.sleep(LINGER_S)
+        for sock in held:
+            sock.close()
 
     def _held(self) -> list[socket.socket]:
         """All of its connections. Where no descriptors are left it waits for some: else no peer would hear of the end."""
         for tries in itertools.count():
             with suppress(OSError):
-                return sockets.held(near=self._near, far=self._far)
+                return sockets.held(near=self.near, far=self.far)
             if not tries:
                 log.warning(
                     "no descriptors are left: the connections of a group that was given up are ended once there are some"
@@ -189,12 +242,6 @@ def _fail_all(native: dist.ProcessGroup) -> None:
         ):  # that nothing has come; or that this connection has ended, and another one has to serve
             if peer != native.rank():
                 native.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
-
-
-def _linger(held: Sequence[socket.socket]) -> None:
-    time.sleep(LINGER_S)
-    for sock in held:
-        sock.close()
 
 
 def _sleep(threads: set[int]) -> bool:
@@ -220,30 +267,6 @@ def _threads_of_gloo() -> set[int]:
             if "gloo" in path.read_text():
                 found.add(int(path.parent.name))
     return found
-
-
-class _Stranded:
-    """Groups of gloo that have a thread which waits for nothing: each is dropped when that has met its backstop."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def take(self, only: list[Any]) -> None:
-        """Raises MustExit where there are too many."""
-        with self._lock:
-            if self.count >= MOST_STRANDED:
-                raise MustExit(f"{self.count} groups of gloo have left threads behind")
-            self.count += 1
-        threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
-
-    def _drop(self, only: list[Any]) -> None:
-        only.clear()  # joins torch's threads
-        with self._lock:
-            self.count -= 1
-
-
-_stranded = _Stranded()
 
 
 class _Waiters:

@@ -13,20 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
-from ft.device import device_thread
-from ft.process_groups.base import NEVER
+from ft.device import current_device, device_thread
+from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
-from ft.process_groups.group_init import Ended, Engine, GroupInit
-from ft.process_groups.operations import AllReduce, Operation, failure_of, group_of, source_of
-from ft.process_groups.rendezvous import Rendezvous
+from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
 POLL_S = 0.0005  # between looks at the GPU's progress
+NATIVE: Any = getattr(c10d, "ProcessGroupNCCL", None)  # None where torch is built without NCCL
 
 # In force while ProcessGroupNCCL is constructed, in this process and in a child. Lines are those of ProcessGroupNCCL.hpp of torch 2.13.0,
 # functions those of ProcessGroupNCCL.cpp (torch/csrc/distributed/c10d).
@@ -47,6 +49,22 @@ CONSTRUCTOR_SETTINGS = {
 }
 
 
+class ProcessGroupNCCL(ProcessGroup):
+    """NCCL in this process. `timeout` is kept by this process; NCCL's own watchdog is off. `device`: by default the current one of the
+    thread that makes the group. A generation is formed in another thread, and in CUDA each thread begins with device 0."""
+
+    KIND = "ft_nccl"
+
+    def __init__(
+        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, device: int | None = None
+    ) -> None:
+        super().__init__(timeout, rendezvous_s=rendezvous_s)
+        self.device = current_device() if device is None else device
+
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        return form_nccl(Rendezvous(group_init, store, rank, size, self.rendezvous_s), self.device)
+
+
 def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
     """Environment of a trainer with such a group (config.py's GroupKind) before its default group is made.
 
@@ -64,24 +82,32 @@ def nonblocking_settings(rendezvous_s: float) -> dict[str, str]:
     return {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(rendezvous_s))}
 
 
-def form_nccl(group_init: GroupInit, rendezvous: Rendezvous, number: int | None) -> Engine:
+def form_nccl(
+    rendezvous: Rendezvous,
+    number: int | None,
+    *,
+    kind: Any = NATIVE,
+    group_of: Callable[..., dist.ProcessGroup] = group_of,
+) -> Engine:
     """The engine of an NCCL group on the CUDA device of that number, once all are there and a first sum has ended."""
-    if number is None or not dist.is_nccl_available():
+    if number is None or kind is None:
         raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     rendezvous.gather(device.index)
-    options = c10d.ProcessGroupNCCL.Options()
+    options = kind.Options()
     options._timeout = NEVER
     options.config.blocking = 0
     os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):
-        backend = c10d.ProcessGroupNCCL(rendezvous.store, rendezvous.rank, rendezvous.size, options)
-    group_init.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
+        backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
+    rendezvous.group_init.at_giving_up(
+        lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start()
+    )
     backend.eager_connect_single_device(device)
     engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, number)
     try:
-        _sum_once(engine, group_init, rendezvous, device)
+        _sum_once(engine, rendezvous, device)
     except BaseException:
         engine.wake()
         engine.end()
@@ -89,7 +115,7 @@ def form_nccl(group_init: GroupInit, rendezvous: Rendezvous, number: int | None)
     return engine
 
 
-def _sum_once(engine: Engine, group_init: GroupInit, rendezvous: Rendezvous, device: torch.device) -> None:
+def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
     """torch connects when a communicator is first used, and whoever uses it waits with its mutex, which `abort` wants, too. So that is this
     thread, which nobody waits for and which holds no lock of ours. On a stream of its own: what trains may be queued on the other for
     long. Raises RendezvousFailed."""
@@ -99,9 +125,9 @@ def _sum_once(engine: Engine, group_init: GroupInit, rendezvous: Rendezvous, dev
         errors.append(error)
         over.set()
 
-    group_init.at_giving_up(over.set)
+    rendezvous.group_init.at_giving_up(over.set)
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        engine.start(AllReduce([torch.ones(1, device=device)]), ended)
+        engine.start(Operation("allreduce", ([torch.ones(1, device=device)],)), ended)
         over.wait(rendezvous.left_s())
     if not errors:
         raise RendezvousFailed(f"a first sum has not ended within {rendezvous.limit_s:g} s")

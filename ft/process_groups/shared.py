@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -24,14 +24,18 @@ from ft.process_groups.errors import GroupError
 
 LEAST_BYTES = 4096
 _map: Any = UntypedStorage  # its stubs miss what torch.multiprocessing calls
-Announce = Callable[
-    [int, int, int], None
-]  # number, bytes, descriptor: the child is to map that memory under that number
-Export = tuple[
-    Any, ...
-]  # what UntypedStorage._share_cuda_ gives and _new_shared_cuda takes: device, handle, bytes, offset in bytes,
-_COUNTER = slice(4, 6)  # the file of its counter and the place in it, event, whether to wait for the event
+_settings_lock = threading.Lock()
+# What UntypedStorage._share_cuda_ gives and _new_shared_cuda takes: device, handle, bytes, offset in bytes, the file of its counter and the
+# place in it, event, whether to wait for the event.
+Export = tuple[Any, ...]
+_COUNTER = slice(4, 6)
 _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandleType of CUDACachingAllocator.cpp; "e": expandable
+
+
+class Tell(Protocol):
+    """Sends a command to the child (a method of SharedPoolClient's, or baby.py's ChildGroup), with descriptors as its last arguments."""
+
+    def __call__(self, command: str, arguments: tuple[Any, ...], descriptors: Sequence[int] = ()) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,8 @@ def empty(
     if torch.device(device).type == "cuda":
         with plain_segments():
             return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty(0, dtype=dtype).set_(
-        _memory(math.prod(shape) * dtype.itemsize), 0, torch.Size(shape), _strides(shape)
-    )
+    memory = _memory(math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(memory, 0, torch.Size(shape), strides(shape))
 
 
 @contextmanager
@@ -67,34 +70,20 @@ def plain_segments() -> Iterator[None]:
     which harms nobody. torch's allocator gives out no free block of an expandable segment then (get_free_block of
     CUDACachingAllocator.cpp); a MemPool by itself takes them."""
     with _settings_lock:
-        settings = _allocator_settings()
-        if (plain := without_expandable_segments(settings)) == settings:
+        # As they are in force; as they were at the start where torch does not tell (2.11).
+        tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+        at_start = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        settings = str(tell()) if tell is not None else at_start
+        parts = settings.split(",")
+        if not any(part.replace(" ", "") == "expandable_segments:True" for part in parts):
             yield
             return
-        torch.cuda.memory._set_allocator_settings(plain)
+        rest = [part for part in parts if not part.strip().startswith("expandable_segments")]
+        torch.cuda.memory._set_allocator_settings(",".join([*rest, "expandable_segments:False"]))
         try:
             yield
         finally:
             torch.cuda.memory._set_allocator_settings(settings)
-
-
-_settings_lock = threading.Lock()
-
-
-def _allocator_settings() -> str:
-    """As they are in force; as they were at the start where torch does not tell (2.11)."""
-    if (tell := getattr(torch._C, "_accelerator_getAllocatorSettings", None)) is not None:
-        return str(tell())
-    return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-
-
-def without_expandable_segments(settings: str) -> str:
-    """PYTORCH_ALLOC_CONF with them turned off, where it turns them on."""
-    parts = settings.split(",")
-    if not any(part.replace(" ", "") == "expandable_segments:True" for part in parts):
-        return settings
-    rest = [part for part in parts if not part.strip().startswith("expandable_segments")]
-    return ",".join([*rest, "expandable_segments:False"])
 
 
 @dataclass
@@ -107,12 +96,10 @@ class PoolLease:
 
 
 class SharedPoolOwner:
-    """The parent's side, for one child."""
+    """The parent's side, for one child. `release` gives an export's count back."""
 
-    def __init__(
-        self, announce: Announce, announce_device: Callable[[int, Export], None], forget: Callable[[list[int]], None]
-    ) -> None:
-        self._announce, self._announce_device, self._forget = announce, announce_device, forget
+    def __init__(self, tell: Tell, release: Callable[..., None] = _map._release_ipc_counter) -> None:
+        self._tell, self._release = tell, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
         self._exports: dict[int, Export] = {}  # by number: what the child has mapped, and has not said to have dropped
@@ -122,19 +109,28 @@ class SharedPoolOwner:
 
     def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
         """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
+        shape = tuple(tensor.shape)
         if tensor.is_cuda and not tensor.numel():
-            return SharedTensor(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, tensor.device)
+            return SharedTensor(0, tensor.dtype, shape, tensor.stride(), 0, tensor.device)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
-            return SharedTensor(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.device)
-        buffer = self._buffer(tensor.numel() * tensor.element_size())
+            return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
+        count = (
+            tensor.numel() * tensor.element_size()
+        )  # rounded up to a power of two, or whole MiB: buffers are kept by size
+        size = (
+            -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << max(0, count - 1).bit_length())
+        )
+        with self._lock:
+            free = self._free.get(size)
+            buffer = free.pop() if free else _memory(size)
         lease.buffers.append(buffer)
-        copy = torch.empty(0, dtype=tensor.dtype).set_(buffer, 0, tensor.shape, _strides(tensor.shape))
+        copy = torch.empty(0, dtype=tensor.dtype).set_(buffer, 0, tensor.shape, strides(shape))
         if read:
             copy.copy_(tensor.detach())
         if written:
             lease.back.append((tensor.detach(), copy))
-        return SharedTensor(self._number(buffer), copy.dtype, tuple(copy.shape), copy.stride(), 0, copy.device)
+        return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
     def give_back(self, lease: PoolLease, *, complete: bool) -> None:
         """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed, which torch may still
@@ -161,28 +157,19 @@ class SharedPoolOwner:
             self._free.clear()
             self._known.clear()
         for export in exports:
-            _map._release_ipc_counter(*export[_COUNTER], device=export[0])
-
-    def _buffer(self, count: int) -> UntypedStorage:
-        size = (
-            max(LEAST_BYTES, 1 << max(0, count - 1).bit_length()) if count < 1 << 20 else -(-count // (1 << 20)) << 20
-        )
-        with self._lock:
-            free = self._free.get(size)
-            return free.pop() if free else _memory(size)
+            self._release(*export[_COUNTER], device=export[0])
 
     def _number(self, storage: UntypedStorage) -> int:
         with self._lock:
             gone = [address for address, (alive, _) in self._known.items() if alive.expired()]
             old = [self._known.pop(address)[1] for address in gone]
             known = self._known.get(storage.data_ptr())
-            if known is None:
-                known = self._introduce(storage)
+            number = self._introduce(storage) if known is None else known[1]
             if old:
-                self._forget(old)
-            return known[1]
+                self._tell("unmap", (old,))
+            return number
 
-    def _introduce(self, storage: UntypedStorage) -> tuple[reductions.StorageWeakRef, int]:
+    def _introduce(self, storage: UntypedStorage) -> int:
         if self._closed:
             raise GroupError("the child process is gone")
         self._count += 1
@@ -193,12 +180,12 @@ class SharedPoolOwner:
                     "a tensor for a child process lies in an expandable segment: allocate it by ProcessGroupBaby.empty, or turn these off "
                     "(PYTORCH_ALLOC_CONF=expandable_segments:False)"
                 )
-            self._announce_device(self._count, export)
+            self._tell("map_device", (self._count, export))
         else:
             descriptor, size = storage._share_fd_cpu_()  # the storage's own: not ours to close
-            self._announce(self._count, size, descriptor)
-        known = self._known[storage.data_ptr()] = reductions.StorageWeakRef(storage), self._count
-        return known
+            self._tell("map", (self._count, size), [descriptor])
+        self._known[storage.data_ptr()] = reductions.StorageWeakRef(storage), self._count
+        return self._count
 
 
 class SharedPoolClient:
@@ -207,19 +194,19 @@ class SharedPoolClient:
     def __init__(self) -> None:
         self._segments: dict[int, UntypedStorage] = {}
 
-    def add(self, number: int, size: int, descriptor: int) -> None:
+    def map(self, number: int, size: int, descriptor: int) -> None:
         """Maps the memory, and closes the descriptor."""
         try:
             self._segments[number] = _map._new_shared_fd_cpu(descriptor, size)
         finally:
             os.close(descriptor)
 
-    def add_device(self, number: int, export: Export) -> None:
+    def map_device(self, number: int, export: Export) -> None:
         """Maps the memory of a GPU."""
         torch.cuda._lazy_init()
         self._segments[number] = _map._new_shared_cuda(*export)
 
-    def drop(self, numbers: list[int]) -> None:
+    def unmap(self, numbers: list[int]) -> None:
         for number in numbers:
             del self._segments[number]
 
@@ -230,7 +217,7 @@ class SharedPoolClient:
         return made.set_(self._segments[place.segment], place.offset, place.shape, place.strides)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of that shape."""
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 

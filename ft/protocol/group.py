@@ -1,7 +1,5 @@
-"""The ranks of one group act as one: one call to the lighthouse, one outcome per vote, one role in the quorum.
-
-Runs in the group server, a process without torch. Between ranks and lighthouse: ranks' calls are joined into one, its answer is turned
-into each rank's part (plan.py); votes decide whatever determines which collective a rank enters next.
+"""The ranks of one group act as one: their calls are joined into one to the lighthouse, its answer is turned into each rank's part
+(plan.py), and votes decide whatever determines which collective a rank enters next. Runs in the group server, without torch.
 
 Where the rules leave a choice:
 - A verdict `failed` decides at once, for no commit is possible any more. `again` waits for all votes: what comes next, another attempt
@@ -18,9 +16,9 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Quorum, RankCall, Times, Vote
@@ -44,10 +42,8 @@ class GroupConfig:
 
 
 class Group:
-    """In: RankCall RankCancelled RankStream Vote AskMetadata, WantsToLeave SumsAwaited LighthouseAnswered/Failed/Refused/WantsRestore,
-    LighthouseSays, BeatAnswered, notices, Tick.
-    Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank LetRankGo AnswerVote NotifyRank TellWaits Metadata
-    EndGroup."""
+    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank LetRankGo AnswerVote NotifyRank
+    TellWaits Metadata EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
@@ -58,43 +54,80 @@ class Group:
         self._returns = 0
         self._away = False  # lost, and not all ranks have asked since: no stream is open
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
-        self._called_s = now_s  # when the newest question was put for the first time
-        self._answered_s = now_s  # when the last answered beat was sent
-        self._waiting: dict[int, RankCall] = {}
-        self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
-        self._round: dict[int, RankCall] = {}  # of these, what was answered last: by self.quorum, or
-        self._restores: int | None = None  # ... by the word to load a checkpoint, for this step was settled
-        self._goes = False  # ... or by the word to go
-        self._answered_as = ""  # the id that they were answered under
-        self._last_tick_s = now_s
-        self._joining_since_s: float | None = None  # some ranks have asked, not yet all
+        self._called_s = self._answered_s = (
+            now_s  # the newest question's first try, and when the last answered beat was sent
+        )
+        self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
+        self._metadata: dict[int, str] = {}
+        self._waiting: dict[int, RankCall] = {}
+        self._joining_since_s: float | None = None  # some ranks have asked, not yet all
+        self._asks_since_s: float | None = None  # all have, and there is no answer yet
+        self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
         self._calling: m.Call | None = None
         self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
-        self._metadata: dict[int, str] = {}
+        self._lighthouse_says = ""  # why it lets this group wait
+        self._round: dict[int, RankCall] = {}  # of the calls that were asked, those answered last: by self.quorum, or
+        self._restores: int | None = None  # ... by the word to load a checkpoint, for this step was settled
+        self._goes = False  # ... or by the word to go
+        self._answered_as = ""  # the id that they were answered under
         self._votes: dict[Ballot, dict[int, Vote]] = {}
         self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
         self._at = (0, 0)  # (step, attempt) of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
         self._held: Outcome | None = None  # decided, but the lighthouse has not been heard of for too long
+        self._held_since_s = 0.0
+        self._sums_since_s: float | None = None  # all ranks wait in a step's sums, or for their group's word on them
+        self._wants_to_leave = False
+        self._streams: set[int] = set()
         self._notices: list[Notice] = []  # of the current generation
         self._early: list[Notice] = []  # of a newer one
-        self._streams: set[int] = set()
-        self._asks_since_s: float | None = None  # all ranks have asked, and there is no answer yet
-        self._held_since_s = 0.0
-        self._sums_since_s: float | None = (
-            None  # all ranks wait in the sums of a step, or for their group's word on them
-        )
-        self._lighthouse_says = ""  # why it lets this group wait
-        self._told_waits_s = now_s
-        self._wants_to_leave = False
         self._out: list[Effect] = []
 
     def handle(self, event: Event, now_s: float) -> m.Out:
         self._out = []
-        _HANDLERS[type(event)](self, event, now_s)
+        match event:
+            case RankCall():
+                self._on_call(event, now_s)
+            case Vote():
+                self._on_vote(event, now_s)
+            case m.RankStream(rank, open=True):
+                self._streams.add(rank)
+                self._out += [m.NotifyRank(rank, notice) for notice in self._notices]
+            case m.RankStream(rank):
+                self._end(f"rank {rank} is gone")
+            case m.RankCancelled(rank):
+                self._waiting.pop(rank, None)
+                self._calling = self._calling if self._waiting else None
+            case m.AskMetadata(rank) if rank in self._metadata:
+                self._emit(m.Metadata(rank, self._metadata[rank]))
+            case m.AskMetadata(rank):
+                self._emit(m.FailRank(rank, "INVALID_ARGUMENT", "rank not found"))
+            case m.SumsAwaited(awaited):
+                self._sums_since_s = now_s if awaited else None
+            case m.WantsToLeave():
+                self._wants_to_leave, self.reason = True, "a rank was asked to leave"
+            case m.BeatAnswered(sent_s):
+                self._answered_s = max(self._answered_s, sent_s)
+                if self._held and not self._cut_off(now_s):
+                    self._decide(self._held)
+            case m.LighthouseAnswered():
+                self._on_answered(event)
+            case m.LighthouseRefused():
+                self._on_refused(event, now_s)
+            case m.LighthouseFailed(reason) if self._calling:
+                self._on_failed(self._calling, reason)
+            case m.LighthouseWantsRestore(settled) if self._calling:
+                self._answer_all(settled)
+                self.reason = f"a checkpoint has to be loaded: step {settled} was settled"
+            case m.LighthouseSays(reason) if self._calling:
+                self._lighthouse_says = self.reason = reason
+            case Notice():
+                self._on_notice(event)
+            case m.Tick():
+                self._on_tick(now_s)
         return m.Out(tuple(self._out), self.reason)
 
     @property
@@ -105,8 +138,7 @@ class Group:
     @property
     def is_idle(self) -> bool:
         """Nobody waits for anything here: a tick changes nothing."""
-        waits = self._joining_since_s, self._held, self._calling, self._sums_since_s
-        return all(one is None for one in waits)
+        return (self._joining_since_s, self._held, self._calling, self._sums_since_s) == (None,) * 4
 
     @property
     def absent(self) -> list[int]:
@@ -132,7 +164,7 @@ class Group:
             return
         self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
         self._waiting[rank] = event
-        if self._calling is not None:
+        if self._calling:
             self.reason = f"rank {rank} asked again; the lighthouse has been asked"
             return
         self.reason = f"{len(self._waiting)} of {size} ranks have asked for a quorum"
@@ -146,14 +178,12 @@ class Group:
             self._let_go()
             return
         calls = [self._asked[rank] for rank in sorted(self._asked)]
-        states = {(call.member.state, call.member.restored) for call in calls}
-        if len(states) > 1:
+        if len({(call.member.state, call.member.restored) for call in calls}) > 1:
             found = ", ".join(f"rank {c.group_rank}: step {c.member.step} {c.member.commit_id[:8]}" for c in calls)
             self._end(f"the ranks of this group hold different states ({found})")
             return
-        first = calls[0].member
         member = replace(
-            first,
+            calls[0].member,
             replica_id=self.replica_id,
             address=self.config.address,
             store_address=self.config.store_address,
@@ -163,12 +193,10 @@ class Group:
             commit_failures=max(c.member.commit_failures for c in calls),
             reconfigure_handles=tuple(h for c in calls for h in c.member.reconfigure_handles),
         )
-        failed = any(c.failed for c in calls)
         blame = tuple(sorted({other for c in calls for other in c.blame}))
+        known, failed = max(c.known for c in calls), any(c.failed for c in calls)
         self._number += 1
-        self._calling = m.Call(
-            member, "pharos", max(c.known for c in calls), failed, blame, calls[0].shape, self._number
-        )
+        self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].shape, self._number)
         self._tries, self._called_s = 0, now_s
         self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
         self.reason = "all ranks have asked: the lighthouse is asked"
@@ -177,12 +205,7 @@ class Group:
             self._emit(m.OpenStream(self.replica_id))
         self._emit(m.CallLighthouse(self._calling))
 
-    def _on_cancelled(self, event: m.RankCancelled, now_s: float) -> None:
-        self._waiting.pop(event.group_rank, None)
-        if not self._waiting:
-            self._calling = None
-
-    def _on_answered(self, event: m.LighthouseAnswered, now_s: float) -> None:
+    def _on_answered(self, event: m.LighthouseAnswered) -> None:
         quorum = event.quorum
         if event.times and (incompatible_timeouts := self.config.times.incompatible_timeouts(event.times)):
             self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(incompatible_timeouts))
@@ -221,27 +244,23 @@ class Group:
             self._answer(rank)
 
     def _answer(self, rank: int) -> None:
+        quorum = self.quorum
         if self._goes:
             self._emit(m.LetRankGo(rank))
-            return
-        if self._restores is not None:
+        elif self._restores is not None:
             self._emit(m.RestoreRank(rank, self._restores))
-            return
-        quorum = self.quorum
-        assert quorum is not None
-        known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
-        part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
-        self._emit(m.AnswerRank(rank, part))
+        elif quorum:
+            known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
+            part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
+            self._emit(m.AnswerRank(rank, part))
 
-    def _on_failed(self, event: m.LighthouseFailed, now_s: float) -> None:
-        if self._calling is None:
-            return
+    def _on_failed(self, call: m.Call, why: str) -> None:
         self._tries += 1
         if self.config.retries is None or self._tries <= self.config.retries:
-            self.reason = f"the lighthouse did not answer ({event.reason}); try {self._tries + 1}"
-            self._emit(m.CallLighthouse(self._calling, self.config.retry_s))
-            return
-        self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {event.reason}")
+            self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
+            self._emit(m.CallLighthouse(call, self.config.retry_s))
+        else:
+            self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
 
     def _on_refused(self, event: m.LighthouseRefused, now_s: float) -> None:
         if event.replica_id != self.replica_id:
@@ -270,19 +289,13 @@ class Group:
         self._away = self._calling is None
         self._emit(m.CloseStream() if self._away else m.OpenStream(self.replica_id))
         if self._held:
-            self._decide(replace(self._held, verdict="failed", reason=f"lost before the commit: {why}"))
+            self._fail_held(f"lost before the commit: {why}")
         elif self.quorum:
             self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, self.reason))
         if self._calling:
             member = replace(self._calling.member, replica_id=self.replica_id)
             self._calling, self._called_s = replace(self._calling, member=member), now_s
             self._emit(m.CallLighthouse(self._calling))
-
-    def _on_wants_restore(self, event: m.LighthouseWantsRestore, now_s: float) -> None:
-        if self._calling is None:
-            return
-        self._answer_all(event.settled)
-        self.reason = f"a checkpoint has to be loaded: step {event.settled} was settled"
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
         for rank in sorted(self._waiting):
@@ -340,26 +353,28 @@ class Group:
             reason=f"rank {worst.group_rank}: {worst.reason}" if worst.verdict != "yes" else "all ranks said yes",
             blame=tuple(sorted({other for vote in votes for other in vote.blame})),
         )
-        if outcome.kind == "commit" and outcome.verdict == "yes" and self._cut_off(now_s):
-            if self._away:  # no beat is answered before all ranks have asked anew
-                self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
-                return
+        if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._cut_off(now_s)):
+            self._decide(outcome)
+        elif self._away:  # no beat is answered before all ranks have asked anew
+            self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
+        else:
             self._held = self._outcomes[key] = outcome
             self._held_since_s = now_s
             self.reason = f"the commit waits: no answer from the lighthouse since {self._answered_s:g}"
-            return
-        self._decide(outcome)
+
+    def _fail_held(self, reason: str) -> None:
+        if self._held:
+            self._decide(replace(self._held, verdict="failed", reason=reason))
 
     def _decide(self, outcome: Outcome) -> None:
         key: Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
         self._held = None
         if outcome.kind == "healed":
             self._healed = outcome.verdict == "yes"
-        elif self._healed:
-            outcome = replace(outcome, healed=True)
-        self._outcomes[key] = outcome
-        if outcome.kind != "healed":
+        else:
+            outcome = replace(outcome, healed=True) if self._healed else outcome
             self._at = max(self._at, (outcome.step, outcome.attempt))
+        self._outcomes[key] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
         self._votes.pop(key, None)
@@ -372,12 +387,11 @@ class Group:
 
     def _cut_off(self, now_s: float) -> bool:
         """Others may have been allowed to take over: whoever commits now might be alone with it."""
-        takeover_s = self._takeover_s
-        return takeover_s is not None and now_s - self._answered_s > takeover_s / 2
+        return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
 
-    # ---- notices, streams, beats
+    # ---- notices
 
-    def _on_notice(self, notice: Notice, now_s: float) -> None:
+    def _on_notice(self, notice: Notice) -> None:
         current = self.quorum.quorum_id if self.quorum else 0
         if notice.quorum_id != current:
             self.reason = f"a notice for quorum {notice.quorum_id}; this group is in {current}"
@@ -385,37 +399,21 @@ class Group:
                 self._early = [n for n in self._early if n.quorum_id == notice.quorum_id and n != notice] + [notice]
                 self._overtaken(notice.quorum_id)
             return
-        if self._held and isinstance(notice, m.GenerationAborted):
-            self._decide(replace(self._held, verdict="failed", reason=f"cut off before the commit: {notice.reason}"))
+        if isinstance(notice, m.GenerationAborted):
+            self._fail_held(f"cut off before the commit: {notice.reason}")
         self._tell_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
 
     def _overtaken(self, quorum_id: int) -> None:
         """A newer quorum than this group's counts on it, so its own is over: its ranks must not wait on that one."""
         if self.quorum and quorum_id > self.quorum.quorum_id:
-            why = f"quorum {quorum_id} was formed"
-            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
+            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, f"quorum {quorum_id} was formed"))
 
-    def _tell_ranks(self, notice: Notice, except_ranks: set[int] | None = None) -> None:
+    def _tell_ranks(self, notice: Notice, except_ranks: Collection[int] = ()) -> None:
         """Once each; a rank whose stream opens later gets it then."""
-        if notice in self._notices:
-            return
-        self._notices.append(notice)
-        for rank in sorted(self._streams - (except_ranks or set())):
-            self._emit(m.NotifyRank(rank, notice))
-
-    def _on_stream(self, event: m.RankStream, now_s: float) -> None:
-        if not event.open:
-            self._end(f"rank {event.group_rank} is gone")
-            return
-        self._streams.add(event.group_rank)
-        for notice in self._notices:
-            self._emit(m.NotifyRank(event.group_rank, notice))
-
-    def _on_beat(self, event: m.BeatAnswered, now_s: float) -> None:
-        self._answered_s = max(self._answered_s, event.sent_s)
-        if self._held and not self._cut_off(now_s):
-            self._decide(self._held)
+        if notice not in self._notices:
+            self._notices.append(notice)
+            self._out += [m.NotifyRank(rank, notice) for rank in sorted(self._streams.difference(except_ranks))]
 
     # ---- waits
 
@@ -434,21 +432,11 @@ class Group:
     def _lighthouse_is_away(self, now_s: float) -> str:
         return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
 
-    def _on_lighthouse_says(self, event: m.LighthouseSays, now_s: float) -> None:
-        if self._calling:
-            self._lighthouse_says = self.reason = event.reason
-
-    def _on_sums_awaited(self, event: m.SumsAwaited, now_s: float) -> None:
-        self._sums_since_s = now_s if event.awaited else None
-
-    def _on_wants_to_leave(self, event: m.WantsToLeave, now_s: float) -> None:
-        self._wants_to_leave, self.reason = True, "a rank was asked to leave"
-
     def _give_up_waiting(self) -> None:
         """The ranks ask for a quorum next, or do already: then all hold one state, and each is let go."""
         self._goes, why = True, "this group was asked to leave while it waited"
         if self._held:
-            self._decide(replace(self._held, verdict="failed", reason=why))
+            self._fail_held(why)
         elif self._calling:
             self._let_go()
         elif self.quorum:
@@ -458,31 +446,23 @@ class Group:
         self._answer_all(None)
         self.reason = "asked to leave while it waited: all ranks are let go"
 
-    def _on_metadata(self, event: m.AskMetadata, now_s: float) -> None:
-        if event.group_rank in self._metadata:
-            self._emit(m.Metadata(event.group_rank, self._metadata[event.group_rank]))
-        else:
-            self._emit(m.FailRank(event.group_rank, "INVALID_ARGUMENT", "rank not found"))
-
-    def _on_tick(self, event: m.Tick, now_s: float) -> None:
+    def _on_tick(self, now_s: float) -> None:
         """A rank that died before it opened its stream, or hangs, leaves the others waiting: they ask within seconds of each other."""
         gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
             self._joining_since_s += gap_s  # this process was stopped, or the machine asleep, and the ranks with it
-        stall_s = self.config.times.stall_s
-        if self._joining_since_s is not None and self._calling is None and now_s - self._joining_since_s >= stall_s:
-            missing = sorted(set(range(self.config.world_size)) - self._waiting.keys())
+        stall_s, joining_s = self.config.times.stall_s, self._joining_since_s
+        if joining_s is not None and self._calling is None and now_s - joining_s >= stall_s:
+            missing = self.absent
             self._joining_since_s = None
             self._end(f"ranks {missing} have not asked for a quorum within {stall_s:g} s of the others")
-        beat_s, waits = self.config.times.beat_s, self.waits(now_s)
-        if waits is None:
-            return
-        reason, since_s = waits
-        if now_s - self._told_waits_s >= beat_s:
-            self._told_waits_s = now_s
-            self._emit(m.TellWaits(reason, now_s - since_s))
-        if self._wants_to_leave and not self._goes and now_s - since_s >= GO_BEATS * beat_s:
-            self._give_up_waiting()
+        if waits := self.waits(now_s):
+            (reason, since_s), beat_s = waits, self.config.times.beat_s
+            if now_s - self._told_waits_s >= beat_s:
+                self._told_waits_s = now_s
+                self._emit(m.TellWaits(reason, now_s - since_s))
+            if self._wants_to_leave and not self._goes and now_s - since_s >= GO_BEATS * beat_s:
+                self._give_up_waiting()
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)
@@ -490,28 +470,3 @@ class Group:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
-
-
-_HANDLERS = cast(
-    "dict[type[Event], Callable[[Group, Any, float], None]]",
-    {
-        RankCall: Group._on_call,
-        m.RankCancelled: Group._on_cancelled,
-        m.RankStream: Group._on_stream,
-        Vote: Group._on_vote,
-        m.AskMetadata: Group._on_metadata,
-        m.WantsToLeave: Group._on_wants_to_leave,
-        m.SumsAwaited: Group._on_sums_awaited,
-        m.LighthouseSays: Group._on_lighthouse_says,
-        m.LighthouseAnswered: Group._on_answered,
-        m.LighthouseFailed: Group._on_failed,
-        m.LighthouseRefused: Group._on_refused,
-        m.LighthouseWantsRestore: Group._on_wants_restore,
-        m.BeatAnswered: Group._on_beat,
-        m.Tick: Group._on_tick,
-        m.MemberLost: Group._on_notice,
-        m.GenerationAborted: Group._on_notice,
-        m.ChangeAnnounced: Group._on_notice,
-        m.Finished: Group._on_notice,
-    },
-)

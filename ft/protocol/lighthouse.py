@@ -12,20 +12,26 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.generation import QuorumRecord
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
 from ft.protocol.roster import Roster, word_s
-from ft.protocol.rules import Decision, Pairs, Problem, QuorumView, decide, in_words, parts, unlike, validate_request
+from ft.protocol.rules import (
+    Decision,
+    Problem,
+    QuorumView,
+    decide,
+    in_words,
+    pairs_with,
+    parts,
+    unlike,
+    validate_request,
+)
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
-LEAP = (
-    1_000_000  # over the ids that a lost state file may have known: more quorums than there are while a group is away
-)
+LEAP = 1_000_000  # over the ids that a lost state file may have known: more than there are while a group is away
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,8 @@ class LighthouseConfig:
 
     def under(self, terms: Terms) -> LighthouseConfig:
         """The same, under other terms."""
-        return replace(
-            self,
-            min_replicas=terms.min_replicas,
-            times=replace(self.times, takeover_s=terms.takeover_s),
-            num_replica_groups=terms.num_replica_groups,
-        )
+        times = replace(self.times, takeover_s=terms.takeover_s)
+        return replace(self, min_replicas=terms.min_replicas, times=times, num_replica_groups=terms.num_replica_groups)
 
     @property
     def supersede_s(self) -> float:
@@ -58,9 +60,8 @@ class LighthouseConfig:
 
 
 class Lighthouse:
-    """In: Call CallCancelled Beat StreamOpened StreamClosed Report Leave TakeOver Evict Tick.
-    Out: Persist Answer Refuse MustRestore Notify. The reason is why there is no quorum yet, or why the last one was issued.
-    """
+    """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason is why there is no quorum yet, or why the last
+    one was issued."""
 
     def __init__(
         self,
@@ -119,7 +120,31 @@ class Lighthouse:
 
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
-        _HANDLERS[type(event)](self, event, now_s)
+        match event:
+            case m.Report():
+                self._on_report(event, now_s)
+            case m.Beat(replica_id, kind):
+                if not self._turned_away(replica_id, kind, now_s):
+                    self.roster.see(replica_id, kind, now_s)
+            case Call():
+                self._on_call(event, now_s)
+            case m.Tick():
+                self._on_tick(now_s)
+            case m.CallCancelled(replica_id) if replica_id in self.roster:
+                self.roster.peers[replica_id].cancelled = True
+                if not self.roster.peers[replica_id].stream:
+                    self.roster.drop_call(replica_id)
+            case m.StreamOpened():
+                self._on_stream_opened(event, now_s)
+            case m.StreamClosed(replica_id):
+                self._on_stream_closed(replica_id, now_s)
+            case m.Leave():
+                self._on_leave(event, now_s)
+            case m.TakeOver():
+                self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
+            case m.Evict(replica_id):
+                self.roster.end_claim(replica_id, -math.inf)
+                self._lose([replica_id], "an operator evicted it")
         self._evaluate(now_s)
         return Out(tuple(self._out), self.reason)
 
@@ -142,7 +167,15 @@ class Lighthouse:
                     self._emit(m.Answer((replica_id,), generation.quorum))
                     return
                 generation.fail(f"{replica_id} has gone on since it was put in", replica_id)
-            self._note_failure(event)
+            if (
+                generation
+                and event.failed
+                and event.known == generation.quorum.quorum_id
+                and replica_id in roster.previous
+            ):
+                generation.keep_wait(replica_id)
+                if not generation.failed:
+                    generation.fail(f"{replica_id}: the generation failed", replica_id)
             self._excuse_heals(now_s)
             roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
@@ -156,63 +189,47 @@ class Lighthouse:
         if generation and newcomer and replica_id in roster.candidates:
             generation.announce(f"{replica_id} waits to come in", now_s)
 
-    def _on_cancelled(self, event: m.CallCancelled, now_s: float) -> None:
-        peer = self.roster.peers.get(event.replica_id)
-        if peer:
-            peer.cancelled = True
-            if not peer.stream:
-                self.roster.drop_call(event.replica_id)
-
-    def _on_beat(self, event: m.Beat, now_s: float) -> None:
-        if not self._is_foreign(event.replica_id, event.kind) and not self._is_lost(event.replica_id, now_s):
-            self.roster.see(event.replica_id, event.kind, now_s)
-
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
-        replica_id, known = event.replica_id, event.quorum
-        if self._is_foreign(replica_id, "pharos") or self._is_lost(replica_id, now_s):
+        replica_id, known, roster = event.replica_id, event.quorum, self.roster
+        if self._turned_away(replica_id, "pharos", now_s):
             return
+        known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
         if known:
             self._settle_kind("pharos")
-            self._last_id = max(self._last_id, known.quorum_id)
-            self._hear_of(known, event.settled, now_s)
-        self.roster.see(replica_id, "pharos", now_s).stream = True
-        self.roster.live.setdefault(m.name_of(replica_id), replica_id)
+            self._last_id = max(self._last_id, known_id)
+            if known.members and (self.quorum is None or known.epoch == self.quorum.epoch):
+                if known_id > newest_id:  # the lighthouse that was here before has put the group into it
+                    old, self._epoch, self._settled = self.quorum, known.epoch, 0  # it may have gone back since
+                    self._adopt(known, now_s).leave_behind(old)
+                if known_id >= newest_id:
+                    self._settled = max(self._settled, event.settled)
+        roster.see(replica_id, "pharos", now_s).stream = True
+        roster.live.setdefault(m.name_of(replica_id), replica_id)
         if self._generation:
-            known_id = known.quorum_id if known else 0
-            if replica_id in self.roster.previous and 0 < known_id < self._generation.quorum.quorum_id:
+            member = replica_id in roster.previous
+            if member and 0 < known_id < self._generation.quorum.quorum_id:
                 self._emit(m.Answer((replica_id,), self._generation.quorum))
-            if known_id and replica_id not in self.roster.previous:
-                self.roster.left_out.setdefault(
-                    replica_id, now_s
-                )  # by the lighthouse that was here before, which alone knew since when
+            elif (
+                known_id and not member
+            ):  # left out by the lighthouse that was here before, which alone knew since when
+                roster.left_out.setdefault(replica_id, now_s)
             self._generation.bring_up_to_date(replica_id, known_id)
 
-    def _hear_of(self, known: Quorum, settled: int, now_s: float) -> None:
-        """A group has been put into a quorum by the lighthouse that was here before."""
-        old = self.quorum
-        newest = old.quorum_id if old else 0
-        if not known.members or (old and known.epoch != old.epoch):
-            return
-        if known.quorum_id > newest:
-            self._epoch, self._settled = known.epoch, 0  # another history's, if the job has gone back since
-            self._adopt(known, now_s).leave_behind(old)
-        if known.quorum_id >= newest:
-            self._settled = max(self._settled, settled)
-
-    def _on_stream_closed(self, event: m.StreamClosed, now_s: float) -> None:
+    def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
         """Closed by the kernel of a process that ended, as a rule. But one that was not heard of for long may have been given up by a
         timeout of the transport; and where this lighthouse was itself stopped, the group may have given it up: then silence tells."""
-        replica_id, timeout_s = event.replica_id, self.config.times.heartbeat_timeout_s
-        if now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2 and replica_id in self.roster:
-            self.roster.peers[replica_id].stream = False
-            if self.roster.peers[replica_id].cancelled:
+        timeout_s = self.config.times.heartbeat_timeout_s
+        peer = self.roster.peers.get(replica_id)
+        if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
+            peer.stream = False
+            if peer.cancelled:
                 self.roster.drop_call(replica_id)
-            return
-        self.roster.end_claim(replica_id, now_s - timeout_s)
-        self._lose([replica_id], "its connection broke")
+        else:
+            self.roster.end_claim(replica_id, now_s - timeout_s)
+            self._lose([replica_id], "its connection broke")
 
     def _on_report(self, event: m.Report, now_s: float) -> None:
-        if self._is_foreign(event.replica_id, "pharos") or self._is_lost(event.replica_id, now_s):
+        if self._turned_away(event.replica_id, "pharos", now_s):
             return
         self.roster.see(event.replica_id, "pharos", now_s)
         self.roster.hear_blame(event.replica_id, event.blame)
@@ -220,8 +237,7 @@ class Lighthouse:
         if generation and event.replica_id in self.roster.previous:
             in_it = event.commit_quorum_id == generation.quorum.quorum_id
             of_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
-            told = event.settled if of_this_history else 0
-            self._settled = max(self._settled, told, event.step - 1 if in_it else 0)
+            self._settled = max(self._settled, event.settled * of_this_history, (event.step - 1) * in_it)
             generation.hear(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
@@ -232,57 +248,40 @@ class Lighthouse:
             self._persist(now_s)  # the job is over: its terms and its layout bind nobody any more
         if replica_id not in roster or roster.peers[replica_id].kind != "pharos":
             return
-        if event.clean:
-            if replica_id in roster.previous:
-                roster.gone.add(replica_id)
-            roster.forget(replica_id, event.reason)
-            if self._generation and replica_id in roster.previous:
-                if event.finished:
-                    self._generation.finish(replica_id)
-                self._generation.announce(f"{replica_id} {event.reason}", now_s)
-        else:
+        if not event.clean:
             self._lose([replica_id], event.reason)
+            return
+        if replica_id in roster.previous:
+            roster.gone.add(replica_id)
+        roster.forget(replica_id, event.reason)
+        if self._generation and replica_id in roster.previous:
+            if event.finished:
+                self._generation.finish(replica_id)
+            self._generation.announce(f"{replica_id} {event.reason}", now_s)
 
-    def _on_take_over(self, event: m.TakeOver, now_s: float) -> None:
-        self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
-
-    def _on_evict(self, event: m.Evict, now_s: float) -> None:
-        self.roster.end_claim(event.replica_id, -math.inf)
-        self._lose([event.replica_id], "an operator evicted it")
-
-    def _on_tick(self, event: m.Tick, now_s: float) -> None:
-        roster, generation = self.roster, self._generation
-        self._forgive_own_pause(now_s)
-        self._expire(now_s)
-        roster.expire_claims(now_s, self.config.times.takeover_s)
-        stall_s = self.config.times.stall_s
-        self._lose(
-            roster.stalled(now_s, stall_s), f"others went on without it, and for {stall_s:g} s it has not called"
-        )
+    def _on_tick(self, now_s: float) -> None:
+        roster, generation, times = self.roster, self._generation, self.config.times
+        gap_s = now_s - self._last_tick_s - self.config.tick_s
+        self._last_tick_s = now_s
+        if gap_s > times.heartbeat_timeout_s / 2:  # it was itself stopped, and missed beats: silence is counted without
+            roster.extend_deadlines(gap_s, now_s)
+            if generation:
+                generation.extend_deadlines(gap_s, now_s)
+        silent = roster.silent(now_s, times.heartbeat_timeout_s)
+        self._lose(silent, f"silent for {times.heartbeat_timeout_s:g} s")
+        for replica_id in silent:
+            roster.mark_unhealthy(replica_id)  # those that are not lost: torchft's
+        roster.expire_claims(now_s, times.takeover_s)
+        why = f"others went on without it, and for {times.stall_s:g} s it has not called"
+        self._lose(roster.stalled(now_s, times.stall_s), why)
         if generation:
             self._lose(*generation.stalled(now_s))
             generation.end_crossed_waits(now_s)
         roster.end_waits(now_s)
-        if generation and roster.candidates and roster.waited(now_s) >= self.config.times.beat_s:
+        if generation and roster.candidates and roster.waited(now_s) >= times.beat_s:
             generation.announce(f"{next(iter(roster.candidates))} waits", now_s)
         if self._settled > self._persisted[0] and now_s - self._persisted[1] >= PERSIST_EVERY_S:
             self._persist(now_s)
-
-    def _forgive_own_pause(self, now_s: float) -> None:
-        """A lighthouse that was itself stopped has missed beats that were sent: silence is counted without the gap."""
-        gap_s = now_s - self._last_tick_s - self.config.tick_s
-        self._last_tick_s = now_s
-        if gap_s > self.config.times.heartbeat_timeout_s / 2:
-            self.roster.extend_deadlines(gap_s, now_s)
-            if self._generation:
-                self._generation.extend_deadlines(gap_s, now_s)
-
-    def _expire(self, now_s: float) -> None:
-        timeout_s = self.config.times.heartbeat_timeout_s
-        silent = self.roster.silent(now_s, timeout_s)
-        self._lose(silent, f"silent for {timeout_s:g} s")
-        for replica_id in silent:
-            self.roster.mark_unhealthy(replica_id)  # those that are not lost: torchft's
 
     # ---- a quorum
 
@@ -302,12 +301,28 @@ class Lighthouse:
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
-        if cut:
-            self._part(decision, cut, now_s)
+        least = self.config.min_replicas
+        if cut and (out := parts(decision, cut, least)):  # some sit out, and the others go on
+            roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
+            self._evaluate(now_s)
+            self.reason += f"; {', '.join(sorted(out))} sit out: {in_words(cut)}"
+        elif cut:  # all wait until the links are whole
+            too_few = f"fewer than min_replicas = {least} would be left"
+            self.reason = f"{in_words(cut)}; without some of them {too_few}"
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
             self._call_back(now_s)
+
+    def _call_back(self, now_s: float) -> None:
+        """There is no quorum without those who sit out: then they need not, if nothing parts them any more. Whose heals failed is no help
+        before it is clear that nobody else comes."""
+        roster, view, least = self.roster, self._view(now_s), self.config.min_replicas
+        alone = view.healthy < least and view.waited_s >= view.join_timeout_s
+        if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
+            self._evaluate(now_s)
+        elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
+            self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     def _view(self, now_s: float) -> QuorumView:
         view = self.roster.view(now_s)
@@ -319,15 +334,23 @@ class Lighthouse:
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
         old = self.quorum
-        if self._starts_a_generation(decision, ids):
+        calls = [call for replica_id in ids if (call := self.roster.peers[replica_id].call)]
+        # The id grows if the members changed, one of them reports a failed generation or knows of a quorum that this lighthouse does not;
+        # else they keep it. It also grows when they go back to a checkpoint: what was decided on the steps after it keeps its names.
+        if (
+            self._generation is None
+            or self._generation.failed
+            or self._generation.quorum.ids != ids
+            or any(member.commit_failures > 0 or member.restored is not None for member in decision.members)
+            or any(call.known > self._generation.quorum.quorum_id for call in calls)
+        ):
             new_id = self._last_id = self._highest_id + 1
             self._forgot = False
         else:
-            assert old is not None
-            new_id = old.quorum_id
+            new_id = self._generation.quorum.quorum_id
         quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._shape)
         if decision.reference[0] < self._settled:  # restored on purpose
-            self._restored_in = quorum.quorum_id
+            self._restored_in = new_id
         self._settled = decision.reference[0]
         for peer in map(self.roster.peers.__getitem__, ids):
             peer.call, peer.answered = None, peer.number
@@ -336,19 +359,6 @@ class Lighthouse:
         self._persist(now_s)
         self._emit(m.Answer(ids, quorum))
         generation.leave_behind(old)
-
-    def _starts_a_generation(self, decision: Decision, ids: tuple[str, ...]) -> bool:
-        """The id grows if the members changed or one of them reports a failed generation; else they keep the one they have. It also grows
-        when they go back to a checkpoint: what they decided about the steps after it is not to be found under the same names."""
-        failed = any(member.commit_failures > 0 for member in decision.members)
-        restored = any(member.restored is not None for member in decision.members)
-        generation = self._generation
-        if failed or restored or generation is None or generation.failed or generation.quorum.ids != ids:
-            return True
-        calls = [
-            self.roster.peers[replica_id].call for replica_id in ids
-        ]  # one may know of a quorum that this lighthouse does not
-        return any(call.known > generation.quorum.quorum_id for call in calls if call)
 
     def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         generation = self._generation
@@ -379,43 +389,11 @@ class Lighthouse:
         if self._generation:
             self._generation.lose([i for i in gone if i in self.roster.previous], why)
 
-    # ---- members that cannot work together
-
-    def _note_failure(self, event: Call) -> None:
-        generation, replica_id, previous = self._generation, event.member.replica_id, self.roster.previous
-        if not (generation and event.failed and event.known == generation.quorum.quorum_id and replica_id in previous):
-            return
-        generation.keep_wait(replica_id)
-        if not generation.failed:
-            generation.fail(f"{replica_id}: the generation failed", replica_id)
-
     def _excuse_heals(self, now_s: float) -> None:
         """Excuses those whose heal soon ended with the loss of another member."""
         generation = self._generation
         if generation and generation.lost:
             self.roster.excuse_heals(generation.quorum.quorum_id, generation.lost[0], now_s)
-
-    def _part(self, decision: Decision, cut: Pairs, now_s: float) -> None:
-        """Some sit out, and the others go on; where too few would be left, all wait until the links are whole."""
-        out, why = parts(decision, cut, self.config.min_replicas), in_words(cut)
-        if not out:
-            self.reason = (
-                f"{why}; without some of them fewer than min_replicas = {self.config.min_replicas} would be left"
-            )
-            return
-        self.roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
-        self._evaluate(now_s)
-        self.reason += f"; {', '.join(sorted(out))} sit out: {why}"
-
-    def _call_back(self, now_s: float) -> None:
-        """There is no quorum without those who sit out: then they need not, if nothing parts them any more. Whose heals failed is no help
-        before it is clear that nobody else comes."""
-        roster, view, least = self.roster, self._view(now_s), self.config.min_replicas
-        alone = view.healthy < least and view.waited_s >= view.join_timeout_s
-        if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
-            self._evaluate(now_s)
-        elif cut := roster.pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting]):
-            self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     # ---- what to refuse
 
@@ -475,16 +453,15 @@ class Lighthouse:
             return None
         return ("FAILED_PRECONDITION", f"this job's quorums hold members of {ours}; {kind} cannot join them")
 
-    def _is_foreign(self, replica_id: str, kind: Kind) -> bool:
-        """Tells it so, and nothing of it is remembered."""
-        problem = self.refuses(kind)
-        if problem:
-            self._emit(m.Refuse(replica_id, *problem))
-        return problem is not None
-
     def _settle_kind(self, kind: Kind) -> None:
         if kind != self.roster.kind and not self.refuses(kind):
             self.roster.settle_kind(kind)
+
+    def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
+        """Refuses a foreign or lost id. Of a foreign one nothing is remembered."""
+        if problem := self.refuses(kind):
+            self._emit(m.Refuse(replica_id, *problem))
+        return problem is not None or self._is_lost(replica_id, now_s)
 
     def _is_lost(self, replica_id: str, now_s: float) -> bool:
         """Tells it so. It will return under another id, and is awaited for a moment: those whom a cut had kept away come back within
@@ -525,17 +502,3 @@ class Lighthouse:
 
     def _emit(self, effect: Effect) -> None:
         self._out.append(effect)
-
-
-_HANDLERS: dict[type[Event], Callable[[Lighthouse, Any, float], None]] = {
-    Call: Lighthouse._on_call,
-    m.CallCancelled: Lighthouse._on_cancelled,
-    m.Beat: Lighthouse._on_beat,
-    m.StreamOpened: Lighthouse._on_stream_opened,
-    m.StreamClosed: Lighthouse._on_stream_closed,
-    m.Report: Lighthouse._on_report,
-    m.Leave: Lighthouse._on_leave,
-    m.TakeOver: Lighthouse._on_take_over,
-    m.Evict: Lighthouse._on_evict,
-    m.Tick: Lighthouse._on_tick,
-}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ft.protocol import messages as m
@@ -75,39 +75,28 @@ class Roster:
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
         self.told: set[str] = set()  # of those, who know it
         self.previous: frozenset[str] = frozenset()  # ids of the last quorum
-        self.gone: set[str] = set()  # of those, who left on purpose
-        self.left_out: dict[
-            str, float
-        ] = {}  # live ids that were in a quorum -> since when the others go on without them
+        self._processes: frozenset[str] = frozenset()  # of those: one that was lost comes back under another id
+        self.gone: set[str] = set()  # of the previous, who left on purpose
+        self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
         self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
-        self.sitting: dict[str, float] = {}  # id that sits out -> until, at least
+        self.sitting: dict[str, tuple[float, frozenset[str]]] = {}  # id that sits out -> until, at least; parted from
+        self._sat: dict[str, int] = {}  # name -> times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
+        self._pairs: tuple[tuple[str, ...], Pairs] | None = None  # the ids that were asked about last, and the answer
         self.heals: OrderedDict[str, HealState] = OrderedDict()  # by name
         self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
         self.word_until_s = -math.inf  # an operator has said that others may take over: until then
-        self.candidates: OrderedDict[str, Member] = OrderedDict()  # in the order of their calls
-        self.present: dict[str, None] = {}  # in the order of their calls
-        self._missing: set[str] = set()
-        self._heirs: dict[str, None] = {}  # in the order of their calls
-        self._shrinkers: set[str] = set()
+        self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._healthy: set[str] = set()
         self._reachable: set[str] = set()
-        self._processes: frozenset[str] = frozenset()  # of the previous: one that was lost comes back under another id
-        self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
-        self._sat: dict[str, int] = {}  # name -> times that it sat out
-        self._pairs: tuple[tuple[str, ...], Pairs] | None = (
-            None  # that cannot work together, of the ids that were asked about last
-        )
-        self._parted: dict[str, frozenset[str]] = {}  # id that sits out -> the processes that it could not work with
-        self._view = QuorumView(
-            candidates=self.candidates,
-            present=self.present,
-            missing=self._missing,
-            up_to_date_candidates=self._heirs,
-            shrinkers=self._shrinkers,
-        )
+        self.candidates: OrderedDict[str, Member] = OrderedDict()  # this and the next two: in the order of their calls
+        self.present: dict[str, None] = {}
+        self._heirs: dict[str, None] = {}
+        self._missing: set[str] = set()
+        self._shrinkers: set[str] = set()
+        self._view = QuorumView(self.candidates, self.present, self._missing, self._heirs, self._shrinkers)
 
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self.peers
@@ -117,9 +106,9 @@ class Roster:
     def view(self, now_s: float) -> QuorumView:
         """Always the same one: its collections are the sets that `place` keeps, and what can be counted is put in here."""
         view = self._view
-        view.kind = self.kind
-        view.healthy = len(self._healthy) + self._awaited()
-        view.previous = self.previous
+        view.kind, view.previous = self.kind, self.previous
+        back = [self.live.get(name) not in self._healthy for name in self.returning]  # to be counted under the new id
+        view.healthy = len(self._healthy) + sum(back)
         view.reachable = len(self._reachable)
         view.claims = len(self.claims)
         view.claims_expired = self.claims_expired or now_s < self.word_until_s
@@ -132,17 +121,10 @@ class Roster:
         first = next(iter(members or self.candidates), None)
         return now_s - self.peers[first].called_s if first else 0.0
 
-    def _awaited(self) -> int:
-        """Ids that return, until they can be counted under their new id."""
-        return sum([self.live.get(name) not in self._healthy for name in self.returning]) if self.returning else 0
-
     def place(self, replica_id: str) -> None:
         """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
-        peer = self.peers.get(replica_id)
-        apart = replica_id in self.sitting or replica_id in self.odd
-        alive = peer is not None and replica_id in self._order and not apart
-        was_in = replica_id in self.previous
-        of_them = self.was_in(replica_id)
+        peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
+        alive = peer is not None and replica_id in self._order and not sits and replica_id not in self.odd
         theirs = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
         _put(self._healthy, replica_id, counts)
@@ -152,20 +134,19 @@ class Roster:
             self._missing.discard(replica_id)
             _keep(self.present, replica_id, was_in)
             _put(self._shrinkers, replica_id, member.shrink_only and (was_in or theirs))  # a newcomer would bar itself
-            _keep(self._heirs, replica_id, of_them and not member.void)
+            _keep(self._heirs, replica_id, self.was_in(replica_id) and not member.void)
         else:
             for callers in (self.candidates, self.present, self._heirs):
                 callers.pop(replica_id, None)
             self._shrinkers.discard(replica_id)
-            away = replica_id in self.gone or replica_id in self.sitting
-            _put(self._missing, replica_id, was_in and not away)
+            _put(self._missing, replica_id, was_in and not (sits or replica_id in self.gone))
 
     # ---- one id
 
     def see(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
         """A word of it has come: it is alive."""
+        back = replica_id not in self._order
         peer = self.peers.get(replica_id)
-        back = peer is None or replica_id not in self._order
         if peer is None:
             peer = self.peers[replica_id] = Peer(kind, now_s)
         peer.seen_s = now_s
@@ -186,14 +167,12 @@ class Roster:
 
     def forget(self, replica_id: str, why: str) -> None:
         """Final: the id does not come back."""
-        peer = self.peers.pop(replica_id, None)
-        name = m.name_of(replica_id)
-        if peer and name in self.claims and self.claims[name].replica_id == replica_id:
-            self.claims[name].seen_s = peer.seen_s
-        self._order.pop(replica_id, None)
-        self.sitting.pop(replica_id, None)
-        self.odd.pop(replica_id, None)
-        self._parted.pop(replica_id, None)
+        peer, name = self.peers.pop(replica_id, None), m.name_of(replica_id)
+        claim = self.claims.get(name)
+        if peer and claim and claim.replica_id == replica_id:
+            claim.seen_s = peer.seen_s
+        for kept in (self._order, self.sitting, self.odd):
+            kept.pop(replica_id, None)
         self._pardon(replica_id)
         if self.live.get(name) == replica_id:
             del self.live[name]
@@ -201,6 +180,15 @@ class Roster:
         while len(self.lost) > LOST_KEPT + len(self.previous):
             self.told.discard(self.lost.popitem(last=False)[0])
         self.place(replica_id)
+
+    def mark_unhealthy(self, replica_id: str) -> None:
+        """Unhealthy until it beats again."""
+        if peer := self.peers.get(replica_id):
+            del self._order[replica_id]
+            self._pardon(replica_id)
+            if peer.call is None:
+                del self.peers[replica_id]
+            self.place(replica_id)
 
     @property
     def has_members(self) -> bool:
@@ -211,11 +199,12 @@ class Roster:
         """True for a member of the previous quorum, under this id or a former one."""
         return replica_id in self.previous or m.process_of(replica_id) in self._processes
 
+    # ---- claims to the state
+
     def is_free(self, now_s: float, takeover_s: float | None) -> bool:
         """Nobody has a claim to the state, or all who do were silent for so long."""
-        if not self.claims or self.claims_expired or now_s < self.word_until_s:
-            return True
-        return self._all_silent(now_s, takeover_s)
+        free = not self.claims or self.claims_expired or now_s < self.word_until_s
+        return free or self._all_silent(now_s, takeover_s)
 
     def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
         return takeover_s is not None and now_s - max(map(self._seen_s, self.claims.values())) >= takeover_s
@@ -226,24 +215,21 @@ class Roster:
     def settle_claim(self, member: Member) -> None:
         """A previous member's claim to the state ends when it says itself that it has none, or when its name has a successor and its own
         process is gone: one that is only silent may train on where this lighthouse does not hear it."""
-        claim = self.claims.get(member.name)
-        if claim is None:
-            return
-        same = m.process_of(claim.replica_id) == m.process_of(member.replica_id)
-        if member.void if same else claim.ended:
-            del self.claims[member.name]
-        elif same:
-            self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
+        if claim := self.claims.get(member.name):
+            same = m.process_of(claim.replica_id) == m.process_of(member.replica_id)
+            if member.void if same else claim.ended:
+                del self.claims[member.name]
+            elif same:
+                self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
 
     def end_claim(self, replica_id: str, heard_since_s: float) -> None:
         """The process of that member is gone; to be believed if it was heard of until then. A successor that has called already counts."""
         name = m.name_of(replica_id)
         claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
-        if claim is None or claim.replica_id != replica_id or self._seen_s(claim) < heard_since_s:
-            return
-        claim.ended = True
-        if successor and successor.call and self.live[name] != replica_id:
-            self.settle_claim(successor.call.member)
+        if claim and claim.replica_id == replica_id and self._seen_s(claim) >= heard_since_s:
+            claim.ended = True
+            if successor and successor.call and self.live[name] != replica_id:
+                self.settle_claim(successor.call.member)
 
     def drop_claim(self, replica_id: str) -> None:
         """It says itself that it goes."""
@@ -251,23 +237,21 @@ class Roster:
         if claim and m.process_of(claim.replica_id) == m.process_of(replica_id):
             del self.claims[m.name_of(replica_id)]
 
-    # ---- several of them
-
-    def settle_kind(self, kind: Kind) -> None:
-        """Ends the wait for groups of the other kind."""
-        self.kind = kind
-        for replica_id in list(self.peers):
-            self.place(replica_id)
+    def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
+        """Claims do, and so does an operator's word against them: it holds for as long as somebody waits, and takeover_s."""
+        if self.claims and self.candidates and not self._heirs:
+            self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
+        if self.candidates and now_s < self.word_until_s:
+            self.word_until_s = now_s + word_s(takeover_s)
 
     # ---- those that cannot work together
 
     def hear_blame(self, replica_id: str, others: Collection[str]) -> None:
         """Replaces what the group said before of those it cannot work with."""
-        if others:
-            if self.blames.get(replica_id) != (named := frozenset(map(m.process_of, others))):
-                self.blames[replica_id], self._pairs = named, None
-        elif self.blames:
+        if not others:
             self._pardon(replica_id)
+        elif self.blames.get(replica_id) != (named := frozenset(map(m.process_of, others))):
+            self.blames[replica_id], self._pairs = named, None
 
     def _pardon(self, replica_id: str) -> None:
         if self.blames.pop(replica_id, None):
@@ -280,10 +264,6 @@ class Roster:
             self._pairs = asked, pairs_among(asked, self.blames)
         return self._pairs[1]
 
-    def pairs_with(self, replica_id: str, ids: Iterable[str]) -> Pairs:
-        """Returns those that it is in with one of these."""
-        return pairs_with(replica_id, ids, self.blames)
-
     def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float, first_s: float, most_s: float) -> None:
         """They are no candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; nor as long as
         they cannot work with somebody who is there."""
@@ -295,18 +275,18 @@ class Roster:
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
-            self.sitting[replica_id] = now_s + min(most_s, first_s * 2 ** min(times, 16))
-            self._parted[replica_id] = frozenset(map(m.process_of, parted[replica_id]))
+            until_s = now_s + min(most_s, first_s * 2 ** min(times, 16))
+            self.sitting[replica_id] = until_s, frozenset(map(m.process_of, parted[replica_id]))
             self.place(replica_id)
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
 
     def hear_of_heal(self, member: Member, now_s: float) -> None:
         """A member asks anew. Where it was to fetch a state in the quorum before, it shows now whether it has one."""
-        heal, process = self.heals.get(member.name), m.process_of(member.replica_id)
+        heal = self.heals.get(member.name)
         if heal is None:
             return
-        if heal.process != process or not member.void:
+        if heal.process != m.process_of(member.replica_id) or not member.void:
             del self.heals[member.name]
             return
         if heal.quorum_id:
@@ -314,8 +294,8 @@ class Roster:
             if (times := heal.failed - HEALS_FREE) > 0:
                 heal.until_s = now_s + rest_s(times)
         if heal.until_s > now_s:
-            self.sitting[member.replica_id] = max(heal.until_s, self.sitting.get(member.replica_id, 0.0))
-            self._parted.setdefault(member.replica_id, frozenset())
+            until_s, parted = self.sitting.get(member.replica_id, (0.0, frozenset()))
+            self.sitting[member.replica_id] = max(heal.until_s, until_s), parted
 
     def excuse_heals(self, quorum_id: int, lost: str, now_s: float) -> None:
         """That quorum ended with the loss of this id: no other one's heal has failed, unless it had time enough."""
@@ -327,23 +307,45 @@ class Roster:
         """Empty: it does not."""
         if replica_id not in self.sitting:
             return ""
-        if self._parted[replica_id]:
+        if self.sitting[replica_id][1]:
             return "links between it and others failed"
         failed = self.heals[m.name_of(replica_id)].failed
         return f"its last {failed} heals failed, so the others go on without it for {rest_s(failed - HEALS_FREE):g} s"
 
+    def let_in(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
+        """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
+        they were parted from are gone, or where it is `early` that they are wanted; or, of those whose heals failed, where nobody else is
+        there, or `unhealed` says that they are wanted. True: there is one."""
+        here = {m.process_of(i) for i in self._order}
+        there = [i for i in self._order if i not in self.sitting]
+        let_in = []
+        for replica_id, (until_s, parted) in self.sitting.items():
+            wanted = early or parted.isdisjoint(here) if parted else unhealed or not there
+            if (wanted or until_s <= now_s) and not pairs_with(replica_id, there, self.blames):
+                let_in.append(replica_id)
+        for replica_id in let_in:
+            del self.sitting[replica_id]
+            self.place(replica_id)
+        return bool(let_in)
+
+    # ---- several of them
+
+    def settle_kind(self, kind: Kind) -> None:
+        """Ends the wait for groups of the other kind."""
+        self.kind = kind
+        for replica_id in list(self.peers):
+            self.place(replica_id)
+
     def take(self, quorum: Quorum, now_s: float) -> None:
         """Its members are the previous ones from now on, and the claims to the state are theirs."""
-        before = self.previous
-        touched = {*before, *quorum.ids}
-        self.left_out = {
-            i: self.left_out.get(i, now_s)
-            for i in sorted({*self.left_out, *before}.difference(quorum.ids))
-            if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
-        }
-        self.previous = frozenset(quorum.ids)
+        before, self.previous = self.previous, frozenset(quorum.ids)
         if self.previous != before:
             self._processes = frozenset(map(m.process_of, quorum.ids))
+        self.left_out = {
+            i: self.left_out.get(i, now_s)
+            for i in sorted({*self.left_out, *before} - self.previous)
+            if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
+        }
         self.gone, self.claims_expired, self.word_until_s = set(), False, -math.inf
         for member in quorum.members:
             heal = self.heals.pop(member.name, None)
@@ -353,6 +355,7 @@ class Roster:
         while len(self.heals) > LOST_KEPT + len(quorum.members):
             self.heals.popitem(last=False)
         self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
+        touched = before | self.previous
         for replica_id in sorted(touched):
             self.place(replica_id)
         for replica_id in [i for i in self.candidates if i not in touched]:
@@ -380,28 +383,9 @@ class Roster:
 
     def stalled(self, now_s: float, limit_s: float) -> list[str]:
         """Ids whose server beats, and who have not called since the others went on without them, so long ago."""
-        if not self.left_out:
-            return []
         peers = self.peers
         self.left_out = {i: since_s for i, since_s in self.left_out.items() if i in peers and not peers[i].call}
         return [i for i, since_s in self.left_out.items() if now_s - since_s >= limit_s]
-
-    def mark_unhealthy(self, replica_id: str) -> None:
-        """Unhealthy until it beats again."""
-        peer = self.peers.get(replica_id)
-        if peer:
-            del self._order[replica_id]
-            self._pardon(replica_id)
-            if peer.call is None:
-                del self.peers[replica_id]
-            self.place(replica_id)
-
-    def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
-        """Claims do, and so does an operator's word against them: it holds for as long as somebody waits, and takeover_s."""
-        if self.claims and self.candidates and not self._heirs:
-            self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
-        if self.candidates and now_s < self.word_until_s:
-            self.word_until_s = now_s + word_s(takeover_s)
 
     def end_waits(self, now_s: float) -> None:
         """Nobody is awaited, or sits out, for longer than it was said."""
@@ -409,28 +393,10 @@ class Roster:
         if self.sitting:
             self.let_in(now_s)
 
-    def let_in(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
-        """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
-        they were parted from are gone, or where it is `early` that they are wanted; or, of those whose heals failed, where nobody else is
-        there, or `unhealed` says that they are wanted. Whether there is one."""
-        here = {m.process_of(i) for i in self._order}
-        there = [i for i in self._order if i not in self.sitting]
-        let_in = []
-        for replica_id, until_s in self.sitting.items():
-            parted = self._parted[replica_id]
-            wanted = early or parted.isdisjoint(here) if parted else unhealed or not there
-            if (wanted or until_s <= now_s) and not self.pairs_with(replica_id, there):
-                let_in.append(replica_id)
-        for replica_id in let_in:
-            del self.sitting[replica_id], self._parted[replica_id]
-            self.place(replica_id)
-        return bool(let_in)
-
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
         """Silence is counted without the gap."""
         for peer in self.peers.values():
-            peer.seen_s = min(peer.seen_s + gap_s, now_s)
-            peer.called_s = min(peer.called_s + gap_s, now_s)
+            peer.seen_s, peer.called_s = min(peer.seen_s + gap_s, now_s), min(peer.called_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_s = min(claim.seen_s + gap_s, now_s)
 

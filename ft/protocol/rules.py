@@ -1,6 +1,6 @@
 """The quorum rules: which members go on together, from which state, and what no honest member claims. Pure functions of what roster.py
-counts. Members that cannot work together say so themselves: no connection between them comes about, or their layouts differ; lighthouse.py
-parts them before a quorum that has both would fail. Either side's word is enough.
+counts. Members that cannot work together say so, and lighthouse.py parts them before a quorum that has both would fail; either side's word
+is enough.
 
 Where the rules leave a choice:
 - The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
@@ -33,9 +33,7 @@ class QuorumView:
     candidates: Mapping[str, Member]  # healthy callers, without those that sit out
     present: Collection[str]  # of those, members of the previous quorum
     missing: Collection[str]  # members of the previous quorum that are neither candidates nor left nor sitting out
-    up_to_date_candidates: Collection[
-        str
-    ]  # candidates with a state that were in the previous quorum, under this id or a former one
+    up_to_date_candidates: Collection[str]  # with a state, and in the previous quorum, under this id or a former one
     shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
     kind: Kind = "pharos"
     healthy: int = 0  # groups that could be candidates, these included, and those that are just returning
@@ -58,7 +56,7 @@ class Decision:
 
 
 def decide(view: QuorumView) -> Decision:
-    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by rules 1 to 7 alone,
+    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by the first rules alone,
     and count before they shrink. Ours count after it, so a shrink for which too few are left is not honoured: it could never end."""
     ours = view.kind == "pharos"
     shrink = bool(view.shrinkers) and bool(view.previous) and not (ours and view.reachable < view.min_replicas)
@@ -66,44 +64,31 @@ def decide(view: QuorumView) -> Decision:
     fast = bool(view.present) and not view.missing
     here = f"{len(view.candidates)} of {view.healthy} healthy groups have called"
     if count == 0:
-        only = (
-            "; a shrink is asked for, and none of the previous members has called" if shrink and view.candidates else ""
-        )
-        return Decision(reason=f"{here}{only}")
+        alone = shrink and bool(view.candidates)
+        return Decision(reason=here + "; a shrink is asked for, and none of the previous members has called" * alone)
     if count < view.min_replicas:
         return Decision(reason=f"{here}; {count} would take part, min_replicas is {view.min_replicas}")
     if not fast and 2 * len(view.candidates) <= view.healthy:
         return Decision(reason=f"{here}; more than half is needed, lest there be two quorums")
     if not fast and len(view.candidates) < view.healthy and view.waited_s < view.join_timeout_s:
-        return Decision(
-            reason=f"{here}; the first has waited {view.waited_s:.1f} of {view.join_timeout_s:g} s for the others"
-        )
+        waited = f"{view.waited_s:.1f} of {view.join_timeout_s:g} s"
+        return Decision(reason=f"{here}; the first has waited {waited} for the others")
     if ours and not view.up_to_date_candidates and view.claims and not view.claims_expired:
-        return Decision(
-            reason=f"{here}; none was in the previous quorum with a state, of which {view.claims} may come back"
-        )
-    chosen = view.present if shrink else view.candidates
-    members = tuple(view.candidates[replica_id] for replica_id in sorted(chosen))
+        may_come = f"of which {view.claims} may come back"
+        return Decision(reason=f"{here}; none was in the previous quorum with a state, {may_come}")
+    members = tuple(view.candidates[replica_id] for replica_id in sorted(view.present if shrink else view.candidates))
     why = "all previous members have called" if fast else f"{here}, which is enough"
-    return _with_reference(view, members, why)
-
-
-def _with_reference(view: QuorumView, members: tuple[Member, ...], why: str) -> Decision:
-    if view.kind == "torchft":
+    if not ours:
         return Decision(members, (max(member.step for member in members), 0, ""), why)
-    up_to_date_candidates = [member for member in members if member.replica_id in view.up_to_date_candidates]
-    reference = reference_state(up_to_date_candidates or members)
-    holders = [member for member in members if member.state == reference]
-    if reference is None or (reference[0] < view.settled and all(h.restored is None for h in holders)):
-        furthest = (
-            "nobody holds a whole state" if reference is None else f"the furthest state here is of step {reference[0]}"
-        )
-        unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-        return Decision(
-            reason=f"{furthest}, step {view.settled} was settled: load a checkpoint", must_restore=unrestored
-        )
-    restored = f", restored from checkpoint {reference[0]}" if reference[0] < view.settled else ""
-    return Decision(members, reference, why + restored)
+    reference = reference_state([x for x in members if x.replica_id in view.up_to_date_candidates] or members)
+    if reference and reference[0] >= view.settled:
+        return Decision(members, reference, why)
+    if reference and any(member.restored is not None for member in members if member.state == reference):
+        return Decision(members, reference, f"{why}, restored from checkpoint {reference[0]}")
+    furthest = f"the furthest state here is of step {reference[0]}" if reference else "nobody holds a whole state"
+    unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
+    reason = f"{furthest}, step {view.settled} was settled: load a checkpoint"
+    return Decision(reason=reason, must_restore=unrestored)
 
 
 def validate_request(event: Call) -> Problem:
@@ -136,12 +121,9 @@ def _differ(shape: Shape, job: Mapping[str, str]) -> list[str]:
 
 def unlike(event: Call, ours: Shape) -> Problem:
     """Refuses a caller whose job differs from ours (its layout, dtypes, buckets ...)."""
-    if not event.shape:
-        return None
-    differ = _differ(event.shape, dict(ours))
-    if not differ:
-        return None
-    return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")
+    differ = _differ(event.shape, dict(ours)) if event.shape else []
+    why = f"{event.member.replica_id} has another {' and '.join(differ)} than the job"
+    return ("FAILED_PRECONDITION", why) if differ else None
 
 
 # ---- members that cannot work together
@@ -151,10 +133,8 @@ def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> 
     """Returns the pairs among `ids` of which one says that it cannot work with the other. `blames`: by id, the processes it named."""
     processes = {m.process_of(replica_id): replica_id for replica_id in ids} if blames else {}
     there = frozenset(ids)
-    found = (
-        frozenset((i, processes[other])) for i in blames if i in there for other in blames[i] if other in processes
-    )
-    return frozenset(pair for pair in found if len(pair) == 2)
+    named = ((i, processes[other]) for i in blames if i in there for other in blames[i] if other in processes)
+    return frozenset(frozenset(pair) for pair in named if pair[0] != pair[1])
 
 
 def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collection[str]]) -> Pairs:

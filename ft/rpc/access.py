@@ -72,20 +72,15 @@ class Access:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
-def read_token(path: Path) -> str:
-    """The first line of a file. Raises ValueError."""
-    try:
-        token = path.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"no token in {path}: {error}") from None
-    return check_token(token, str(path))
-
-
 def find_token(file: Path | None, text: str) -> str:
-    """The token of the file, if one is named, else `text` of PHAROS_TOKEN; may be empty. Raises ValueError."""
-    if file:
-        return read_token(file)
-    return check_token(text, "PHAROS_TOKEN") if text else ""
+    """The token in the first line of the file, if one is named, else `text` of PHAROS_TOKEN; may be empty. Raises ValueError."""
+    if not file:
+        return check_token(text, "PHAROS_TOKEN") if text else ""
+    try:
+        token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"no token in {file}: {error}") from None
+    return check_token(token, str(file))
 
 
 def check_token(token: str, source: str) -> str:
@@ -115,12 +110,9 @@ class Endpoint:
 
     @property
     def loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
+        with suppress(ValueError):
             return ip_address(self.host.partition("%")[0]).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost"
 
     @property
     def wildcard(self) -> bool:
@@ -135,10 +127,8 @@ def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind")
         return [Endpoint(host, port) for host in hosts if host != "::1" or has_ipv6()]
     asked = Endpoint.parse(bind, what)
     if not (asked.loopback or access.token or access.insecure):
-        raise ValueError(
-            f"{what} {bind}: others could reach it, and there is no token; nearest: {what} 127.0.0.1:{asked.port}, "
-            "or --token_file FILE, or --insecure"
-        )
+        nearest = f"{what} 127.0.0.1:{asked.port}, or --token_file FILE, or --insecure"
+        raise ValueError(f"{what} {bind}: others could reach it, and there is no token; nearest: {nearest}")
     return [asked]
 
 

@@ -6,11 +6,9 @@ One driver belongs to one asyncio loop, and only that loop's thread may feed it:
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Protocol
 
 from ft.protocol import messages as m
@@ -59,84 +57,44 @@ class Driver:
             out = self.machine.handle(event, now)
             if self._seen:
                 self._seen(now, event, out)
-            if out.effects:
-                self._effects.extend(out.effects)
-                if not self._busy:
-                    self._carry_out()
+            self._effects.extend(out.effects)
+            if self._effects and not self._busy:
+                self._carry_out()
         except BaseException as error:
             self._break(error)
             raise
 
     async def run(self) -> None:
         """Ticks until it is cancelled. Raises what went wrong in the machine or in an effect, wherever it was fed."""
-        metronome = PeriodicTimer(self._tick_s, self._tick)
-        try:
-            await asyncio.wait([self._broken])
-            self._broken.result()
-        finally:
-            metronome.close()
-
-    def _tick(self, late_s: float) -> None:
-        if late_s > self._tick_s:  # this process was stopped: what arrived meanwhile goes first
-            asyncio.get_running_loop().call_later(0.01, self._tick, 0.0)
-        elif not self._broken.done():
-            try:
+        while not self._broken.done():
+            due_s = self._clock() + self._tick_s
+            await asyncio.wait([self._broken], timeout=self._tick_s)
+            if self._clock() - due_s > self._tick_s:  # this process was stopped: what arrived meanwhile goes first
+                await asyncio.sleep(0.01)
+            if not self._broken.done():
                 if self._with_ticks:
                     self._with_ticks()
                 self.feed(m.Tick())
-            except Exception as error:  # noqa: BLE001 (run raises it)
-                self._break(error)
+        self._broken.result()
 
-    def _carry_out(self) -> None:
-        self._busy = True
-        while self._effects:
-            effect = self._effects.popleft()
-            unfinished = self._carry[type(effect)](effect)
-            if unfinished is not None:
-                unfinished.add_done_callback(self._go_on)
-                return
-        self._busy = False
-
-    def _go_on(self, finished: asyncio.Future[None]) -> None:
-        if finished.cancelled():
+    def _carry_out(self, waited_for: asyncio.Future[None] | None = None) -> None:
+        if waited_for and waited_for.cancelled():
             return
         try:
-            finished.result()
-            self._carry_out()
-        except BaseException as error:  # noqa: BLE001 (run raises it)
+            if waited_for:
+                waited_for.result()
+            self._busy = True
+            while self._effects:
+                effect = self._effects.popleft()
+                if (unfinished := self._carry[type(effect)](effect)) is not None:
+                    unfinished.add_done_callback(self._carry_out)
+                    return
+            self._busy = False
+        except BaseException as error:
             self._break(error)
+            if not waited_for:
+                raise
 
     def _break(self, error: BaseException) -> None:
         if not self._broken.done():
             self._broken.set_exception(error)
-
-
-class PeriodicTimer:
-    """Calls `beat` on this loop every `every_s`, with the seconds by which it comes late, until it is closed or the loop is.
-
-    A thread, and no timer of the loop: while one is set, the loop works out at each of its turns how long it may sleep, and has the kernel
-    set a timer, too. A call takes eight turns: three to nine hundredths of the CPU of a small round.
-    """
-
-    def __init__(self, every_s: float, beat: Callable[[float], None]) -> None:
-        self._every_s, self._beat, self._loop = every_s, beat, asyncio.get_running_loop()
-        self._due_s = now_s() + every_s
-        self._over = threading.Event()
-        self._rung = False  # and not heard yet: a busy loop is rung for once
-        threading.Thread(target=self._run, name="metronome", daemon=True).start()
-
-    def close(self) -> None:
-        self._over.set()
-
-    def _run(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            while not self._over.wait(self._every_s):
-                if not self._rung:
-                    self._rung = True
-                    self._loop.call_soon_threadsafe(self._hear)
-
-    def _hear(self) -> None:
-        self._rung = False
-        if not self._over.is_set():
-            late_s, self._due_s = now_s() - self._due_s, now_s() + self._every_s
-            self._beat(late_s)

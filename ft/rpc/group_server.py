@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import grpc
-
 from ft.children import die_with
 from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
@@ -33,7 +31,7 @@ from ft.rpc.access import Access, Endpoint, Tls, this_host
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
-from ft.rpc.serving import CallRefused, Outbox, Pending, Server, refused, stream, unary
+from ft.rpc.serving import Outbox, Pending, Server, refused, stream, unary
 
 TICK_S = 0.5
 LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
@@ -88,22 +86,16 @@ class RankReports:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._of: dict[int, Any] = {}  # pharos_pb2.Report
-        self._waiting = self._summed = 0  # ranks that wait in the sums of a step, or past them; those past them
-        self._bytes = dict.fromkeys(("healed_bytes", "heal_done_bytes", "heal_total_bytes"), 0)
-        self._long: dict[int, Any] = {}  # of ranks in a long phase
+        self._waiting, self._summed = (
+            set[int](),
+            set[int](),
+        )  # ranks in the sums of a step, or past them; those past them
         self._blames: dict[int, tuple[str, ...]] = {}  # by ranks that cannot work with somebody
 
     def hear(self, rank: int, report: Any) -> None:
-        before = self._of.get(rank, _NO_REPORT)
         self._of[rank] = report
-        self._waiting += report.waiting - before.waiting
-        self._summed += (report.waiting and report.summed) - (before.waiting and before.summed)
-        for name in self._bytes:
-            self._bytes[name] += getattr(report, name) - getattr(before, name)
-        if report.phase_limit_s:
-            self._long[rank] = report
-        else:
-            self._long.pop(rank, None)
+        for ranks, inside in ((self._waiting, report.waiting), (self._summed, report.waiting and report.summed)):
+            (ranks.add if inside else ranks.discard)(rank)
         self.blame(rank, report.blame)
 
     def blame(self, rank: int, others: Collection[str]) -> None:
@@ -116,12 +108,12 @@ class RankReports:
     @property
     def blamed(self) -> list[str]:
         """Members that some rank cannot work with."""
-        return sorted({other for others in self._blames.values() for other in others}) if self._blames else []
+        return sorted({other for others in self._blames.values() for other in others})
 
     @property
     def waiting(self) -> bool:
         """True when all ranks are in the collective with other groups or past it, and some still in it: the group waits for others."""
-        return self._waiting == self._world_size > self._summed
+        return len(self._waiting) == self._world_size > len(self._summed)
 
     @property
     def settled(self) -> int:
@@ -130,28 +122,25 @@ class RankReports:
 
     def together(self) -> Any:
         """Rank 0's figures, what those of all add up to, and the longest phase that one of them is in."""
-        report = pharos_pb2.Report()
-        if self._of:
+        report, reports = pharos_pb2.Report(), list(self._of.values())
+        if reports:
             report.CopyFrom(self._of[min(self._of)])
-        if self._long:
-            longest = max(self._long.values(), key=lambda one: one.phase_limit_s)
-            report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
-        for name, total in self._bytes.items():
-            setattr(report, name, total)
+            longest = max(reports, key=lambda one: one.phase_limit_s)
+            if longest.phase_limit_s:
+                report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
+            report.launched = min(one.launched for one in reports)
+        for name in ("healed_bytes", "heal_done_bytes", "heal_total_bytes"):
+            setattr(report, name, sum(getattr(one, name) for one in reports))
         report.waiting, report.settled, report.summed = self.waiting, self.settled, False
-        report.launched = min((one.launched for one in self._of.values()), default=0)
         report.blame[:] = self.blamed
         return report
-
-
-_NO_REPORT = pharos_pb2.Report()
 
 
 class Process:
     """A process of this machine that lives now. On Linux it is held by a descriptor, so a signal never hits a successor of its pid."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        self.pid, self._proc = pid, proc
         self._handle: int | None = None
         if sys.platform == "linux":
             with suppress(OSError):
@@ -170,12 +159,9 @@ class Process:
 
     def _status(self) -> dict[str, str]:
         with suppress(OSError):
-            text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
+            text = (self._proc / str(self.pid) / "status").read_text(encoding="utf-8", errors="replace")
             return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
         return {}
-
-    def kill(self) -> None:
-        self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal; nothing where the process is gone."""
@@ -215,12 +201,12 @@ class GroupService:
         self.machine = Group(config, now_s())
         carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
-            m.OpenStream: lambda e: self.link.open_stream(e.replica_id, lambda: self._reports.settled),
+            m.OpenStream: self._open_stream,
             m.CloseStream: lambda e: self.link.close_stream(),
             m.AnswerRank: lambda e: self._answer_call(e, part=codec.to_message(e.part)),
             m.RestoreRank: lambda e: self._answer_call(e, restore=pharos_pb2.Restore(settled=e.settled)),
             m.LetRankGo: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
-            m.TellWaits: self._tell_waits,
+            m.TellWaits: lambda e: self._tell_all(waits=codec.to_message(m.Waits(e.reason, e.waited_s))),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
             m.NotifyRank: self._notify_rank,
@@ -228,7 +214,7 @@ class GroupService:
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S, seen=seen)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link = wire(lighthouse, access, self._hear, self.spawn, self._obey)
+        self.link = wire(lighthouse, access, self.hear, self.spawn, self.obey)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -240,10 +226,13 @@ class GroupService:
 
     def start(self) -> None:
         """Makes the group known to the lighthouse."""
-        self.link.open_stream(self.machine.replica_id, lambda: self._reports.settled)
+        self._open_stream(self.machine)
         self.spawn(self._beat_for_ever())
 
-    def _hear(self, event: m.Event) -> None:
+    def _open_stream(self, known_as: m.OpenStream | Group) -> None:
+        self.link.open_stream(known_as.replica_id, lambda: self._reports.settled)
+
+    def hear(self, event: m.Event) -> None:
         """Takes an event from the lighthouse. A group that ends takes no more: the news after its Leave, that it is lost, would make it
         return under a new id, and the others form a quorum with a group that is about to die."""
         if not self.left:
@@ -254,17 +243,16 @@ class GroupService:
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
         self._reports.blame(call.group_rank, call.blame)  # newer than what the rank has reported
-        return await self._ask((call.group_rank, None), call, context)
+        return await self.ask((call.group_rank, None), call, context)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
         vote = codec.from_bytes(m.Vote, data)
-        return await self._ask((vote.group_rank, vote.key), vote, context)
+        return await self.ask((vote.group_rank, vote.key), vote, context)
 
-    async def _ask(self, place: Place, event: m.Event, context: Any) -> bytes:
+    async def ask(self, place: Place, event: m.Event, context: Any) -> bytes:
+        """Feeds a rank's call for a quorum or its vote, and waits for the answer."""
         if self._calls[place[0]] >= CALLS_PER_RANK:
-            raise CallRefused(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting"
-            )
+            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()
         self._calls[place[0]] += 1
         self._waiting.setdefault(place, []).append(pending)
@@ -356,11 +344,12 @@ class GroupService:
             self.spawn(self.link.send(happened=codec.check_happened(up.happened)))
         elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
             self._gave_up = up.give_up.quorum_id
-            self.spawn(self._give_up(self.machine.replica_id, up.give_up.reason))
 
-    async def _give_up(self, replica_id: str, reason: str) -> None:
-        await self.link.leave(replica_id, clean=False, reason=reason)
-        self.driver.feed(m.LighthouseRefused(replica_id, "LOST", reason))
+            async def give_up(replica_id: str, reason: str) -> None:
+                await self.link.leave(replica_id, clean=False, reason=reason)
+                self.driver.feed(m.LighthouseRefused(replica_id, "LOST", reason))
+
+            self.spawn(give_up(self.machine.replica_id, up.give_up.reason))
 
     # ---- beats
 
@@ -391,7 +380,7 @@ class GroupService:
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
-        if outcome is not self._voted[0]:
+        if outcome is not self._voted[0]:  # made once for all ranks
             self._voted = outcome, codec.to_message(outcome).SerializeToString()
         ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
         for pending in self._waiting.pop((effect.group_rank, ballot), []):
@@ -408,19 +397,16 @@ class GroupService:
             pending.fail(error)
 
     def _notify_rank(self, effect: m.NotifyRank) -> None:
-        if effect.group_rank in self._streams:
-            notice = codec.notice_message(effect.notice)
-            self._streams[effect.group_rank].send(pharos_pb2.RankDown(notice=notice).SerializeToString())
+        if outbox := self._streams.get(effect.group_rank):
+            outbox.send(pharos_pb2.RankDown(notice=codec.notice_message(effect.notice)).SerializeToString())
 
-    def _tell_waits(self, effect: m.TellWaits) -> None:
-        waits = codec.to_message(m.Waits(effect.reason, effect.waited_s))
-        message = pharos_pb2.RankDown(waits=waits).SerializeToString()
+    def _tell_all(self, **down: Any) -> None:
         for outbox in self._streams.values():
-            outbox.send(message)
+            outbox.send(pharos_pb2.RankDown(**down).SerializeToString())
 
     # ---- an operator's orders
 
-    def _obey(self, order: pharos_pb2.Order) -> None:
+    def obey(self, order: pharos_pb2.Order) -> None:
         """On this machine: the ranks agree on what a signal asks one of them, so it is enough for a group of several machines."""
         if order.kind == "kill":
             self.end(f"killed by an operator: {order.reason[:200]}")
@@ -440,11 +426,9 @@ class GroupService:
 
     async def _end_now(self, reason: str) -> None:
         log.error("this group ends: %s", reason)
-        for outbox in self._streams.values():
-            outbox.send(pharos_pb2.RankDown(ended=pharos_pb2.Ended(reason=reason[:500])).SerializeToString())
-        await asyncio.gather(
-            self.link.leave(self.machine.replica_id, clean=False, reason=reason), asyncio.sleep(LAST_WORDS_S)
-        )
+        self._tell_all(ended=pharos_pb2.Ended(reason=reason[:500]))
+        leave = self.link.leave(self.machine.replica_id, clean=False, reason=reason)
+        await asyncio.gather(leave, asyncio.sleep(LAST_WORDS_S))
         await self.link.close()
         self._end(reason)
 
@@ -488,16 +472,9 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     # The port is known only once it listens, and the machine wants the address: routes are looked up at each call.
     routes: dict[str, Any] = {}
     server = Server(access, routes, [at])
-    scheme = "https" if access.tls else "http"
-    config = GroupConfig(
-        replica_id=settings.replica_id,
-        world_size=settings.world_size,
-        address=f"{scheme}://{Endpoint(host, server.port)}",
-        store_address=settings.store_address,
-        times=settings.times,
-        retries=settings.retries,
-        spares_above=settings.spares_above,
-    )
+    address = f"{'https' if access.tls else 'http'}://{Endpoint(host, server.port)}"
+    identity = settings.replica_id, settings.world_size, address, settings.store_address
+    config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
     wire = Link if settings.wire == "pharos" else LinkOverTorchft
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
     torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of)
@@ -520,7 +497,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
         if over.done() and over.result():
             # the parent last: its death is this process's, too
             for process in sorted(service.processes.values(), key=lambda process: process.pid == settings.parent):
-                process.kill()
+                process.send(signal.SIGKILL)
         await service.close()
         await torchft.close()
         await server.stop()
@@ -528,28 +505,27 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s group server: %(message)s")
+
+    async def until_eof(settings: Settings) -> str:
+        """stdin is the parent's end of a pipe, and the kernel closes it whatever happens to the parent."""
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+
+        def readable() -> None:
+            if not os.read(0, 4096) and not gone.done():
+                gone.set_result(None)
+
+        loop.add_reader(0, readable)
+        return await run(settings, gone, lambda line: print(line, flush=True))
+
     try:
         settings = Settings.from_json(sys.stdin.readline())
         if settings.parent:  # said only by a main thread: clients.GroupProcess
             die_with(settings.parent)
-        reason = asyncio.run(_until_eof(settings))
+        return 1 if asyncio.run(until_eof(settings)) else 0
     except ValueError as error:
         print(f"group server: {error}", file=sys.stderr)
         return 2
-    return 1 if reason else 0
-
-
-async def _until_eof(settings: Settings) -> str:
-    """stdin is the parent's end of a pipe, and the kernel closes it whatever happens to the parent."""
-    loop = asyncio.get_running_loop()
-    gone: asyncio.Future[None] = loop.create_future()
-
-    def readable() -> None:
-        if not os.read(0, 4096) and not gone.done():
-            gone.set_result(None)
-
-    loop.add_reader(0, readable)
-    return await run(settings, gone, lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ class LighthouseOptions:
 def main(argv: Sequence[str]) -> int:
     try:
         read_options(argv)
+        return 0
     except ValueError as error:
         return complain(error)
-    return 0
 
 
 def complain(error: ValueError) -> int:
@@ -83,7 +83,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def read_options(argv: Sequence[str]) -> LighthouseOptions:
+def read_options(
+    argv: Sequence[str],
+    *,
+    try_to_listen: Callable[[Endpoint, str], None] = try_to_listen,
+    try_to_write: Callable[[Path], None] = state_file.try_to_write,
+) -> LighthouseOptions:
     """Raises ValueError: one line that says what is legal."""
     given = parser().parse_args(argv)
     if given.min_replicas is None:
@@ -93,19 +98,19 @@ def read_options(argv: Sequence[str]) -> LighthouseOptions:
     bind = Endpoint.parse(given.bind, "--bind") if given.bind else None
     at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)
     for place in at:
-        try_to_listen(place)
-    times = Times(
-        heartbeat_timeout_s=given.heartbeat_timeout_ms / 1000, takeover_s=given.takeover_s, stall_s=given.stall_s
-    )
+        try_to_listen(place, "--bind")
+    silent_s = given.heartbeat_timeout_ms / 1000
     config = LighthouseConfig(
         min_replicas=given.min_replicas,
         join_timeout_s=given.join_timeout_ms / 1000,
         tick_s=given.quorum_tick_ms / 1000,
-        times=times,
+        times=Times(heartbeat_timeout_s=silent_s, takeover_s=given.takeover_s, stall_s=given.stall_s),
         num_replica_groups=given.num_replica_groups,
     )
-    http = _http_at(given.http, at, access)
-    state = _state_path(given.state_file, at[0].port, given.recover)  # last, for it may make the folder
+    http = [] if given.http == "none" else _http_at(given.http, at, access)
+    for place in http if given.http else ():
+        try_to_listen(place, "--http")
+    state = _state_path(given.state_file, at[0].port, given.recover, try_to_write)  # last: it may make the folder
     return LighthouseOptions(config, at, access, state, given.lower_terms, given.recover, http, given.http is not None)
 
 
@@ -164,7 +169,7 @@ def _tls(given: argparse.Namespace) -> Tls | None:
     return tls
 
 
-def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
+def _state_path(asked: str | None, port: int, recover: bool, write: Callable[[Path], None]) -> Path | None:
     if asked == "none" or (asked is None and port == 0):  # with a free port nobody could find it again
         return None
     path = Path(asked or f"lighthouse-{port}.json")
@@ -177,7 +182,7 @@ def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
     if path.is_dir():
         raise ValueError(f"--state_file {path}: is a folder")
     try:
-        state_file.try_to_write(path)
+        write(path)
     except OSError as error:
         if error.errno not in state_file.PASSING:  # it starts all the same, and waits for the disk
             raise ValueError(f"--state_file {path}: the folder cannot be written: {error.strerror}") from None
@@ -187,8 +192,6 @@ def _state_path(asked: str | None, port: int, recover: bool) -> Path | None:
 
 
 def _http_at(asked: str | None, at: Sequence[Endpoint], access: Access) -> Sequence[Endpoint]:
-    if asked == "none":
-        return []
     if asked is None:
         if at[0].port == 65535:
             raise ValueError("--bind has the last port, and the page takes the next one: say --http HOST:PORT or none")
@@ -197,7 +200,6 @@ def _http_at(asked: str | None, at: Sequence[Endpoint], access: Access) -> Seque
     for place in found:
         if place.port and place.port == at[0].port:
             raise ValueError(f"--http {asked}: is the port of --bind; nearest: {Endpoint(place.host, place.port + 1)}")
-        try_to_listen(place, "--http")
     return found
 
 

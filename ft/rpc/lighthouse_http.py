@@ -53,25 +53,17 @@ async def serve_http(
     quiet = logging.getLogger("pharos.http")
     # not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-    runner = web.AppRunner(
-        _app(service, access), access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet
-    )
+    app = _app(service, access)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet)
     await runner.setup()
     tls = access.tls.server_context() if access.tls else None
-    open_: list[asyncio.Server] = []
-    port = 0
+    options: dict[str, Any] = {"backlog": BACKLOG, "ssl": tls, "ssl_handshake_timeout": HANDSHAKE_S if tls else None}
+    loop, open_, port = asyncio.get_running_loop(), list[asyncio.Server](), 0
     try:
         for place in at:
             try:
-                server = await asyncio.get_running_loop().create_server(
-                    _Newest(runner.server),
-                    place.host,
-                    port or place.port,
-                    backlog=BACKLOG,
-                    ssl=tls,
-                    ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-                )
-                open_.append(server)
+                made: Any = _Newest(runner.server)
+                open_.append(await loop.create_server(made, place.host, port or place.port, **options))
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
@@ -111,9 +103,8 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
         return web.json_response(status(service), dumps=lambda page: json.dumps(page, allow_nan=False))
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(
-            body=exposition.generate_latest(registry), headers={"Content-Type": exposition.CONTENT_TYPE_LATEST}
-        )
+        headers = {"Content-Type": exposition.CONTENT_TYPE_LATEST}
+        return web.Response(body=exposition.generate_latest(registry), headers=headers)
 
     @web.middleware
     async def with_token(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
@@ -136,6 +127,18 @@ def status(service: LighthouseService) -> dict[str, Any]:
     """The lighthouse's state as JSON values. Members in the order of their replica_rank; reports as they came last."""
     quorum, saved = service.machine.quorum, service.machine.saved
     names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
+    whole = [quorum.ids[rank] for rank in quorum.holders] if quorum else []
+    members = [
+        {
+            "replica_id": member.replica_id,
+            "address": member.address,
+            "step": member.step,
+            "world_size": member.world_size,
+            "heals": saved.kind == "pharos" and member.replica_id not in whole,
+            "connected": member.replica_id in service.streams,
+        }
+        for member in (quorum.members if quorum else ())
+    ]
     return {
         "reason": service.machine.reason,
         "kind": saved.kind,
@@ -150,27 +153,18 @@ def status(service: LighthouseService) -> dict[str, Any]:
             "quorum_id": quorum.quorum_id,
             "age_s": round(time.time() - service.issued_at, 1) if service.issued_at else None,
             "step": quorum.reference[0],
-            "members": [
-                {
-                    "replica_id": member.replica_id,
-                    "address": member.address,
-                    "step": member.step,
-                    "world_size": member.world_size,
-                    "heals": saved.kind == "pharos" and member.state != quorum.reference,
-                    "connected": member.replica_id in service.streams,
-                }
-                for member in quorum.members
-            ],
+            "members": members,
         },
         "reports": {
-            # JSON has no word for what is no number, such as a loss that has overflowed
-            replica_id: {
-                name: None if isinstance(x, float) and not math.isfinite(x) else x
-                for name, x in ((name, getattr(report, name)) for name in names)
-            }
+            replica_id: {name: _finite(getattr(report, name)) for name in names}
             for replica_id, report in sorted(service.reports.items())
         },
     }
+
+
+def _finite(value: Any) -> Any:
+    """None for NaN and Inf, such as a loss that has overflowed: JSON has no word for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Collector:

@@ -40,13 +40,11 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # in spite of its name, what one attempt may take; a busy machine needs it
-        ("grpc.min_reconnect_backoff_ms", 5000),
+        ("grpc.min_reconnect_backoff_ms", 5000),  # in spite of its name, what one attempt may take
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
-        # or one at a new address would be found after half a minute
-        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),  # or a new address would be found after half a minute
         ("grpc.enable_http_proxy", 0),  # what groups say to each other is nothing for a proxy
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -76,14 +74,13 @@ class Wire:
 
     def call(self, call: m.Call, delay_s: float) -> None:
         """Takes the place of the call before it."""
-        if self._question:
-            self._question.cancel()
 
         async def ask() -> None:
-            if delay_s:
-                await asyncio.sleep(delay_s)
+            await asyncio.sleep(delay_s)
             await self._ask(call)
 
+        if self._question:
+            self._question.cancel()
         self._question = self._spawn(ask())
 
     async def _ask(self, call: m.Call) -> None:
@@ -103,8 +100,7 @@ class Wire:
 
     def _stay(self, for_ever: Coroutine[Any, Any, None]) -> None:
         """Starts this task in place of the one before."""
-        if self._presence:
-            self._presence.cancel()
+        self.close_stream()
         self._presence = self._spawn(for_ever)
 
     def close_stream(self) -> None:
@@ -134,32 +130,27 @@ class Link(Wire):
     async def _ask(self, call: m.Call) -> None:
         roster = self._roster
         request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster.id).SerializeToString()
+        event: m.Event
         try:
             reply = await self._unary("/pharos.Lighthouse/Quorum", request, CALL_S)
             event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), roster)
         except grpc.RpcError as error:
-            refusal = _REFUSALS.get(error.code())
-            if refusal:
+            event = m.LighthouseFailed(status_of(error))
+            if refusal := _REFUSALS.get(error.code()):
                 event = m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
-            else:
-                event = m.LighthouseFailed(status_of(error))
         except ValueError as error:
             event = m.LighthouseFailed(str(error))
         self._hear(event)
 
     def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.StaticQuorum) -> m.Event:
         which = reply.WhichOneof("answer")
-        times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
-        terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
         if which == "restore":
             return m.LighthouseWantsRestore(reply.restore.settled)
-        if which == "same":
-            quorum = roster.complete(reply.same)
-        else:
-            quorum = codec.quorum_from(reply.quorum)
-            roster = codec.StaticQuorum.of(quorum)
+        times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
+        terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
+        quorum = roster.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
-            self._quorum, self._roster = quorum, roster
+            self._quorum, self._roster = quorum, roster if which == "same" else codec.StaticQuorum.of(quorum)
         return m.LighthouseAnswered(quorum, times, terms)
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
@@ -197,7 +188,7 @@ class Link(Wire):
         try:
             quorum_id = self._quorum.quorum_id if self._quorum else 0
             hello = pharos_pb2.Hello(replica_id=replica_id, quorum_id=quorum_id, settled=settled)
-            await self._write(stream, pharos_pb2.Up(hello=hello))
+            await self.write(stream, pharos_pb2.Up(hello=hello))
             self._stream = stream
             while (data := await stream.read()) is not grpc.aio.EOF:
                 await self._heard(data, stream)
@@ -208,30 +199,28 @@ class Link(Wire):
     async def _heard(self, data: bytes, stream: Any) -> None:
         try:
             down = codec.parse(pharos_pb2.Down, data)
-            await self._take(down, down.WhichOneof("down"), stream)
+            which = down.WhichOneof("down")
+            if which == "beat_answered":
+                self._hear(m.BeatAnswered(down.beat_answered))
+            elif which == "notice":
+                self._hear(codec.notice_from(down.notice))
+            elif which == "answer":
+                self._hear(self._read(down.answer, self._roster))
+            elif which == "refused":
+                self._hear(codec.refused_from(down.refused))
+            elif which == "waits":
+                self._hear(m.LighthouseSays(down.waits[: codec.MAX_WORDS]))
+            elif which == "order":
+                self._obey(down.order)
+            elif which == "send_quorum" and self._quorum:
+                await self.write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
         except ValueError as error:  # of another version; opened again, the stream would begin with the same
             log.warning("a word of the lighthouse is passed over: %s", error)
-
-    async def _take(self, down: pharos_pb2.Down, which: str | None, stream: Any) -> None:
-        if which == "beat_answered":
-            self._hear(m.BeatAnswered(down.beat_answered))
-        elif which == "notice":
-            self._hear(codec.notice_from(down.notice))
-        elif which == "answer":
-            self._hear(self._read(down.answer, self._roster))
-        elif which == "refused":
-            self._hear(codec.refused_from(down.refused))
-        elif which == "waits":
-            self._hear(m.LighthouseSays(down.waits[: codec.MAX_WORDS]))
-        elif which == "order":
-            self._obey(down.order)
-        elif which == "send_quorum" and self._quorum:
-            await self._write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
 
     async def send(self, **up: Any) -> None:
         if self._stream is not None:
             # In a task of its own: where the stream is replaced, grpc cancels whoever is writing into the old one.
-            write = asyncio.ensure_future(self._write(self._stream, pharos_pb2.Up(**up)))
+            write = asyncio.ensure_future(self.write(self._stream, pharos_pb2.Up(**up)))
             try:
                 await asyncio.wait([write])
             finally:
@@ -240,7 +229,8 @@ class Link(Wire):
             with suppress(*over):  # whoever reads the stream notices
                 write.result()
 
-    async def _write(self, stream: Any, up: Any) -> None:
+    async def write(self, stream: Any, up: Any) -> None:
+        """One message after the other."""
         async with self._writing:
             await stream.write(up.SerializeToString())
 

@@ -13,9 +13,10 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from ft.protocol import messages as m
 from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint, try_to_listen
 from ft.rpc.driver import Driver, Seen
@@ -51,11 +52,9 @@ async def _run(options: LighthouseOptions) -> None:
         if options.http:
             # loaded now, when the lighthouse already answers, and aside: it takes longer to load than all the rest
             pages = await asyncio.to_thread(importlib.import_module, "ft.rpc.lighthouse_http")
-            free = 0 if options.http_asked else port + 1
-            at = [Endpoint(place.host, place.port or free) for place in options.http]
-            page = await stack.enter_async_context(
-                pages.serve_http(service, options.access, at, must=options.http_asked)
-            )
+            must = options.http_asked
+            at = [Endpoint(place.host, place.port or (0 if must else port + 1)) for place in options.http]
+            page = await stack.enter_async_context(pages.serve_http(service, options.access, at, must=must))
             if page:
                 print(_address(Endpoint(at[0].host, page), options.access), flush=True)
         await until_stopped(service.driver, stop)
@@ -82,30 +81,17 @@ def _address(at: Endpoint, access: Access) -> str:
 
 @asynccontextmanager
 async def serve(
-    options: LighthouseOptions, *, seen: Seen | None = None
+    options: LighthouseOptions,
+    *,
+    seen: Seen | None = None,
+    begin: Callable[..., tuple[state_file.StateFileWriter, m.Saved | None]] = state_file.StateFileWriter.begin,
 ) -> AsyncIterator[tuple[LighthouseService, int]]:
     """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
     which raises state_file.TakenOver when another one goes on from the same file."""
     for at in options.at:
         if at.port:
             try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
-    keeper, saved, path = None, None, options.state
-    if path:
-        owner, trouble = "", ""
-        try:
-            owner = state_file.take_over(path)
-        except OSError as error:
-            if error.errno not in state_file.PASSING:  # no time will help
-                raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
-            log.error("nothing can be kept in %s, no new quorum is answered until it can: %s", path.parent, error)
-            trouble = str(error)
-        try:
-            saved = state_file.read_or_refuse(path)
-        except ValueError as error:
-            if not options.recover:
-                raise
-            log.warning("%s", error)
-        keeper = state_file.StateFileWriter(path, owner, saved, trouble=trouble)
+    keeper, saved = begin(options.state, recover=options.recover) if options.state else (None, None)
     service = LighthouseService(
         options.config,
         keeper=keeper,

@@ -13,11 +13,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from functools import cached_property
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
-
-import grpc
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
@@ -26,7 +24,7 @@ from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import LOOK_EVERY_S, CallRefused, Outbox, Pending, refused, stream, unary
+from ft.rpc.serving import Outbox, Pending, refused, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -35,8 +33,6 @@ CALLS_PER_ID = 64
 MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighthouse not: as many are left to give out
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
-
-_FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NUMBER = re.compile(r"[\d.]+")
 
 
@@ -50,11 +46,11 @@ class DashboardListener(Protocol):
 
 
 class _Waiting(Pending):
-    """A Quorum RPC that is not answered yet."""
+    """A Quorum RPC that is not answered yet. roster: that the caller holds; None: it is torchft's."""
 
-    def __init__(self, kind: m.Kind, roster: str) -> None:
+    def __init__(self, roster: str | None) -> None:
         super().__init__()
-        self.kind, self.roster = kind, roster  # the roster that the caller holds
+        self.roster = roster
 
 
 class LighthouseService:
@@ -69,14 +65,13 @@ class LighthouseService:
         fresh: bool = True,
         lower_terms: bool = False,
         seen: Seen | None = None,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         epoch = uuid.uuid4().hex[:12]
         self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_terms=lower_terms)
-        if (asked := config.terms) != self.machine.config.terms:
-            log.warning(
-                "the job's terms stay, for --lower_terms is not given: %s, not %s", self.machine.config.terms, asked
-            )
-        self.config, self.keeper = self.machine.config, keeper
+        self.config, self.keeper, self._max_waiting = self.machine.config, keeper, max_waiting
+        if config.terms != (terms := self.config.terms):
+            log.warning("the job's terms stay, for --lower_terms is not given: %s, not %s", terms, config.terms)
         self.streams: dict[str, Outbox] = {}
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
@@ -86,11 +81,12 @@ class LighthouseService:
         self._waiting: dict[str, list[_Waiting]] = {}
         self._waiting_bytes = 0
         self._refusals: dict[str, str] = {}  # what each was told last
-        self._forms: _Forms | None = None  # of the newest quorum that was answered
+        self._answered: m.Quorum | None = None  # the newest that was
+        self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
+        self._roster = codec.StaticQuorum()
         self._seen, self._said, self._logged_id = seen, "", 0
         self._words = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
-        # An answer costs more than the beat itself, and a group goes by how old the last one is against half of takeover_s: by default
-        # each third beat is answered, and four answers in a row may be lost.
+        # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: self._persist,
@@ -99,24 +95,26 @@ class LighthouseService:
             m.MustRestore: self._must_restore,
             m.Notify: self._notify,
         }
-        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._on_tick)
+        self.driver = Driver(
+            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=keeper.look if keeper else None
+        )
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
             "/pharos.Lighthouse/Quorum": unary(self._quorum),
             "/pharos.Lighthouse/Watch": stream(self._watch),
-            "/pharos.Lighthouse/Leave": unary(self._told(m.Leave)),
-            "/pharos.Lighthouse/Evict": unary(self._told(m.Evict)),
-            "/pharos.Lighthouse/TakeOver": unary(self._told(m.TakeOver)),
+            "/pharos.Lighthouse/Leave": unary(partial(self._told, m.Leave)),
+            "/pharos.Lighthouse/Evict": unary(partial(self._told, m.Evict)),
+            "/pharos.Lighthouse/TakeOver": unary(partial(self._told, m.TakeOver)),
         }
 
     # ---- calls
 
-    def _torchft_quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
+    async def _torchft_quorum(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
         if not request.HasField("requester"):
             raise ValueError("missing requester")
-        return self._ask(codec.call_from_torchft(request.requester), "", len(data), context)
+        return await self.ask(codec.call_from_torchft(request.requester), None, len(data), context)
 
     async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
         replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
@@ -126,27 +124,27 @@ class LighthouseService:
         self.driver.feed(m.Beat(replica_id, "torchft"))
         return b""
 
-    def _quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
+    async def _quorum(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return self._ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
+        return await self.ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
 
-    async def _ask(self, call: m.Call, roster: str, size: int, context: Any) -> bytes:
+    async def ask(self, call: m.Call, roster: str | None, size: int, context: Any) -> bytes:
         """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
-        replica_id, waiting = call.member.replica_id, _Waiting(call.kind, roster)
+        replica_id, waiting = call.member.replica_id, _Waiting(roster)
         if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
-            raise CallRefused(_FULL, f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
-        if self._waiting_bytes + size > MAX_WAITING:
-            raise CallRefused(_FULL, f"calls of {self._waiting_bytes} bytes in all are waiting already")
+            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
+        if self._waiting_bytes + size > self._max_waiting:
+            raise refused("RESOURCE_EXHAUSTED", f"calls of {self._waiting_bytes} bytes in all are waiting already")
         if replica_id in self.streams:
             self.streams[replica_id].told = ""  # of an earlier call's wait
         self._waiting.setdefault(replica_id, []).append(waiting)
         self._waiting_bytes += size
         try:
             self.driver.feed(call)
-            return await waiting.wait(context, looked_at=self.config.tick_s <= LOOK_EVERY_S)
+            return await waiting.wait(context)
         finally:
             self._waiting_bytes -= size
             calls = self._waiting.get(replica_id, [])
@@ -155,14 +153,6 @@ class LighthouseService:
                 if not calls:
                     del self._waiting[replica_id]
                     self.driver.feed(m.CallCancelled(replica_id))
-
-    def _on_tick(self) -> None:
-        if self.keeper:
-            self.keeper.look()
-        now_s = asyncio.get_running_loop().time()
-        for calls in self._waiting.values():
-            for waiting in calls:
-                waiting.expire_if_due(now_s)
 
     def _check_kind(self, kind: m.Kind) -> None:
         if problem := self.machine.refuses(kind):
@@ -174,20 +164,14 @@ class LighthouseService:
         if quorum_id > max(MAX_KNOWN, self._newest_id):
             raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
 
-    def _told(self, word_type: type[m.Event]) -> Any:
-        async def told(data: bytes, context: Any) -> bytes:
-            event = codec.from_bytes(word_type, data)
-            log.info("%s", event)
-            self.driver.feed(event)
-            if isinstance(event, m.TakeOver):
-                holds_s = word_s(self.machine.config.times.takeover_s)
-                log.warning(
-                    "an operator's word: others may take over. It holds for %g s, and for as long as somebody waits",
-                    holds_s,
-                )
-            return b""
-
-        return told
+    async def _told(self, word_type: type[m.Event], data: bytes, context: Any) -> bytes:
+        event = codec.from_bytes(word_type, data)
+        log.info("%s", event)
+        self.driver.feed(event)
+        if isinstance(event, m.TakeOver):
+            words = "an operator's word: others may take over. It holds for %g s, and for as long as somebody waits"
+            log.warning(words, word_s(self.config.times.takeover_s))
+        return b""
 
     # ---- streams
 
@@ -206,7 +190,7 @@ class LighthouseService:
             if hello.quorum_id > self._newest_id:
                 outbox.send(pharos_pb2.Down(send_quorum=True).SerializeToString())
             else:
-                self.driver.feed(self._opened(hello, None))
+                self._opened(hello, None)
             while (data := await outbox.read()) is not None:
                 self._heard(hello, codec.parse(pharos_pb2.Up, data), outbox)
         finally:
@@ -216,10 +200,10 @@ class LighthouseService:
                 if not self.stops:
                     self.driver.feed(m.StreamClosed(replica_id))
 
-    def _opened(self, hello: pharos_pb2.Hello, quorum: m.Quorum | None) -> m.StreamOpened:
+    def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None) -> None:
         """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
-        known = quorum or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
-        return m.StreamOpened(hello.replica_id, known, hello.settled)
+        known = known or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
+        self.driver.feed(m.StreamOpened(hello.replica_id, known, hello.settled))
 
     def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
         which = up.WhichOneof("up")
@@ -238,7 +222,7 @@ class LighthouseService:
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":
             new = up.quorum.quorum_id == hello.quorum_id > self._newest_id
-            self.driver.feed(self._opened(hello, codec.quorum_from(up.quorum) if new else None))
+            self._opened(hello, codec.quorum_from(up.quorum) if new else None)
         elif which == "happened":
             happened = codec.check_happened(up.happened)
             if self.onlooker:
@@ -255,10 +239,14 @@ class LighthouseService:
 
     def order(self, replica_id: str, kind: str, reason: str) -> bool:
         """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""
+        order = pharos_pb2.Order(kind=kind, reason=reason)
+        return self._send(replica_id, pharos_pb2.Down(order=order).SerializeToString())
+
+    def _send(self, replica_id: str, message: bytes) -> bool:
+        """False: it has no stream."""
         outbox = self.streams.get(replica_id)
         if outbox:
-            order = pharos_pb2.Order(kind=kind, reason=reason)
-            outbox.send(pharos_pb2.Down(order=order).SerializeToString())
+            outbox.send(message)
         return outbox is not None
 
     @property
@@ -276,40 +264,53 @@ class LighthouseService:
         return self.keeper.keep(effect.saved) if self.keeper else None
 
     def _answer(self, effect: m.Answer) -> None:
-        """Each form of the answer is made at most once, however many wait for it or ask for it again."""
-        if self._forms is None or self._forms.quorum is not effect.quorum:
-            self.issued_at = time.time()
-            self._forms = _Forms(effect.quorum, self._words, self.issued_at, self._forms)
-        forms = self._forms
+        if effect.quorum is not self._answered:
+            self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
+            self._roster = codec.StaticQuorum.of(effect.quorum, self._roster)
         for replica_id in effect.replica_ids:
-            calls = self._waiting.pop(replica_id, ())
+            calls = self._waiting.pop(replica_id, [])
             for waiting in calls:
-                waiting.give(forms.of(waiting))
+                same = waiting.roster == self._roster.id
+                waiting.give(self._form("torchft" if waiting.roster is None else "short" if same else "full"))
             if not calls and replica_id in self.streams:
-                self.streams[replica_id].send(forms.down)
+                self._send(replica_id, self._form("down"))
+
+    def _form(self, name: str) -> bytes:
+        """The newest quorum as one kind of caller wants it: made at most once, however many wait for it or ask for it again."""
+        quorum = self._answered
+        assert quorum is not None
+        if name not in self._forms:
+            if name == "torchft":
+                told = codec.torchft_quorum(quorum, self.issued_at)
+                reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=told)
+            elif name == "short" and (same := codec.same_roster(quorum)):  # for those who hold its roster
+                reply = pharos_pb2.QuorumReply(same=same, **self._words)
+            else:
+                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._words)
+                reply = pharos_pb2.Down(answer=reply) if name == "down" else reply
+            self._forms[name] = reply.SerializeToString()
+        return self._forms[name]
 
     def _refuse(self, effect: m.Refuse) -> None:
         self.refused += 1
         calls = self._waiting.pop(effect.replica_id, [])
         for waiting in calls:
             waiting.fail(refused(effect.code, effect.reason))
-        if not calls and effect.replica_id in self.streams:
+        if not calls:
             reason = codec.words(effect.reason, codec.MAX_REASON)
             down = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
-            self.streams[effect.replica_id].send(pharos_pb2.Down(refused=down).SerializeToString())
+            self._send(effect.replica_id, pharos_pb2.Down(refused=down).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:
         reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)
-        for replica_id in effect.replica_ids:
-            for waiting in self._waiting.pop(replica_id, []):
-                waiting.give(reply.SerializeToString())
+        for waiting in [one for replica_id in effect.replica_ids for one in self._waiting.pop(replica_id, [])]:
+            waiting.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
         self.lost += isinstance(effect.notice, m.MemberLost)
         message = pharos_pb2.Down(notice=codec.notice_message(effect.notice)).SerializeToString()
         for replica_id in effect.replica_ids:
-            if replica_id in self.streams:
-                self.streams[replica_id].send(message)
+            self._send(replica_id, message)
 
     # ---- for people
 
@@ -320,9 +321,9 @@ class LighthouseService:
                 self.issued, self._said = self.issued + 1, out.reason
                 quorum = effect.quorum
                 if quorum.quorum_id != self._logged_id:
-                    self._logged_id, members = quorum.quorum_id, len(quorum.members)
-                    step = quorum.reference[0]
-                    log.info("quorum %d of %d groups, step %d: %s", quorum.quorum_id, members, step, out.reason)
+                    self._logged_id = quorum.quorum_id
+                    what = quorum.quorum_id, len(quorum.members), quorum.reference[0], out.reason
+                    log.info("quorum %d of %d groups, step %d: %s", *what)
             elif isinstance(effect, m.Refuse):  # said once: a former member asks again and again
                 words = _NUMBER.sub("#", effect.reason)
                 if self._refusals.get(effect.replica_id) != words:
@@ -350,46 +351,6 @@ class LighthouseService:
             log.exception("a fault in the page, which is switched off")
             if onlooker:
                 onlooker.end()
-
-
-class _Forms:
-    """A quorum as each kind of caller wants it, made when the first one asks."""
-
-    def __init__(self, quorum: m.Quorum, words: dict[str, Any], created_s: float, before: _Forms | None) -> None:
-        """words: that go with each answer. before: of the last quorum, which mostly has the same roster."""
-        self.quorum, self._words, self._created_s = quorum, words, created_s
-        self._before = before.__dict__.get("roster") if before else None  # if anybody has asked for it
-
-    def of(self, waiting: _Waiting) -> bytes:
-        if waiting.kind == "torchft":
-            return self.torchft
-        return self.short if waiting.roster and waiting.roster == self.roster.id else self.full
-
-    @cached_property
-    def torchft(self) -> bytes:
-        quorum = codec.torchft_quorum(self.quorum, self._created_s)
-        return bytes(torchft_pb2.LighthouseQuorumResponse(quorum=quorum).SerializeToString())
-
-    @cached_property
-    def roster(self) -> codec.StaticQuorum:
-        return codec.StaticQuorum.of(self.quorum, self._before)
-
-    @cached_property
-    def short(self) -> bytes:
-        same = codec.same_roster(self.quorum)
-        return bytes(pharos_pb2.QuorumReply(same=same, **self._words).SerializeToString()) if same else self.full
-
-    @cached_property
-    def full(self) -> bytes:
-        return bytes(self._reply.SerializeToString())
-
-    @cached_property
-    def down(self) -> bytes:
-        return bytes(pharos_pb2.Down(answer=self._reply).SerializeToString())
-
-    @property
-    def _reply(self) -> Any:
-        return pharos_pb2.QuorumReply(quorum=codec.to_message(self.quorum), **self._words)
 
 
 def _check(call: m.Call) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 import resource
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,7 +25,6 @@ MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
 FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
 LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
-LOOK_EVERY_S = 0.1  # at least, for deadlines that have passed
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
@@ -51,51 +49,8 @@ def refused(code: str, reason: str) -> CallRefused:
     return CallRefused(grpc.StatusCode.ABORTED if code in ("LOST", "STALE") else grpc.StatusCode[code], reason)
 
 
-class Calls:
-    """The calls that a server is in the middle of."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._over = False
-
-    def serving(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """`handler` as grpc is to call it: what it raises becomes the call's status. A function, and no object or partial: at each call
-        grpc looks whether it is async, and takes long to find out about anything else."""
-
-        async def serve(data: Any, context: Any) -> Any:
-            task = asyncio.current_task()
-            assert task
-            self._tasks.add(task)
-            try:
-                if self._over:  # it was on its way when the server stopped
-                    raise STOPS
-                return await handler(data, context)
-            except asyncio.CancelledError:
-                if not self._over:
-                    raise  # the caller is gone
-                refused = STOPS
-            except CallRefused as error:
-                refused = error
-            except ValueError as error:
-                refused = CallRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            finally:
-                self._tasks.discard(task)
-            await context.abort(refused.code, refused.reason)
-
-        return serve
-
-    def end(self) -> None:
-        """Each is told that the server stops."""
-        self._over = True
-        for task in self._tasks:
-            task.cancel()
-
-
-Route = Callable[[Calls], Any]
-
-
 def unary(handler: Handler) -> Route:
-    return lambda calls: grpc.unary_unary_rpc_method_handler(calls.serving(handler))
+    return lambda server: grpc.unary_unary_rpc_method_handler(server.serving(handler))
 
 
 def stream(handler: StreamHandler) -> Route:
@@ -110,32 +65,39 @@ def stream(handler: StreamHandler) -> Route:
         finally:
             outbox.close()
 
-    return lambda calls: grpc.stream_stream_rpc_method_handler(calls.serving(open_and_handle))
+    return lambda server: grpc.stream_stream_rpc_method_handler(server.serving(open_and_handle))
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
     """grpc.aio's server, which looks at the token before anything of a call is read, and whose end is told to whoever it serves: a call
     that grpc cut off itself would leave a stack on stderr."""
 
-    def __init__(self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> None:
+    def __init__(
+        self,
+        access: Access,
+        routes: Mapping[str, Route],
+        at: Sequence[Endpoint],
+        *,
+        room: int | None = None,
+        first_word_s: float = FIRST_WORD_S,
+    ) -> None:
         """Listens; `start` starts it. With port 0, all of `at` get the same free one, `port`. routes: "/package.Service/Method" ->
-        unary(...) or stream(...). Raises ValueError where it cannot listen."""
-        self._access, self._routes, self._calls = access, routes, Calls()
+        unary(...) or stream(...). room: for connections, by default as many as this process can hold. Raises ValueError."""
+        self._access, self._routes = access, routes
         self._handlers: dict[str, Any] = {}  # made at the first call: a group's routes are known only after its port
+        self._tasks: set[asyncio.Task[Any]] = set()  # of the calls that it is in the middle of
+        self._stops = False
+        self.connections = (room or room_for_connections()) // len(at)  # at one address
         options = [
             ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-            (
-                "grpc.max_receive_message_length",
-                MAX_MESSAGE,
-            ),  # before and after decompression; headers: 16 KiB by itself
+            # before and after decompression; headers: 16 KiB by itself
+            ("grpc.max_receive_message_length", MAX_MESSAGE),
             ("grpc.max_send_message_length", -1),
-            ("grpc.max_allowed_incoming_connections", room_for_connections() // len(at)),  # at one address
-            ("grpc.server_handshake_timeout_ms", int(FIRST_WORD_S * 1000)),
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.server_handshake_timeout_ms", int(first_word_s * 1000)),
             ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
-            (
-                "grpc.keepalive_time_ms",
-                60_000,
-            ),  # a host that vanished; beats show it long before where there is a stream
+            # for a host that vanished; beats show it long before where there is a stream
+            ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
@@ -145,9 +107,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.port = at[0].port
         for place in at:
             endpoint = Endpoint(place.host, self.port)
-            if not (
-                place.port == 0 and self.port
-            ):  # the first free port may be taken on the second address: then do without it
+            if place.port or not self.port:  # else the free port may be taken on the second address: then do without it
                 try_to_listen(endpoint)
             try:
                 if access.tls is None:
@@ -163,15 +123,37 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: Any) -> Any:
         if not self._access.permits(details.invocation_metadata):
-            return grpc.stream_stream_rpc_method_handler(self._deny)
+            return grpc.stream_stream_rpc_method_handler(_deny)
         handler = self._handlers.get(details.method)
         if handler is None and details.method in self._routes:
-            handler = self._handlers[details.method] = self._routes[details.method](self._calls)
+            handler = self._handlers[details.method] = self._routes[details.method](self)
         return handler
 
-    @staticmethod
-    async def _deny(_: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job has a token, and the call does not carry it")
+    def serving(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        """`handler` as grpc is to call it: what it raises becomes the call's status. A function, and no object or partial: at each call
+        grpc looks whether it is async, and takes long to find out about anything else."""
+
+        async def serve(data: Any, context: Any) -> Any:
+            task = asyncio.current_task()
+            assert task
+            self._tasks.add(task)
+            try:
+                if self._stops:  # the call was on its way
+                    raise STOPS
+                return await handler(data, context)
+            except asyncio.CancelledError:
+                if not self._stops:
+                    raise  # the caller is gone
+                refused = STOPS
+            except CallRefused as error:
+                refused = error
+            except ValueError as error:
+                refused = CallRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            finally:
+                self._tasks.discard(task)
+            await context.abort(refused.code, refused.reason)
+
+        return serve
 
     async def start(self) -> None:
         await self._server.start()
@@ -179,23 +161,34 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def stop(self) -> None:
         stopped = asyncio.ensure_future(self._server.stop(LAST_WORDS_S))  # no new calls from here on
         await asyncio.sleep(0)
-        self._calls.end()
+        self._stops = True
+        for task in self._tasks:
+            task.cancel()
         await stopped
 
 
-def room_for_connections() -> int:
+Route = Callable[[Server], Any]
+
+
+async def _deny(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job has a token, and the call does not carry it")
+
+
+def room_for_connections(
+    limits: tuple[int, int] | None = None,
+    set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit,
+) -> int:
     """The number of connections that this process can hold. Each is a descriptor, and the usual limit is 1,024: it is raised as
-    far as this user may; where that is not enough, a warning says so."""
-    wanted = MAX_CONNECTIONS + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    far as this user may; where that is not enough, a warning says so. limits: soft and hard, by default those of this process."""
+    wanted, infinite = MAX_CONNECTIONS + OTHER_FILES, resource.RLIM_INFINITY
+    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == infinite else min(wanted, hard)
+    if soft != infinite and soft < most:
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-            if most > soft:
-                log.info("the limit of open files is raised from %d to %d", soft, most)
-            soft = max(soft, most)
-    room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
+            set_limits(resource.RLIMIT_NOFILE, (most, hard))
+            log.info("the limit of open files is raised from %d to %d", soft, most)
+            soft = most
+    room = MAX_CONNECTIONS if soft == infinite else min(MAX_CONNECTIONS, max(16, soft - OTHER_FILES))
     if room < MAX_CONNECTIONS:
         log.warning("at most %d connections: the limit of open files (ulimit -n) is %d", room, soft)
     return room
@@ -206,7 +199,6 @@ class Pending:
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._due_s = math.inf
 
     def give(self, answer: bytes) -> None:
         if not self._answer.done():
@@ -216,29 +208,13 @@ class Pending:
         if not self._answer.done():
             self._answer.set_exception(refused)
 
-    def expire(self) -> None:
-        self.fail(CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired"))
-
-    def expire_if_due(self, now_s: float) -> None:
-        """now_s: of the loop."""
-        if self._due_s <= now_s:
-            self.expire()
-
-    def wait(self, context: Any, *, looked_at: bool = False) -> Awaitable[bytes]:
-        """The answer. A little before the caller's deadline it is told so; torchft's clients look for these very words. Raises CallRefused.
-        looked_at: somebody calls expire_if_due every LOOK_EVERY_S. Deadlines are hardly ever missed, and one look at those of all calls
-        now and then is far cheaper than a timer for each, set and cancelled."""
+    async def wait(self, context: Any) -> bytes:
+        """The answer. Raises CallRefused, a little before the caller's deadline by words that torchft's clients look for."""
         left_s = context.time_remaining()
         if left_s is None:
-            return self._answer
-        left_s -= min(0.2, left_s / 10)
-        if not looked_at or left_s <= 20 * LOOK_EVERY_S:
-            return self._within(left_s)
-        self._due_s = self._answer.get_loop().time() + left_s
-        return self._answer  # a future and not a coroutine: one frame less to go through, twice a call
-
-    async def _within(self, left_s: float) -> bytes:
-        timer = asyncio.get_running_loop().call_later(left_s, self.expire)
+            return await self._answer
+        expired = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
+        timer = asyncio.get_running_loop().call_later(left_s - min(0.2, left_s / 10), self.fail, expired)
         try:
             return await self._answer
         finally:
@@ -251,9 +227,8 @@ class Outbox:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._messages: deque[bytes] = deque()
-        self._bytes = 0
-        self._more = asyncio.Event()
+        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
+        self._bytes = 0  # of these
         self._reader = asyncio.current_task()  # the handler
         self._writer = asyncio.ensure_future(self._write())
         self.over = False
@@ -264,11 +239,10 @@ class Outbox:
     def send(self, message: bytes) -> None:
         if self.over:
             return
-        self._messages.append(message)
+        self._messages.put_nowait(message)
         self._bytes += len(message)
-        self._more.set()
-        if len(self._messages) > OUTBOX or self._bytes > OUTBOX_BYTES:
-            waiting = f"{len(self._messages)} messages of {self._bytes} bytes in all have not been read"
+        if self._messages.qsize() > OUTBOX or self._bytes > OUTBOX_BYTES:
+            waiting = f"{self._messages.qsize()} messages of {self._bytes} bytes in all have not been read"
             self._too_slow = CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the reader is too slow: {waiting}")
             self.end()
 
@@ -295,9 +269,7 @@ class Outbox:
     def end(self) -> None:
         """The handler's next read (the one it waits in, too) says that the stream is over."""
         if not self.over:
-            self.over = True
-            self._messages.clear()
-            self._bytes = 0
+            self.over, self._messages = True, asyncio.Queue()
             if self._reader is not None and self._reader is not asyncio.current_task():
                 self._reader.cancel()
 
@@ -305,13 +277,8 @@ class Outbox:
         self._writer.cancel()
 
     async def _write(self) -> None:
-        while True:
-            await self._more.wait()
-            self._more.clear()
-            while self._messages:
-                message = self._messages.popleft()
+        with suppress(grpc.aio.BaseError):  # the reader notices that the stream broke
+            while not self.over:
+                message = await self._messages.get()
                 self._bytes -= len(message)
-                try:
-                    await self._context.write(message)
-                except grpc.aio.BaseError:
-                    return  # the reader notices that the stream broke
+                await self._context.write(message)

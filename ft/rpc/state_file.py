@@ -1,18 +1,17 @@
 """The lighthouse's memory across restarts: one JSON file that is always whole.
 
-Persist must be done before what comes after it: an id that was seen must not come again. So a new id is on disk before its quorum is
-answered. A quorum that keeps its id (members that ask again at a later step) is written within a second instead, for all that is lost
-with it is how far the job is known to have come, which members report anyway.
+An id that was seen must not come again. So a new id is on disk before its quorum is answered; a quorum that keeps its id (members that ask
+again at a later step) is written within a second, for all that is lost with it is how far the job has come, which members report anyway.
 
 A disk that is full, read-only or slow stops no job: the file stands for RESERVED ids more than it says. Up to there quorums are answered
-without it, and whoever starts from the file gives out none of them (`reserved`); so no id comes twice, and ids leap after each restart.
-What such a restart has not read are the newest members: they report the quorum that they are in, and until then the claims of those in the
-file hold. One that restarts while the disk is still full, or read-only, answers no new quorum until it can write.
+without it, and whoever starts from the file gives out none of them (`reserved`). What such a restart has not read are the newest members:
+they report their quorum, and until then the claims of those in the file hold. One that restarts while the disk still fails answers no new
+quorum until it can write.
 
-Another lighthouse may take the file over while this one is stopped, say, and nobody knows whether it will wake: no lock then, which the
-one that is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then
-reads. Who writes prepares a file of its own name, looks whose the state is, then renames it. So either the other one has read what was
-written here, or nothing is written here any more, wherever this one was stopped.
+Another lighthouse may take the file over while this one is stopped, and nobody knows whether it will wake: no lock then, which the one that
+is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then reads.
+Who writes prepares a file of its own name, looks whose the state is, then renames it. So either the other one has read what was written
+here, or nothing is written here any more, wherever this one was stopped.
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from ft.protocol import messages as m
 from ft.protocol.rules import MAX_STEP, validate_request
 
 FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
-PATIENCE_S = 1.0  # with a disk that is slow, where the file reserves the id
-LAZY_S = 1.0
-LOOK_S = 5.0  # from one look at whose the file is to the next, where nothing is written
-RETRY_S = 1.0
 PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # what a disk says that may work again
 log = logging.getLogger("pharos.lighthouse")
 
@@ -55,15 +51,16 @@ def read(path: Path) -> m.Saved | None:
     try:
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
-        return _checked(m.Saved.from_dict(data))
+        saved = m.Saved.from_dict(data)
+        _check(saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a state file of this version: {error!r}") from None
+    return saved
 
 
-def _checked(saved: m.Saved) -> m.Saved:
-    """Returns it if each value is of its type and range: a wrong one would end the lighthouse later. Raises TypeError and ValueError."""
-    for name in ("last_id", "settled"):
-        number = getattr(saved, name)
+def _check(saved: m.Saved) -> None:
+    """Raises TypeError and ValueError for a value of a wrong type or range: it would end the lighthouse later."""
+    for name, number in (("last_id", saved.last_id), ("settled", saved.settled)):
         if type(number) is not int or not 0 <= number <= MAX_STEP:
             raise ValueError(f"{name} = {number!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
@@ -75,14 +72,12 @@ def _checked(saved: m.Saved) -> m.Saved:
             codec.to_message(part)  # says what is of a wrong type
     if saved.terms and (saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf):
         raise ValueError(f"{saved.terms}")
-    if saved.quorum:
-        members, (*numbers, commit_id) = saved.quorum.members, saved.quorum.reference
-        if [*map(type, numbers), type(commit_id)] != [int, int, str]:
-            raise ValueError(f"reference {saved.quorum.reference}")
-        problems = [validate_request(m.Call(member, saved.kind, known=saved.quorum.quorum_id)) for member in members]
-        if not members or any(problems) or list(saved.quorum.ids) != sorted(set(saved.quorum.ids)):
-            raise ValueError(f"quorum {saved.quorum.quorum_id}: its members")
-    return saved
+    if quorum := saved.quorum:
+        if list(map(type, quorum.reference)) != [int, int, str]:
+            raise ValueError(f"reference {quorum.reference}")
+        problems = [validate_request(m.Call(member, saved.kind, known=quorum.quorum_id)) for member in quorum.members]
+        if not quorum.members or any(problems) or list(quorum.ids) != sorted(set(quorum.ids)):
+            raise ValueError(f"quorum {quorum.quorum_id}: its members")
 
 
 def reserved(saved: m.Saved) -> m.Saved:
@@ -95,9 +90,8 @@ def read_or_refuse(path: Path) -> m.Saved | None:
     try:
         return read(path)
     except (ValueError, OSError) as error:
-        raise ValueError(
-            f"--state_file: {error}; --recover learns from the groups of the running job instead"
-        ) from None
+        instead = "--recover learns from the groups of the running job instead"
+        raise ValueError(f"--state_file: {error}; {instead}") from None
 
 
 def try_to_write(path: Path) -> None:
@@ -105,6 +99,19 @@ def try_to_write(path: Path) -> None:
     probe = path.with_name(f"{path.name}.{os.getpid()}")
     probe.touch()
     probe.unlink()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds."""
+
+    lazy: float = 1.0  # until what may wait is written
+    retry: float = 1.0
+    patience: float = 1.0  # with a disk that is slow, where the file reserves the id
+    look: float = 5.0  # from one look at whose the file is to the next, where nothing is written
+
+
+PACE = Pace()
 
 
 class TakenOver(RuntimeError):
@@ -170,21 +177,50 @@ class StateFileWriter:
     """Writes in a thread of its own, one after the other; the loop never waits for a disk.
 
     A disk that refuses is told, and tried again each second; quorums are answered as long as the file reserves their ids, then no more, and
-    running steps go on. `owner`: as take_over said. `saved`: what the file says. When another one has taken over, what waits for the disk
-    fails by TakenOver, and so does all that comes later. `trouble`: why the file could not be taken over at the start, and whose it was
-    then; it is done with the first write. Raises OSError.
+    running steps go on. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes later.
     """
 
-    def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None, *, trouble: str = "") -> None:
-        self.path, self._owner, self._written = path, owner, saved
+    def __init__(
+        self,
+        path: Path,
+        owner: str = "",
+        saved: m.Saved | None = None,
+        *,
+        trouble: str = "",
+        write: Callable[[Path, m.Saved, str], None] = write,
+        take_over: Callable[[Path], str] = take_over,
+        pace: Pace = PACE,
+    ) -> None:
+        """`owner`: as take_over said. `saved`: what the file says. `trouble`: why the file could not be taken over at the start; that is
+        done with the first write, if it is still its owner's of now. Raises OSError."""
+        self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
+        self._write, self._take_over, self._pace = write, take_over, pace
         self._over: TakenOver | None = None
-        self.trouble = trouble  # why the last attempt failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
         self._later: asyncio.Future[None] | None = None  # writes the newest
         self._looking: Future[None] | None = None
         self._looked_s = time.monotonic()
+
+    @classmethod
+    def begin(cls, path: Path, *, recover: bool, **options: Any) -> tuple[StateFileWriter, m.Saved | None]:
+        """Takes the file over, and reads it. recover: one that is damaged counts as none. Raises ValueError: it cannot be used."""
+        owner, trouble, saved = "", "", None
+        try:
+            owner = options.get("take_over", take_over)(path)
+        except OSError as error:
+            if error.errno not in PASSING:  # no time will help
+                raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
+            log.error("nothing can be kept in %s, no new quorum is answered until it can: %s", path.parent, error)
+            trouble = str(error)
+        try:
+            saved = read_or_refuse(path)
+        except ValueError as error:
+            if not recover:
+                raise
+            log.warning("%s", error)
+        return cls(path, owner, saved, trouble=trouble, **options), saved
 
     def keep(self, saved: m.Saved) -> asyncio.Future[None] | None:
         """A future where what comes next must wait for the disk. Raises TakenOver."""
@@ -203,7 +239,7 @@ class StateFileWriter:
         if self._over:
             raise self._over
         now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_S and (self._looking is None or self._looking.done()):
+        if now_s - self._looked_s >= self._pace.look and (self._looking is None or self._looking.done()):
             self._looked_s, self._looking = now_s, self._thread.submit(self._is_ours)
 
     async def close(self) -> None:
@@ -214,12 +250,11 @@ class StateFileWriter:
 
     def _write_later(self) -> None:
         """Has the newest state written within a second, or as soon as the disk works again."""
-        if self._later is None:
-            self._later = asyncio.ensure_future(self._write_newest())
+        self._later = self._later or asyncio.ensure_future(self._write_newest())
 
     async def _write_newest(self) -> None:
         while self._newest and self._written is not self._newest and not self._over:
-            await asyncio.sleep(RETRY_S if self.trouble else LAZY_S)
+            await asyncio.sleep(self._pace.retry if self.trouble else self._pace.lazy)
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
         self._later = None
 
@@ -234,7 +269,7 @@ class StateFileWriter:
                 and there.settled <= saved.settled
                 and saved.last_id <= there.last_id + RESERVED
             )
-            done, _ = await asyncio.wait([attempt], timeout=PATIENCE_S if covered else None)
+            done, _ = await asyncio.wait([attempt], timeout=self._pace.patience if covered else None)
             if done and attempt.result():
                 return
             if self._over:
@@ -242,14 +277,18 @@ class StateFileWriter:
             if covered:
                 self._write_later()
                 return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._pace.retry)
 
     def _try(self, saved: m.Saved) -> bool:
         try:
-            if self._before is not None:
-                self._take_over_late(self._before)
+            if self._before is not None:  # it could not be taken over at the start
+                ours = owner_of(self.path) == self._before
+                self._owner = self._take_over(self.path) if ours else ""
+                if not ours or read(self.path) != self._written:
+                    raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
+                self._before = None
             try:
-                write(self.path, saved, self._owner)
+                self._write(self.path, saved, self._owner)
             except OSError:
                 _look(self.path, self._owner)  # another one may have room
                 raise
@@ -262,25 +301,15 @@ class StateFileWriter:
                 log.error("%s cannot be written, %d more quorums are answered: %s", self.path, max(0, free), error)
             self.trouble = str(error)
             return False
-        self._written = saved
         if self.trouble:
             log.warning("%s is written again", self.path)
-        self.trouble = ""
+        self._written, self.trouble = saved, ""
         return True
 
     def _is_ours(self) -> None:
-        if self._before is None:  # else it is not, yet
-            try:
-                with suppress(OSError):  # the next write tells it
+        try:
+            with suppress(OSError):  # the next write tells it
+                if self._before is None:  # else it is not, yet
                     _look(self.path, self._owner)
-            except TakenOver as error:
-                self._over = error
-
-    def _take_over_late(self, before: str) -> None:
-        """Raises OSError while that cannot be; TakenOver where another lighthouse has gone on from the file since this one read it."""
-        if owner_of(self.path) == before:
-            self._owner = take_over(self.path)
-            if read(self.path) == self._written:
-                self._before = None
-                return
-        raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
+        except TakenOver as error:
+            self._over = error

@@ -6,16 +6,14 @@
 #
 # Layout, next to $venv (PHAROS_VENV, or .venv in the repository), which many nodes may share:
 #   $venv/pharos-LOCK     stamp: the Python, the index torch came from, the lock file's text. Equal stamps: nothing to do, pip is not run
-#   $venv.partial         an installation has begun and not ended: whatever is in $venv is thrown away
-#   $venv.lock/           taken by mkdir: owner (host, process namespace, pid) and beat (changes every few seconds while it lives)
+#   $venv.partial         an installation has begun and not ended: whatever is in $venv is thrown away; the last command's errors
+#   $venv.lock            locked by the start that installs; its host and process
 
 root=$(cd -- "${BASH_SOURCE[0]%/*}/../.." >/dev/null && pwd)
 oldest=10 newest=14 # of Python 3
 pythons="python3.12 python3.13 python3.11 python3.14 python3.10"
 
 torch_cpu_index=https://download.pytorch.org/whl/cpu
-beat_seconds=5
-dead_after_seconds=120 # without a beat: far above what a shared file system delays
 
 say() { printf 'pharos: %s\n' "$*" >&2; }
 
@@ -115,10 +113,9 @@ fill_venv() {
   install_locked "$@"
   try_it "$@"
   for lock; do
-    stamp_for "$lock" "$torch_from" >"$held/stamp"
-    mv -f "$held/stamp" "$venv/pharos-$lock"
+    stamp_for "$lock" "$torch_from" >"$venv.partial"
+    mv -f "$venv.partial" "$venv/pharos-$lock"
   done
-  rm -f "$venv.partial"
   say "installed in $((SECONDS - began)) s; the next start goes straight to work"
 }
 
@@ -209,7 +206,7 @@ pip_install() {
 # Runs in the background and waits, because bash acts on a signal only between foreground commands. The signal's exit code is not kept:
 # the shell leaves through `stop`.
 run_logged() {
-  "$@" </dev/null 2>"$held/errors" &
+  "$@" </dev/null 2>"$venv.partial" &
   child=$!
   local code=0
   wait "$child" || code=$?
@@ -219,14 +216,14 @@ run_logged() {
 
 fail() { # the program's own last word, and what was being done
   local last
-  last=$(sed '/^ *$/d' "$held/errors" | tail -n 1)
+  last=$(sed '/^ *$/d' "$venv.partial" | tail -n 1)
   die 1 "$1: ${last:-no message}"
 }
 
 fail_pip() {
   local log
-  log=$(<"$held/errors")
-  sed -n '/^ERROR/p' "$held/errors" >&2
+  log=$(<"$venv.partial")
+  sed -n '/^ERROR/p' "$venv.partial" >&2
   case $log in
     *"No space left"*) die 1 "no space left for $1 in $venv or in pip's temporary folder (TMPDIR); PHAROS_VENV=/path/to/a/new/folder puts it elsewhere" ;;
     *"Connection"* | *"Timeout"* | *"timed out"* | *"resolve"* | *"unreachable"* | *"ProxyError"* | *"SSLError"*)
@@ -241,40 +238,38 @@ fail_pip() {
 
 # ---- the lock
 
+# flock's: the kernel gives it back with the last process that has descriptor 9 open, whatever ends them; pip's, too, if it outlives us.
 take_lock() {
-  local lock=$venv.lock failures=0 state last='' since=$SECONDS told=
+  local code told=
   mkdir -p "${venv%/*}" 2>/dev/null || true
-  until mkdir "$lock" 2>/dev/null; do
-    if [ ! -d "$lock" ]; then # the owner has just gone, or the folder cannot be written
-      failures=$((failures + 1))
-      [ $failures -lt 3 ] || die 1 "cannot make the folder $lock; PHAROS_VENV=/path/to/a/new/folder puts the environment elsewhere"
-      continue
-    fi
-    state="$(read_file "$lock/owner") / $(read_file "$lock/beat")"
-    if [ "$state" != "$last" ]; then last=$state since=$SECONDS; fi
-    if owner_is_dead "${state%% / *}" || [ $((SECONDS - since)) -gt $dead_after_seconds ]; then
-      break_lock "$lock" "${state%% / *}"
-      continue
-    fi
-    [ -n "$told" ] || say "waiting for another start (${state%% / *}) to finish installing into $venv"
-    told=1
-    sleep 1
+  until [ "$venv.lock" -ef /dev/fd/9 ]; do # else the last owner removed it before we had it
+    { exec 9>>"$venv.lock"; } 2>/dev/null ||
+      die 1 "cannot make the file $venv.lock; PHAROS_VENV=/path/to/a/new/folder puts the environment elsewhere"
+    while code=0 && { try_lock || code=$?; } && [ $code = 75 ]; do
+      [ -n "$told" ] || say "waiting for another start ($(<"$venv.lock")) to finish installing into $venv"
+      told=1
+      sleep 1
+    done
+    [ $code = 0 ] || die 1 "cannot lock $venv.lock; PHAROS_VENV=/path/to/a/new/folder puts the environment elsewhere"
   done
-  held=$lock child=
-  printf '%s\n' "$(identity)" >"$held/owner"
+  printf 'host %s, process %s\n' "${HOSTNAME:-?}" $$ >"$venv.lock"
+  child=
   trap drop_lock EXIT
   trap stop INT TERM HUP
-  beat "$held" </dev/null >/dev/null 2>&1 &
-  beater=$!
+}
+
+try_lock() { # 75: another process has it
+  "$base" -ISc 'import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit(75)' 2>/dev/null </dev/null
 }
 
 drop_lock() {
-  # Now and then bash has reaped a child that it then waits for and says "wait_for: No record of process": nothing for the user.
-  {
-    trap - EXIT INT TERM HUP
-    kill "$beater" && wait "$beater" || true
-    rm -rf "$held" || true
-  } 2>/dev/null
+  trap - EXIT INT TERM HUP
+  rm -f "$venv.lock"
+  exec 9>&-
 }
 
 stop() {
@@ -282,34 +277,3 @@ stop() {
   if [ -n "$child" ]; then kill "$child" 2>/dev/null && wait "$child" 2>/dev/null || true; fi
   die 1 "stopped while installing; the next start begins the installation again"
 }
-
-identity() { printf 'host %s%s, process %s' "${HOSTNAME:-?}" "$(process_space)" $$; }
-
-process_space() { readlink /proc/self/ns/pid 2>/dev/null || true; } # containers may share a host's name, not its process numbers
-
-owner_is_dead() { # certain only if the owner ran here
-  local here
-  here=$(identity)
-  [ "${1%, process *}" = "${here%, process *}" ] || return 1
-  case $(LC_ALL=C kill -0 "${1##* }" 2>&1) in *"No such process"*) return 0 ;; esac
-  return 1
-}
-
-break_lock() { # two may find it dead at once: what was moved away must be what was judged
-  local aside="$1.dead.$$"
-  mv "$1" "$aside" 2>/dev/null || return 0
-  if [ "$(read_file "$aside/owner")" != "$2" ] && mv "$aside" "$1" 2>/dev/null; then return; fi
-  rm -rf "$aside"
-}
-
-beat() { # while the process that took the lock lives
-  local count=0 nap=
-  trap 'kill "$nap"; exit' TERM
-  while kill -0 $$ && count=$((count + 1)) && printf '%s\n' $count >"$1/beat"; do
-    sleep $beat_seconds &
-    nap=$!
-    wait $nap
-  done
-}
-
-read_file() { if [ -f "$1" ]; then printf '%s' "$(<"$1")" 2>/dev/null; fi; }

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts" / "slurm"))]
 
-from scripts.plan import whole  # noqa: E402 (our packages first)
+from scripts.plan import say, whole  # noqa: E402 (our packages first)
 from scripts.replicas import (  # noqa: E402
     ENABLED,
     LighthouseSupervisor,
@@ -38,7 +38,6 @@ from scripts.replicas import (  # noqa: E402
     environment,
     prepare,
     run,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -54,13 +53,14 @@ class Nodes:
     """The job's nodes, and which group has which."""
 
     job: str
-    addresses: dict[str, str]  # by name, in the job's order
+    addresses: dict[str, str]  # by which Slurm reaches them, by name, in the job's order
     per_group: int
     of: dict[str, list[str]]  # by group
+    ask: Callable[..., str]  # of a program of Slurm's, by its command
     spares: list[str] = field(default_factory=list)
 
     @staticmethod
-    def read(env: Mapping[str, str]) -> Nodes:
+    def read(env: Mapping[str, str], ask: Callable[..., str]) -> Nodes:
         """Raises ValueError: they cannot be dealt to that many groups. RuntimeError: Slurm does not answer."""
         job, per_group = env["SLURM_JOB_ID"], whole(env, "NODES_PER_GROUP", least=1, default=1)
         names = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
@@ -79,12 +79,18 @@ class Nodes:
                 "leaves the others as spares"
             )
         of = {str(group): names[group * per_group : (group + 1) * per_group] for group in range(groups)}
-        return Nodes(job, addresses(names), per_group, of, names[groups * per_group :])
+        addresses = {}
+        for line in ask("scontrol", "--oneliner", "show", "node", ",".join(names)).splitlines():
+            words = dict(word.partition("=")[::2] for word in line.split())
+            addresses[words["NodeName"]] = words.get("NodeAddr", words["NodeName"])
+        return Nodes(job, {name: addresses[name] for name in names}, per_group, of, ask, names[groups * per_group :])
 
     def renew(self, group: str) -> str:
         """Puts spares in the place of nodes that are lost. What has happened; nothing where its nodes are all there."""
         mine, job = self.of[group], self._of_the_job()
-        silent = {node for node in mine if "*" in ask_again("sinfo", "-h", "-n", node, "-o", "%T")}  # does not respond
+        silent = {
+            node for node in mine if "*" in self._ask_again("sinfo", "-h", "-n", node, "-o", "%T")
+        }  # does not respond
         lost = [node for node in mine if node not in job or node in silent]
         self.spares = [spare for spare in self.spares if spare in job]
         if len(lost) <= len(self.spares):
@@ -102,8 +108,16 @@ class Nodes:
         return not self._of_the_job().issuperset(self.of[group])
 
     def _of_the_job(self) -> set[str]:
-        listed = ask_again("squeue", "-h", "-j", self.job, "-o", "%N").strip()
-        return set(ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
+        listed = self._ask_again("squeue", "-h", "-j", self.job, "-o", "%N").strip()
+        return set(self.ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
+
+    def _ask_again(self, *command: str) -> str:
+        """Slurm's answer; empty where its controller is away, which ends no job: the question is asked again."""
+        try:
+            return self.ask(*command)
+        except RuntimeError as error:
+            say(str(error))
+            return ""
 
 
 class SlurmStep(ReplicaSupervisor):
@@ -155,11 +169,11 @@ class SlurmStep(ReplicaSupervisor):
 
 
 def main(argv: list[str]) -> int:
-    from training.runlock import RunLock
+    from training.appended import RunLock
 
     pending_signals = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     try:
-        nodes = Nodes.read(os.environ)
+        nodes = Nodes.read(os.environ, ask)
         port = whole(os.environ, "LIGHTHOUSE_PORT", least=0)
         config, restarts, grace_s = prepare([*argv, ENABLED], len(nodes.of), nodes=nodes.per_group)
         lock = RunLock(config.run_folder / "groups")
@@ -219,24 +233,6 @@ def finished(config: Config) -> bool:
     except FileNotFoundError:
         return False
     return bool(last) and json.loads(last[0])["step"] >= config.training.steps
-
-
-def addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Addresses by which Slurm reaches the nodes, by name."""
-    found = {}
-    for line in ask("scontrol", "--oneliner", "show", "node", ",".join(nodes)).splitlines():
-        words = dict(word.partition("=")[::2] for word in line.split())
-        found[words["NodeName"]] = words.get("NodeAddr", words["NodeName"])
-    return {node: found[node] for node in nodes}
-
-
-def ask_again(*command: str) -> str:
-    """Slurm's answer; empty where its controller is away, which ends no job: the question is asked again."""
-    try:
-        return ask(*command)
-    except RuntimeError as error:
-        say(str(error))
-        return ""
 
 
 def ask(*command: str) -> str:

@@ -121,8 +121,7 @@ Shape = tuple[int, ...]
 class Traffic(TorchDispatchMode):
     """Counts what a step of this device's rank does, to be held against what it may do.
 
-    reads       ft.device.on_host, by the function that calls it
-    to_host     what leaves the device for the host otherwise, by function
+    reads       what leaves the device for the host, by function (ft.device.on_host: by the one that calls it)
     from_host   copies to the device that the host waits for, by function
     gathered    the most bytes of fp32 that an all-gather takes or gives
     products    what matrix products multiply that is no bf16, by dtype
@@ -135,7 +134,6 @@ class Traffic(TorchDispatchMode):
         self.paused = False
         self._lock: Any = None
         self.reads: Counter[str] = Counter()
-        self.to_host: Counter[str] = Counter()
         self.from_host: Counter[str] = Counter()
         self.gathered = 0
         self.products: Counter[str] = Counter()
@@ -178,10 +176,7 @@ class Traffic(TorchDispatchMode):
             names = _callers()
             if "_warmup_p2p" in _callers(torch_too=True):
                 return  # torch opens a pipeline's connections in the first step, and waits for them
-            if names[0] == on_host.__name__:
-                self.reads[names[1]] += 1
-            else:
-                self.to_host[names[0]] += 1
+            self.reads[names[names[0] == on_host.__name__]] += 1
         name = op.name()
         if "all_gather" in name or "allgather" in name:
             self.gathered = max([self.gathered, *(x.numel() * 4 for x in (*given, *made) if x.dtype == torch.float32)])

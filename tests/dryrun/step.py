@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
@@ -37,21 +37,23 @@ from ft.device import on_host
 from ft.digest import digest
 from ft.grad_buffers import local_of
 from ft.manager import Manager
+from ft.seam import DataAssignment
 from ft.solo import SoloManager
 from ft.start import open_manager
 from models import llama
+from parallelisms.layout import Precision
 from parallelisms.mesh import TP, build_mesh
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import Precision
 from tests.dryrun import accelerator
 from tests.dryrun.cases import CONFIGS, Case, settings
 from tools.explain import memory as explain_memory
 from training.checkpoint import ModelState, OptimizerState
 from training.data.loader import Batch
 from training.loss import cross_entropy_sum
-from training.optimizer import build_optimizer
+from training.optimizer import OptimizerStep, build_optimizer
 from training.progress import Progress
 
+drop = lambda *_, **__: None  # noqa: E731
 TOGETHER = 1  # cases of one process: after several torch's engine may end a backward without a result, or a word
 
 
@@ -89,9 +91,11 @@ class Run(train.Run):
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.coordinate, self.progress, self.pending_signals = case.sizes.coordinate(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
-        self.signals, self.checkpointer = fakes(take=lambda: 0), fakes(overdue=lambda step: False)
+        self.signals, self.save_overdue, self.world = fakes(pending=0), False, fakes(world_size=case.sizes.world_size)
+        self.log, self.events, self.meter = fakes(), fakes(heals=0), fakes(step=drop, samples=drop)
+        self.slot_size = self.inner_steps = 1
         tokens = torch.zeros(batch, length, dtype=torch.int64)
-        batches = [Batch(tokens, tokens, 0, (0,)) for _ in range(case.passes)]
+        batches = [Batch(tokens, tokens, 0, (0,), number == case.passes) for number in range(1, case.passes + 1)]
         self.loader = fakes(load=lambda slots: iter(batches))
         self.manager: Any = SoloManager(batch) if not case.groups else self.among_groups(batch)
 
@@ -128,16 +132,17 @@ class Run(train.Run):
         gradients.launch, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
         return manager
 
-    def log_step(self, *_: Any) -> None: ...
-
-    def sum_over_group(self, *given: Any) -> tuple[list[float], float, bool]:
+    def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> train.LocalStep:
         """Values that nobody computed are one, and that would say that a loss is not a number."""
-        tokens, loss_sum, _ = super().sum_over_group(*given)
-        return tokens, loss_sum, True
+        return super().compute_step(deal, batches)._replace(finite=True)
 
     def step(self, plant: str) -> dict[str, Any]:
         with self.fake, Others(), accelerator.Traffic(self.whole_weights()) as traffic:
-            self.optimizer = build_optimizer(self.config.optimizer, self.model.parts)
+            config = self.config
+            self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+            self.optimizer_step = OptimizerStep(
+                self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, config.training, self.progress
+            )
             if plant:
                 PLANTS[plant](self)
             assert self.train_step()
@@ -145,7 +150,6 @@ class Run(train.Run):
             digest(self.parameters)
         return {
             "reads": dict(traffic.reads),
-            "to_host": dict(traffic.to_host),
             "from_host": dict(traffic.from_host),
             "waits": dict(accelerator.WAITS),
             "gathered": traffic.gathered,
@@ -201,13 +205,13 @@ def _in_update(harm: Callable[[Run], object]) -> Callable[[Run], None]:
     """A plant that harms where gradients are there and weights are about to move."""
 
     def plant(run: Run) -> None:
-        update = run.update
+        step = run.optimizer.step
 
-        def with_harm(*given: Any) -> float:
+        def with_harm(*_: Any) -> None:
             harm(run)
-            return update(*given)
+            step()
 
-        run.update = with_harm  # type: ignore[method-assign]
+        run.optimizer.step = with_harm  # type: ignore[method-assign, assignment]
 
     return plant
 

@@ -25,8 +25,8 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 READS = {  # of the host, a step, by who asks: two alone, three with other groups
-    "sum_over_group": "the loss sum, and the vote that rides with it: whether the step holds, and who wishes to stop or to save",
-    "apply": "the norm of the gradients, which clips them, and may end the run",
+    "compute_step": "the loss sum, and the vote that rides with it: whether the step holds, and who wishes to stop or to save",
+    "take": "the norm of the gradients, which clips them, and may end the run",
 }
 READS_OF_GROUPS = {"wait": "the tail that all groups have summed: valid tokens by slot, loss sum, who leaves"}
 READ_BESIDES = {"digest": "the weights of this rank, where groups compare them: every digest_interval steps, here once"}
@@ -46,9 +46,9 @@ COMPILED = {  # not where attention is computed again: torch's operation for tha
     )
 }
 BREAKS = {  # and by what each is seen
-    "a copy to the host": "to_host",
+    "a copy to the host": "reads",
     "a second read": "reads",
-    "a read by itself": "to_host",
+    "a read by itself": "reads",
     "a copy from the host": "from_host",
     "a full gather": "gathered",
     "a whole weight in fp32": "wide",
@@ -95,7 +95,6 @@ def verdict(case: Case, result: dict[str, Any]) -> set[str]:
     reads = READS | READ_BESIDES | (READS_OF_GROUPS if case.groups else {})
     wrong = {
         "reads": result["reads"] != dict.fromkeys(reads, 1),
-        "to_host": result["to_host"] != {},
         "from_host": result["from_host"] != {},
         "waits": result["waits"] != {},
         "gathered": result["gathered"] > 2 << 20,  # bytes of fp32; two numbers for each token of a chunk are less

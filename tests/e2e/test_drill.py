@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import drill_disk
 from bench.drill_faults import KINDS
-from bench.drill_net import Network
+from bench.drill_machines import Network, no_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("PHAROS_E2E") == "all"
@@ -109,7 +108,7 @@ def injected(said: str) -> set[str]:
 
 def left_out(kinds: Iterable[str]) -> set[str]:
     """Faults that need what cannot be had here."""
-    network, disk = network_here(), not drill_disk.refusal()
+    network, disk = network_here(), not no_disk()
     return {kind for kind in kinds if (KINDS[kind].network and not network) or (KINDS[kind].disk and not disk)}
 
 
@@ -141,8 +140,8 @@ def test_the_writer_dies_in_the_last_save(tmp_path: Path):
 @pytest.mark.parametrize("what", ["files", "shm"])
 def test_with_little_of_something(tmp_path: Path, what: str):
     """256 descriptors for each process; 64 MB of shared memory for groups whose sums travel through child processes."""
-    if what == "shm" and drill_disk.refusal():
-        pytest.skip(drill_disk.refusal())
+    if what == "shm" and no_disk():
+        pytest.skip(no_disk())
     assert injected(drill(tmp_path, 3, ["kill", "add"], f"--under={what}")) == {"kill", "add"}
 
 

@@ -27,7 +27,7 @@ from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.seam import GroupEnded, Stopped, from_checkpoint

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, ManagerOptions
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.seam import Commit, from_checkpoint
 from ft.semi_sync import cut

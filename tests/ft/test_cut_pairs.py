@@ -8,31 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.ft.cut_pairs import Job, Router
+from bench.drill_machines import Network
+from tests.ft.cut_pairs import Job
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def router() -> Iterator[Router]:
+def network() -> Iterator[Network]:
     try:
-        made = Router("abc")
+        made = Network()
     except RuntimeError as error:
         pytest.skip(f"no network namespaces here: {error}")
     yield made
     made.close()
 
 
-def test_a_pair_that_is_cut_in_a_sum_costs_one_generation_and_one_of_them_sits_out(router: Router, tmp_path: Path):
-    job = Job(router, tmp_path, min_replicas=2)
+def test_a_pair_that_is_cut_in_a_sum_costs_one_generation_and_one_of_them_sits_out(network: Network, tmp_path: Path):
+    job = Job(network, tmp_path, "abc", min_replicas=2)
     try:
-        for name in "abc":
-            job.start(name)
         job.until("abc", 0.0)
-        router.cut("a", "b")
+        network.part("a", "b", True)
         cut_s = time.monotonic()
         parted_s = job.until("ac", cut_s)
-        router.mend("a", "b")
+        network.part("a", "b", False)
         together_s = job.until("abc", parted_s)
         during = [x for x in job.commits if cut_s < x.at_s < together_s and x.members != "abc"]
         assert {x.members for x in during} == {"ac"} and len({x.quorum_id for x in during}) == 1, during

@@ -16,7 +16,7 @@ import torch
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare, lighthouse
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES

@@ -19,7 +19,7 @@ from ft.semi_sync_manager import SemiSyncManager
 from ft.sync_schedule import Schedule
 from tests.ft.groups import LIMIT_S
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
-from training.checkpoint_states import ModelState
+from training.checkpoint import ModelState
 
 FOR_EVER = 1 << 20
 SYNCS = 5  # of each fragment

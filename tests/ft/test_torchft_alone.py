@@ -17,8 +17,7 @@ from ft import LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
 from ft.compat.manager import ReportingWork
 from ft.manager import Stopped
-from ft.process_groups.generation import GroupWork
-from ft.process_groups.operations import AllReduce
+from ft.process_groups.base import GroupWork
 from tests.ft.torchft_groups import LIMIT_S, Group, job
 
 A = 4.0  # the gradient
@@ -184,7 +183,7 @@ def test_state_has_names_that_are_used_once(alone: Group):
 
 def test_a_work_that_is_late_is_told():
     told: list[Exception] = []
-    late = GroupWork(AllReduce([torch.ones(1)]))
+    late = GroupWork("AllReduce", [torch.ones(1)])
     work = ReportingWork(late, told.append)
     assert not work.wait(timedelta(seconds=0.001)) and not work.is_completed()
     assert isinstance(told[0], TimeoutError)

@@ -15,10 +15,9 @@ import torch
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
-from parallelisms.layout import Layout
+from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import Precision
 from tools.explain.rank import ExplainedJob, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import ops
-from parallelisms.context import _ring_attention, pieces_of_ranks, positions
+from parallelisms.context import pieces_of_ranks, positions, ring_attention
 from tests.multiproc.pool import Pool
 
 S = 512
@@ -81,5 +81,5 @@ def ring_errors(device: str, load_balancer: str, make: Callable[..., Any]) -> li
 @pytest.mark.parametrize("load_balancer", ["headtail", "none"])
 def test_the_ring_computes_attention_over_the_whole_sequence(load_balancer: str) -> None:
     with closing(Pool(2)) as pool:
-        for errors in pool.run(2, ring_errors, "cuda", load_balancer, _ring_attention):
+        for errors in pool.run(2, ring_errors, "cuda", load_balancer, ring_attention):
             assert max(errors) < 2e-2

@@ -17,9 +17,8 @@ import torch
 from ft.process_groups.baby import ProcessGroupBabyNCCL
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import Abandoned, RendezvousFailed
-from ft.process_groups.group_init import GroupInit
-from ft.process_groups.inline import ProcessGroupNCCL
-from ft.process_groups.rendezvous import Rendezvous
+from ft.process_groups.forming import GroupInit, Rendezvous
+from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import serve
 from tests.gpu.devices import free_bytes, in_time, one_device, spin
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ft.process_groups.inline import ProcessGroupNCCL
+from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import serve
 from ft.quantized import BLOCK, CollectiveQueue, dequantize, message_bytes, quantize
 from tests.gpu.devices import one_device, spin

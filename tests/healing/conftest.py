@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from ft.healing import http_transport
 from tests.healing.http_world import World
 from tests.multiproc.conftest import pool
 
@@ -15,9 +14,7 @@ __all__ = ["pool"]
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """With short stripes, so that small states have several."""
-    monkeypatch.setattr(http_transport, "LEAST_STRIPE", 8)
+def world() -> Iterator[World]:
     with ExitStack() as stack:
         world = World(stack)
         try:

@@ -28,8 +28,11 @@ class World:
         self._events: list[threading.Event] = []
         self._threads = stack.enter_context(ThreadPoolExecutor(8))
 
-    def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
-        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
+    def transport(
+        self, name: str, access: Access = TOKEN, config: HealConfig | None = None, **more: Any
+    ) -> HttpTransport:
+        """With short stripes, so that small states have several."""
+        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM, least_stripe=8, **more)
         self._stack.callback(transport.close)
         return transport
 
@@ -38,8 +41,8 @@ class World:
         transport.offer(group.snapshot(), **({"quorum_id": 3, "step": 7, "readers": ["j"]} | offer))
         return transport
 
-    def proxy(self, to: HttpTransport, spoil: Spoil) -> Proxy:
-        proxy = Proxy(to.address, spoil)
+    def proxy(self, to: Any, spoil: Spoil, asked: Callable[[bytes], Any] = lambda data: None) -> Proxy:
+        proxy = Proxy(to.address, spoil, asked)
         self._stack.callback(proxy.close)
         return proxy
 

@@ -15,11 +15,12 @@ Spoil = Callable[
 
 
 class Proxy:
-    """Hands everything on; what comes from the source passes `spoil`. Counts over all its connections."""
+    """Hands everything on; what comes from the source passes `spoil`, `asked` sees what the joiner says before the source does. Counts
+    over all its connections."""
 
-    def __init__(self, to: str, spoil: Spoil) -> None:
+    def __init__(self, to: str, spoil: Spoil, asked: Callable[[bytes], object] = lambda data: None) -> None:
         self._to = Endpoint.parse(to, "source")
-        self._spoil = spoil
+        self._spoil, self._asked = spoil, asked
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.passed = 0
@@ -50,6 +51,7 @@ class Proxy:
     def _plain(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
+                self._asked(data)
                 other.sendall(data)
             other.shutdown(socket.SHUT_WR)
 
@@ -64,6 +66,10 @@ class Proxy:
         for sock in (one, other):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def as_it_is(before: int, data: bytes) -> bytes:
+    return data
 
 
 def flip(*places: int) -> Spoil:

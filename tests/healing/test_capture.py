@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ft.healing.capture import StagingBuffer, State, TensorPayload
+from ft.healing.capture import StagingBuffer, State
 from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, StateManifest
 from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
@@ -196,7 +197,7 @@ def test_only_local_shards_of_dtensors(tmp_path: Any):
 def test_a_bounce_leaves_no_old_bytes_between_tensors():
     """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
     snapshot = Group({"x": [torch.ones(3), torch.ones(5)]}).snapshot()
-    body = TensorPayload(snapshot.manifest, list(snapshot.local.values()), snapshot.written)
+    body = snapshot.body()
     bounce = StagingBuffer(body)
     bounce.bytes.fill_(255)
     data = bytes(body.read(0, bounce))
@@ -205,8 +206,7 @@ def test_a_bounce_leaves_no_old_bytes_between_tensors():
 
 def test_a_body_waits_for_what_was_queued_at_its_snapshot():
     """A joiner's body is made by the thread that fetches, behind the forward that has been queued since."""
-    snapshot = Group({"x": [torch.ones(3)]}).snapshot()
-    snapshot.written.event = "recorded then"
+    snapshot = replace(Group({"x": [torch.ones(3)]}).snapshot(), ready="recorded then")
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(snapshot.body).result().ready == "recorded then"
         assert threads.submit(snapshot.body_for, snapshot.manifest).result().ready == "recorded then"

@@ -8,14 +8,14 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 import torch
 
-from ft.healing import http_server
 from ft.healing.format import CHUNK_BYTES
+from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import (
     MAX_READERS,
@@ -89,14 +89,13 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
     """Its reader holds a chunk, or has not come at all: the end of the quorum, told by another thread, releases the commit."""
     config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
     for comes in (False, True):
-        source = world.source(large(1), config=config)
-        offer = source._offer
-        assert offer is not None
+        source = world.transport("a", config=config)
+        offer = source.offer(large(1).snapshot(), quorum_id=3, step=7, readers=["j"])
         with ExitStack() as held:
             if comes:
-                reader = offer.reader("j")
-                offer.done("j")
-                held.enter_context(held.enter_context(offer.reading(reader)))
+                offer.reader("j")
+                offer.wants("j", ())
+                held.enter_context(offer.reading())
             fence = world.start(source.fence)
             while not offer.fencing:
                 assert not fence.done()
@@ -107,11 +106,16 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
 
 
 def test_an_offer_that_is_over_keeps_no_copies(world: World):
-    source = world.source(large(1), config=HealConfig(heal_grace_s=600.0))
-    offer = source._offer
-    assert offer is not None and source.fence() is Fenced.COPIED and offer._aside
+    source = world.transport("a", config=HealConfig(heal_grace_s=600.0))
+    group = large(1)
+    offer = source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    copies = offer.copied_bytes
+    assert source.fence() is Fenced.COPIED and (copies, offer.copied_bytes) == (
+        0,
+        group.snapshot().manifest.total_bytes,
+    )
     source.end_offer(3, "j is lost")
-    assert not offer._aside
+    assert not offer.copied_bytes
 
 
 def test_nobody_there(world: World):
@@ -410,11 +414,11 @@ def test_strangers_keep_nobody_out(world: World):
     group, joiner = large(1, chunks=2), large(2, chunks=2)
     source = world.source(group)
     at = ("127.0.0.1", int(source.address.rpartition(":")[2]))
-    strangers = [socket.create_connection(at) for _ in range(http_server.MAX_CONNECTIONS + 5)]
+    strangers = [socket.create_connection(at) for _ in range(MAX_CONNECTIONS + 5)]
     try:
         heal(world.transport("j"), joiner, source)
         assert equal(joiner.loaded, group.values)
-        assert source._server.connections <= http_server.MAX_CONNECTIONS
+        assert source.connections <= MAX_CONNECTIONS
     finally:
         for stranger in strangers:
             stranger.close()
@@ -425,39 +429,37 @@ def test_a_reader_that_is_done_makes_room_for_another():
     offer = CheckpointOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
     for number in range(3 * MAX_READERS):
         offer.reader(f"done-{number}")
-        offer.done(f"done-{number}")
+        offer.wants(f"done-{number}", ())
     for number in range(MAX_READERS):
         offer.reader(f"reads-{number}")
     with pytest.raises(Withdrawn, match="64 readers already"):
         offer.reader("one-too-many")
-    offer.done("reads-0")
-    assert offer.reader("one-too-many").wants == {0, 1, 2} & set(range(offer.manifest.chunks))
+    offer.wants("reads-0", ())
+    offer.reader("one-too-many")
 
 
-def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(
-    world: World, monkeypatch: pytest.MonkeyPatch
-):
-    group, joiner, starts, start = large(1, chunks=2), large(2, chunks=2), list[str](), threading.Thread.start
+def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(world: World):
+    group, joiner, refused = large(1, chunks=2), large(2, chunks=2), list[str]()
 
-    def starts_not(self: threading.Thread) -> None:
-        if self.name == "heal-reader" and len(starts) < 2:
-            starts.append(self.name)
+    def thread(*, name: str, **more: Any) -> threading.Thread:
+        if len(refused) < 2:
+            refused.append(name)
             raise RuntimeError("can't start new thread")
-        start(self)
+        return threading.Thread(name=name, **more)
 
-    source = world.source(group)
-    monkeypatch.setattr(threading.Thread, "start", starts_not)
-    for _ in range(2):
-        with pytest.raises(HealFailed):
-            heal(world.transport("j"), joiner, source)
-    heal(world.transport("j"), joiner, source)
-    assert equal(joiner.loaded, group.values) and source._server.connections <= 2
+    offer = CheckpointOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
+    with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0, thread=thread)) as server:
+        for _ in range(2):
+            with pytest.raises(HealFailed):
+                heal(world.transport("j"), joiner, server)
+        heal(world.transport("j"), joiner, server)
+        assert equal(joiner.loaded, group.values) and server.connections <= 2
 
 
-def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "HEAD_S", 0.05)
-    source = world.source(large(1, chunks=2))
-    with socket.create_connection(("127.0.0.1", int(source.address.rpartition(":")[2]))) as silent:
+def test_a_silent_connection_is_closed():
+    server = HealServer("127.0.0.1", TOKEN, lambda: None, silence_s=30.0, head_s=0.05)
+    at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+    with closing(server), socket.create_connection(at) as silent:
         silent.settimeout(30)
         silent.sendall(b"GET /heal")
         assert silent.recv(1) == b""

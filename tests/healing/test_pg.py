@@ -220,7 +220,7 @@ def over_gloo(address: str, leaves: bool) -> Any:
     """Rank 0 has the state, rank 1 heals. leaves: the source closes while the joiner has a part."""
     import torch.distributed as dist
 
-    from ft.process_groups.inline import ProcessGroupGloo
+    from ft.process_groups.gloo import ProcessGroupGloo
 
     def states() -> tuple[Group, Group]:
         both = large(1, chunks=100), large(2, chunks=100)

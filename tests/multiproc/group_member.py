@@ -34,7 +34,7 @@ class Member:
     def prepare(self) -> dict[str, Any]:
         """Returns when torch is imported here and in the fork server."""
         from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.inline import ProcessGroupGloo
+        from ft.process_groups.gloo import ProcessGroupGloo
 
         if not self.groups:
             classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}

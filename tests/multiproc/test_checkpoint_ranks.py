@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Lines, flip_a_bit, steps_in
-from training import checkpoint_files
-from training.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-    CheckpointFailed,
-    ModelState,
-    OptimizerState,
-)
+from training.checkpoint import CheckpointConfig, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Ranks
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])
 
@@ -39,7 +33,7 @@ def network() -> nn.Sequential:
 class Run:
     """A sharded model on this rank, trained by a batch that does not depend on the number of ranks."""
 
-    def __init__(self, folder: Path, *, blank: bool = False, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, blank: bool = False, ranks: Ranks | None = None, **settings: Any) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = network()
         if blank:
@@ -56,7 +50,15 @@ class Run:
             "optimizer": OptimizerState([self.model], self.optimizer),
             "ledger": self.ledger,
         }
-        self.checkpointer = Checkpointer(CheckpointConfig(**settings), folder, states, log=self.log)
+        self.stages = dict[str, Callable[[], None]]()
+        self.checkpointer = Checkpointer(
+            CheckpointConfig(**settings),
+            folder,
+            states,
+            log=self.log,
+            ranks=ranks,
+            on_stage=lambda stage: self.stages.get(stage, lambda: None)(),
+        )
 
     def train(self, steps: int) -> list[float]:
         losses = []
@@ -254,12 +256,11 @@ def test_one_ranks_disk_is_full(pool: Pool, tmp_path: Path, broken_rank: int, as
 def no_folder(folder: Path) -> str:
     run = Run(folder)
 
-    def full(*_: object) -> Path:
+    def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointFailed) as failure:
-        if dist.get_rank() == 0:
-            patch.setattr(checkpoint_files, "begin", full)
+    run.stages["begin"] = full
+    with pytest.raises(CheckpointFailed) as failure:
         run.checkpointer.save(1)
     return str(failure.value)
 
@@ -271,15 +272,15 @@ def test_the_first_rank_cannot_begin(pool: Pool, tmp_path: Path) -> None:
 
 def nodes_without_a_shared_folder(folder: Path) -> str:
     """Each rank has a disk of its own under the same path, as if on another machine."""
-    run = Run(folder / str(dist.get_rank()))
-    first = run.checkpointer._ranks.first
+    here = folder / str(dist.get_rank())
 
-    def first_here(work: Any) -> Any:
-        outcome = first(work)
-        return run.checkpointer.folder / outcome.name if isinstance(outcome, Path) else outcome
+    class Apart(Ranks):
+        def first(self, work: Callable[[], Any]) -> Any:
+            outcome = super().first(work)
+            return here / "checkpoint" / outcome.name if isinstance(outcome, Path) else outcome
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointFailed) as failure:
-        patch.setattr(run.checkpointer._ranks, "first", first_here)
+    run = Run(here, ranks=Apart())
+    with pytest.raises(CheckpointFailed) as failure:
         run.checkpointer.save(1)
     return str(failure.value)
 

@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.clip import gradient_norm
-from parallelisms.layout import CompileConfig, Layout
+from parallelisms.layout import CompileConfig, Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
+from training.optimizer import gradient_norm
 
 V, T, BATCH = 61, 32, 2
 SIZES = llama.Config(dim=24, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=40)

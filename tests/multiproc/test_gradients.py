@@ -17,7 +17,7 @@ from ft.gradients import Gradients
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from tests.multiproc.pool import Pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelisms.distributed import CommConfig
-from parallelisms.rendezvous import InitMethod, open_store
+from parallelisms.distributed import CommConfig, open_store, parse_init_method, why_unusable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,11 +29,18 @@ def test_ranks_meet_in_each_way(tmp_path: Path):
     assert set(ran.stdout.split("\n")) - {""} == expected
 
 
-def test_methods_are_read():
-    assert InitMethod.parse("env://") == InitMethod("env")
-    assert InitMethod.parse("file:///shared/meet") == InitMethod("file", path="/shared/meet")
-    assert InitMethod.parse("tcp://10.1.1.20:23456") == InitMethod("tcp", host="10.1.1.20", port=23456)
-    assert InitMethod.parse("tcp://[fe80::1]:80") == InitMethod("tcp", host="fe80::1", port=80)
+@pytest.mark.parametrize(
+    ("method", "host", "port", "path"),
+    [
+        ("env://", None, None, ""),
+        ("file:///shared/meet", None, None, "/shared/meet"),
+        ("tcp://10.1.1.20:23456", "10.1.1.20", 23456, ""),
+        ("tcp://[fe80::1]:80", "fe80::1", 80, ""),
+    ],
+)
+def test_methods_are_read(method: str, host: str | None, port: int | None, path: str):
+    url = parse_init_method(method)
+    assert (url.hostname, url.port, url.path) == (host, port, path)
 
 
 @pytest.mark.parametrize(
@@ -71,31 +77,23 @@ def test_a_file_of_an_earlier_start_is_refused(tmp_path: Path):
 
 
 def test_a_restart_meets_in_another_file(tmp_path: Path):
-    method, environ = InitMethod("file", path=f"{tmp_path}/meet"), {"TORCHELASTIC_RESTART_COUNT": "2"}
-    store = open_store(method, global_rank=0, world_size=1, timeout_s=5, environ=environ)
+    environ = {"TORCHELASTIC_RESTART_COUNT": "2"}
+    store = open_store(f"file://{tmp_path}/meet", global_rank=0, world_size=1, timeout_s=5, environ=environ)
     store.set("key", "value")
     assert [file.name for file in tmp_path.iterdir()] == ["meet.2"]
 
 
 def test_an_environment_without_an_address_is_told():
     with pytest.raises(ValueError, match="env:// needs MASTER_PORT in the environment"):
-        open_store(InitMethod("env"), global_rank=0, world_size=2, timeout_s=5, environ={"MASTER_ADDR": "localhost"})
+        open_store("env://", global_rank=0, world_size=2, timeout_s=5, environ={"MASTER_ADDR": "localhost"})
 
 
-def test_backends_that_torch_does_not_have_are_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    monkeypatch.setattr("torch.distributed.is_mpi_available", lambda: False)
+def test_backends_that_cannot_be_used_are_told():
+    cause = why_unusable("mpi", available=False)
+    assert cause.startswith("this torch (") and cause.endswith(") was built without it")
+    assert why_unusable("nccl", available=True, cuda=False) == "it needs a CUDA device, and there is none here"
+    assert why_unusable("nccl", available=True, cuda=True) == why_unusable("gloo") == ""
     CommConfig(backend="gloo").check()
-    for name in ("nccl", "mpi"):
-        with pytest.raises(
-            ValueError, match=rf'comm.backend = "{name}": this torch \(.*\) was built without it'
-        ) as told:
-            CommConfig(backend=name).check()
-        assert str(told.value).endswith('legal here: "auto", "gloo"')
-
-
-def test_nccl_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr("parallelisms.distributed.has_cuda", lambda: False)
-    with pytest.raises(ValueError, match=r'comm\.backend = "nccl": it needs a CUDA device, and there is none here'):
-        CommConfig(backend="nccl").check()
+    with pytest.raises(ValueError) as told:
+        CommConfig(backend="nccl").check(lambda name: "" if name == "gloo" else cause)
+    assert str(told.value) == f'comm.backend = "nccl": {cause}; legal here: "auto", "gloo"'

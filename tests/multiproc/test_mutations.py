@@ -87,7 +87,9 @@ def _after_backward(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) ->
 
 
 def shares_of_the_loss_not_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parallelize.NoPipeline, "_share", lambda self, loss_sum: loss_sum)
+    patch.setattr(
+        parallelize.NoPipeline, "counts", property(lambda self: True, lambda self, counts: None), raising=False
+    )
 
 
 def every_rank_counts_its_targets(patch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.clip import gradient_norm
-from parallelisms.layout import Layout
+from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline_schedule import cell_text, table
-from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
+from training.optimizer import gradient_norm
 
 V, T, BATCH, CALLS = 61, 8, 8, 2  # sequences of a data-parallel rank; forward_backward is called twice
 SIZES = llama.Config(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=24)

@@ -27,13 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft.compat.process_groups import ErrorSwallowingProcessGroup
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
-from ft.process_groups.base import ProcessGroup
+from ft.process_groups.base import Generation, GroupWork, ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.fork_server import Child, fork_server_of_this_process
-from ft.process_groups.generation import Generation, GroupWork
-from ft.process_groups.gloo import GlooEngine
-from ft.process_groups.group_init import GroupInit
-from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
+from ft.process_groups.forming import GroupInit
+from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo
+from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import StoreClient, no_names, parse, serve
 from tests.multiproc.pool import Pool
 
@@ -440,7 +439,7 @@ def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int
             group.abandon("counted")
             assert group.reaper.wait(LIMIT_S / 2)
             for thread in threading.enumerate():
-                if thread.name == "ft-gloo-linger":
+                if thread.name == "ft-gloo-cut":
                     thread.join(LIMIT_S / 2)
             gc.collect()
             parts = sum(isinstance(thing, PARTS) for thing in gc.get_objects())

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from ft import SoloManager
 from models import llama
 from models.init import draw
-from parallelisms.clip import scale_gradients
 from parallelisms.layout import Layout
 from parallelisms.mesh import MeshCoordinate, ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
@@ -24,8 +23,10 @@ from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_dcp import Streamed
+from training.config import TrainingConfig
 from training.loss import cross_entropy_sum
-from training.optimizer import OptimizerConfig, ParameterGroup, build_optimizer
+from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
+from training.progress import Progress
 
 pytestmark = pytest.mark.timeout(300)  # a chain is many runs of the pool, each with its own time limit
 T, BATCH = 16, 4
@@ -110,6 +111,9 @@ class Run:
             seed=NOT_LOADED,
         )
         self.optimizer = build_optimizer(OPTIMIZER, self.model.parts)
+        parameters = [p for part in self.model.parts for p in part.parameters()]
+        flat, unclipped = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), TrainingConfig(max_norm=0.0)
+        self.optimizer_step = OptimizerStep(self.optimizer, parameters, OPTIMIZER, flat, unclipped, Progress())
         self.manager, self.log = SoloManager(BATCH), Lines()
         self.states: dict[str, Any] = {
             "model": ModelState(self.model.parts),
@@ -131,9 +135,7 @@ class Run:
             tokens = tokens[self.coordinate.dp_rank * self.rows :][: self.rows]
             loss = self.model.forward_backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             dist.all_reduce(loss)
-            scale_gradients([p for part in self.model.parts for p in part.parameters()], 1 / (BATCH * T))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer_step.take(0, BATCH * T)
             commit = self.manager.commit(self.manager.reduce([BATCH * T], loss.item(), True))
             assert commit is not None
             losses.append(commit.mean_loss)

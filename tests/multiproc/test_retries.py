@@ -18,14 +18,13 @@ from ft.gradients import Gradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.errors import GroupError
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from models import llama
-from parallelisms.layout import Layout
+from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
-from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_gradients import address, digest
 from training.loss import cross_entropy_sum

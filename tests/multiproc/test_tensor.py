@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import llama
-from parallelisms.clip import gradient_norm
-from parallelisms.layout import CompileConfig, Layout
+from parallelisms.layout import CompileConfig, Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
-from parallelisms.precision import Precision
 from tests.multiproc.pool import Pool
 from training.loss import IGNORED, cross_entropy_sum
+from training.optimizer import gradient_norm
 
 T, BATCH = 16, 4
 SIZES = llama.Config(dim=24, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=40)

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import queue
 import re
 import resource
 import socket
@@ -19,7 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -29,11 +28,11 @@ from ft.dashboard.history import History
 from ft.dashboard.view import View
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
-from ft.rpc import lighthouse_http, lighthouse_service, serving
+from ft.rpc import lighthouse_http, serving
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_service import LighthouseService
-from tests.rpc.wire import WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
+from tests.rpc.wire import WAIT_S, Stream, Wire, before_each, pharos_call, quorum_of, torchft_call
 
 ROOT = Path(__file__).resolve().parents[2]
 QUORUM = "/torchft.LighthouseService/Quorum"
@@ -239,13 +238,16 @@ def _first_bytes(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "FIRST_WORD_S", 0.2)
-    server = LighthouseServer("127.0.0.1:0", 1)
-    with socket.create_connection(_place(server.address()), timeout=WAIT_S) as connection:
-        while connection.recv(4096):  # its settings, then the end
-            pass
-    server.shutdown()
+def test_a_connection_that_says_nothing_is_closed():
+    async def story() -> None:
+        server = serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0)], first_word_s=0.2)
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.wait_for(reader.read(), WAIT_S)  # its settings, then the end
+        writer.close()
+        await server.stop()
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(
@@ -263,31 +265,17 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), serving.MAX_CONNECTIONS, ""),
     ],
 )
-def test_the_room_there_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limits: tuple[int, int], room: int, said: str
-):
-    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(serving.resource, "setrlimit", lambda *_: None)
+def test_the_room_there_is(caplog: pytest.LogCaptureFixture, limits: tuple[int, int], room: int, said: str):
     with caplog.at_level(logging.INFO):
-        assert serving.room_for_connections() == room
+        assert serving.room_for_connections(limits, lambda *_: None) == room
     assert (caplog.messages or [""])[-1] == said
 
 
-def test_addresses_share_the_room(monkeypatch: pytest.MonkeyPatch):
-    seen, make = list[int](), grpc.aio.server
+def test_addresses_share_the_room():
+    async def room() -> int:
+        return serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)], room=100).connections
 
-    def server(options: list[tuple[str, int]], **more: Any) -> Any:
-        seen.append(dict(options)["grpc.max_allowed_incoming_connections"])
-        return make(options=options, **more)
-
-    monkeypatch.setattr(serving, "room_for_connections", lambda: 100)
-    monkeypatch.setattr(grpc.aio, "server", server)
-
-    async def listen() -> None:
-        serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)])
-
-    asyncio.run(listen())
-    assert seen == [50]
+    assert asyncio.run(room()) == 50
 
 
 # ------------------------------------------------------------------------------------------------ calls and streams
@@ -331,18 +319,17 @@ def test_calls_without_a_deadline_wait_and_are_forgotten_with_their_caller(light
     other.close()
 
 
-def test_what_waits_is_bounded_in_bytes(lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lighthouse_service, "MAX_WAITING", 1 << 20)
-    wire = Wire(lighthouse.address())
-    large = {"reconfigure_handles": ["x" * 60_000] * 10}
-    calls = [wire.begin(QUORUM, torchft_call(name, **large)) for name in "ab"]  # whichever comes second is too much
-    ended: queue.Queue[Any] = queue.Queue()
-    for call in calls:
-        call.add_done_callback(ended.put)
-    error = ended.get(timeout=WAIT_S).exception()
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert re.fullmatch(r"calls of 6\d{5} bytes in all are waiting already", error.details())
-    wire.close()
+def test_what_waits_is_bounded_in_bytes():
+    async def story() -> None:
+        service = LighthouseService(LighthouseConfig(min_replicas=2), max_waiting=1 << 20)
+        caller = SimpleNamespace(time_remaining=lambda: None)
+        waits = asyncio.ensure_future(service.ask(m.Call(m.Member("a"), "torchft"), None, 600_000, caller))
+        await asyncio.sleep(0)
+        with pytest.raises(serving.CallRefused, match="calls of 600000 bytes in all are waiting already") as caught:
+            await service.ask(m.Call(m.Member("b"), "torchft"), None, 600_000, caller)
+        assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not waits.done()
+
+    asyncio.run(story())
 
 
 # ------------------------------------------------------------------------------------------------ the wrong people
@@ -382,22 +369,18 @@ def test_ours_are_refused_by_a_job_of_torchft(lighthouse: LighthouseServer):
     wire.close()
 
 
-def test_the_token_is_compared_whole_and_in_constant_time(monkeypatch: pytest.MonkeyPatch):
-    from ft.rpc import access
-
-    seen: list[tuple[bytes, bytes]] = []
-    real = access.hmac.compare_digest
-    monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or real(a, b))
-    guard = access.Access(TOKEN)
+def test_the_token_is_compared_whole_and_in_constant_time():
+    seen, guard = list[str](), Access(TOKEN)
     for value, good in (
         (f"Bearer {TOKEN}", True),
         (b"Bearer " + TOKEN.encode(), True),
         (TOKEN, False),
         ("\udcff", False),
     ):
-        assert guard.permits([("x", "y"), ("Authorization", value)]) is good
-    assert len(seen) == 4 and not guard.permits([])
-    assert access.Access().permits([])
+        with before_each(seen.append):
+            assert guard.permits([("x", "y"), ("Authorization", value)]) is good
+    assert sum("compare_digest" in name for name in seen) == 4 and not guard.permits([])
+    assert Access().permits([])
 
 
 def test_who_waits_when_it_stops_is_told():

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -228,7 +228,9 @@ def test_the_generated_modules_are_of_these_proto_files():
     assert len(list(RPC.glob("*.proto"))) == 2
 
 
-def test_a_protobuf_that_is_too_old_is_told_with_what_is_needed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [SimpleNamespace(version="6.30.2")])
+def test_a_protobuf_that_is_too_old_is_told_with_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "protobuf-6.30.2.dist-info").mkdir()
+    (tmp_path / "protobuf-6.30.2.dist-info" / "METADATA").write_text("Name: protobuf\nVersion: 6.30.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"protobuf >= 6.31; this Python has 6.30.2"):
         importlib.reload(importlib.import_module("ft.rpc.generated"))

@@ -36,11 +36,8 @@ def test_a_token_that_is_not_taken(token: str, said: str):
         server.shutdown()
 
 
-def test_no_lighthouse_is_said_at_once_and_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_no_lighthouse_is_said_at_once_and_waited_for(caplog: pytest.LogCaptureFixture):
     port, servers, said = free_port(), list[LighthouseServer](), threading.Event()
-    monkeypatch.setattr(clients, "AGAIN_S", 0.05)
 
     class StartsIt(logging.Handler):
         """The lighthouse comes when its absence has been said."""

@@ -243,8 +243,11 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
     async def story() -> None:
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
-        service.link._serve = lambda *_: {}["no such key"]  # type: ignore[method-assign, assignment]
-        service.start()
+
+        async def fails() -> None:
+            raise KeyError("no such key")
+
+        service.spawn(fails())
         assert await asyncio.wait_for(ended, WAIT_S) == "a fault in the group server: KeyError('no such key')"
         await service.close()
 
@@ -258,11 +261,11 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
     async def story() -> None:
         service = GroupService(GroupConfig("a:1", 2), "http://127.0.0.1:1", Access(), lambda why: None)
         context = SimpleNamespace(time_remaining=lambda: None)
-        call = asyncio.ensure_future(service._ask((0, None), m.RankCall(0, m.Member("")), context))
+        call = asyncio.ensure_future(service.ask((0, None), m.RankCall(0, m.Member("")), context))
         await asyncio.sleep(0)
         late = m.Vote(0, "commit", 9, 0, 0, "yes")
         with pytest.raises(CallRefused, match="a vote for quorum 9; this group is in 0"):
-            await service._ask((0, late.key), late, context)
+            await service.ask((0, late.key), late, context)
         for _ in range(3):  # whatever was woken runs
             await asyncio.sleep(0)
         assert not call.done() and service.machine.waiting == {0}
@@ -301,13 +304,9 @@ def test_who_beats_goes_on_when_the_stream_is_replaced_under_a_beat():
         await server.start()
         link = Link(f"127.0.0.1:{port}", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
         link.open_stream("a:1", lambda: 0)
-        while link._stream is None:
-            await asyncio.sleep(0)
-        beat = asyncio.ensure_future(
-            link.send(report=pharos_pb2.Report(phase="x" * (32 << 20)))
-        )  # more than fits on the way
-        while not link._writing.locked():
-            await asyncio.sleep(0)
+        too_much = pharos_pb2.Report(phase="x" * (32 << 20))
+        while (await asyncio.wait([beat := asyncio.ensure_future(link.send(report=too_much))], timeout=0.01))[0]:
+            pass  # there is no stream yet
         link.open_stream("a:1.1", lambda: 0)
         await asyncio.wait_for(beat, WAIT_S)
         link.open_stream("a:1.2", lambda: 0)
@@ -335,7 +334,7 @@ def test_a_stream_that_breaks_before_its_hello_is_opened_again():
                 raise asyncio.InvalidStateError("RPC already finished.")  # as grpc has it
             again.set()
 
-        link._write = write  # type: ignore[method-assign]
+        link.write = write  # type: ignore[method-assign]
         link.open_stream("a:1", lambda: 0)
         await asyncio.wait_for(again.wait(), WAIT_S)
         await link.close()
@@ -398,10 +397,10 @@ def test_an_operators_orders():
 
         service.processes[0] = Trainer()  # type: ignore[assignment]
         for _ in range(3):
-            service._obey(pharos_pb2.Order(kind="drain", reason="r"))
-        service._obey(pharos_pb2.Order(kind="dance"))
-        service._obey(pharos_pb2.Order(kind="kill", reason="r"))
-        service._hear(m.LighthouseRefused("a:1", "LOST", "killed"))
+            service.obey(pharos_pb2.Order(kind="drain", reason="r"))
+        service.obey(pharos_pb2.Order(kind="dance"))
+        service.obey(pharos_pb2.Order(kind="kill", reason="r"))
+        service.hear(m.LighthouseRefused("a:1", "LOST", "killed"))
         why, replica_id = await asyncio.wait_for(ended, WAIT_S), service.machine.replica_id
         await service.close()
         return sent, why, replica_id
@@ -490,9 +489,9 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
 
         service.processes[0] = Trainer()  # type: ignore[assignment]
         service.link.send = send  # type: ignore[method-assign]
-        beating = asyncio.create_task(service._beat_for_ever())
+        service.start()
         await asyncio.wait_for(beaten.wait(), WAIT_S)
-        beating.cancel()
+        await service.close()
         return len([*looks])
 
     assert asyncio.run(beats()) == 0
@@ -515,31 +514,30 @@ def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
                 return True
 
         service.processes[0] = Trainer()  # type: ignore[assignment]
-        beating = asyncio.create_task(service._beat_for_ever())
+        service.start()
         try:
             return await asyncio.wait_for(over, WAIT_S)
         finally:
-            beating.cancel()
+            await service.close()
 
     assert asyncio.run(ends()).startswith("ranks [0] were killed 0.05 s ago, and are not gone")
 
 
-def test_who_is_dying_is_told_by_the_signals_that_wait(monkeypatch: pytest.MonkeyPatch):
-    process = Process(os.getpid())
-    assert not process.is_dying()
-    read = Path.read_text
-    for line, dying in (
+@pytest.mark.parametrize(
+    ("line", "dying"),
+    [
         ("SigPnd:\t0000000000000100", True),
         ("ShdPnd:\t0000000000000100", True),
         ("ShdPnd:\t0000000000004000", False),  # SIGTERM
         ("State:\tZ (zombie)", True),
         ("State:\tD (disk sleep)", False),
-    ):
-        text = f"Name:\tpython\n{line}\n"
-        monkeypatch.setattr(
-            Path, "read_text", lambda path, text=text, **how: text if path.name == "status" else read(path, **how)
-        )
-        assert process.is_dying() is dying, line
+    ],
+)
+def test_who_is_dying_is_told_by_the_signals_that_wait(tmp_path: Path, line: str, dying: bool):
+    assert not Process(os.getpid()).is_dying()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_text(f"Name:\tpython\n{line}\n")
+    assert Process(7, proc=tmp_path).is_dying() is dying
 
 
 def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(lighthouse: LighthouseServer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sized
+from collections.abc import Callable, Coroutine, Sized
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_service import LighthouseService
 from tests.rpc.test_group_server import RANKS, Team, quorum, together
-from tests.rpc.wire import WAIT_S, pharos_call, torchft_call
+from tests.rpc.wire import WAIT_S
 
 
 class Caller:
@@ -37,7 +37,7 @@ def service(min_replicas: int) -> LighthouseService:
 
 
 async def ask(one: LighthouseService, calls: list[m.Call], roster: str = "") -> list[bytes]:
-    return await asyncio.gather(*(one._quorum(pharos_call(call, roster), Caller()) for call in calls))
+    return await asyncio.gather(*(one.ask(call, roster, 9, Caller()) for call in calls))
 
 
 def members(count: int) -> list[m.Member]:
@@ -56,10 +56,8 @@ def test_torchfts_callers_get_one_answer_made_once():
     async def test() -> None:
         one = service(20)
         for step in range(3):
-            calls: list[Awaitable[bytes]] = [
-                one._torchft_quorum(torchft_call(f"g{i}", step=step), Caller()) for i in range(20)
-            ]
-            the_one(list(await asyncio.gather(*calls)))
+            calls = [m.Call(m.Member(f"g{i}", step=step), "torchft") for i in range(20)]
+            the_one(await asyncio.gather(*(one.ask(call, None, 9, Caller()) for call in calls)))
 
     in_a_loop(test)
 
@@ -150,7 +148,7 @@ def test_what_it_keeps_is_bounded_however_many_come_and_go():
             comes = m.Member(f"peer{change}:1")
             one.driver.feed(m.StreamOpened(comes.replica_id, None))
             calls = [m.Call(stays, known=known, failed=known > 0, number=change), m.Call(comes)]
-            asked = [asyncio.ensure_future(one._ask(call, "", 9, Caller())) for call in calls]
+            asked = [asyncio.ensure_future(one.ask(call, "", 9, Caller())) for call in calls]
             the_one(list(await asyncio.gather(*asked)))
             known = one.machine.quorum.quorum_id if one.machine.quorum else 0
             one.driver.feed(m.StreamClosed(comes.replica_id))

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -82,21 +83,23 @@ def test_a_short_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Asked for, or with a token everywhere, else on loopback alone."""
-    monkeypatch.setattr(lighthouse_flags, "DEFAULT_PORT", 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text(f"{TOKEN}\n")
 
-    def at(*flags: str) -> list[str]:
-        return [str(place) for place in lighthouse_flags.read_options([*N, *flags]).at]
+    def read(*flags: str) -> lighthouse_flags.LighthouseOptions:
+        return lighthouse_flags.read_options([*N, *flags], try_to_listen=lambda *_: None)
 
-    assert at("--token_file", "token") == at("--insecure") == ["[::]:0"]
-    assert at()[0] == "127.0.0.1:0" and set(at()[1:]) <= {"[::1]:0"}
+    def at(*flags: str) -> list[str]:
+        return [str(place) for place in read(*flags).at]
+
+    assert at("--token_file", "token") == at("--insecure") == ["[::]:29510"]
+    assert at()[0] == "127.0.0.1:29510" and set(at()[1:]) <= {"[::1]:29510"}
     assert at("--bind", "localhost:0") == ["localhost:0"]
-    options = lighthouse_flags.read_options([*N, "--takeover_s", "never", "--http", "none"])
+    options = read("--takeover_s", "never", "--http", "none")
     assert options.config.times.takeover_s is None and options.http == [] and not options.lower_terms
-    options = lighthouse_flags.read_options([*N, "--stall_s", "90", "--num_replica_groups", "3", "--lower_terms"])
+    options = read("--stall_s", "90", "--num_replica_groups", "3", "--lower_terms")
     assert options.config.times.stall_s == 90 and options.config.terms == m.Terms(1, 30.0, 3) and options.lower_terms
-    config = lighthouse_flags.read_options(N).config
+    config = read().config
     assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Times())
 
 
@@ -159,13 +162,13 @@ def _get(url: str) -> str:
 
 def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lighthouse_flags, "try_to_listen", lambda *_: None)
     flags = [*N, "--bind", "127.0.0.1:29510", "--http", "none"]
-    assert lighthouse_flags.read_options(flags).state == Path("outputs/lighthouse-29510.json")
+    read = partial(lighthouse_flags.read_options, flags, try_to_listen=lambda *_: None)
+    assert read().state == Path("outputs/lighthouse-29510.json")
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "the working folder stays as it was"
     of_before = Path("lighthouse-29510.json")
     state_file.write(of_before, m.Saved("epoch", last_id=7))
-    assert lighthouse_flags.read_options(flags).state == of_before, "what it says is not forgotten"
+    assert read().state == of_before, "what it says is not forgotten"
 
 
 def test_killed_and_started_again_ids_go_on(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import queue
@@ -214,20 +215,17 @@ def test_ids_and_the_layout_go_on_after_a_restart(house: Any, tmp_path: Path):
     assert second.quorum_id > first.quorum_id and second.epoch == first.epoch
 
 
-def test_what_was_written_until_the_state_is_taken_over_counts(
-    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_was_written_until_the_state_is_taken_over_counts(tmp_path: Path):
     """The one before is at work while this one starts."""
-    take_over = state_file.take_over
+    path = tmp_path / "state.json"
 
     def late(path: Path) -> str:
         state_file.write(path, m.Saved("the epoch", last_id=7))
-        return take_over(path)
+        return state_file.take_over(path)
 
-    monkeypatch.setattr(state_file, "take_over", late)
-    one = house(state=tmp_path / "state.json")
-    quorum = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"))))
-    assert (quorum.quorum_id, quorum.epoch) == (8 + state_file.RESERVED, "the epoch")
+    keeper, saved = state_file.StateFileWriter.begin(path, recover=False, take_over=late)
+    assert saved and (saved.last_id, saved.epoch) == (7, "the epoch")
+    asyncio.run(keeper.close())
 
 
 def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -99,3 +101,18 @@ def pharos_call(call: m.Call, roster: str = "") -> bytes:
 
 def quorum_of(answer: Future[bytes]) -> m.Quorum:
     return codec.quorum_from(pharos_pb2.QuorumReply.FromString(answer.result(WAIT_S)).quorum)
+
+
+@contextmanager
+def before_each(do: Callable[[str], None]) -> Iterator[None]:
+    """Calls `do` with the name of each function of C that this thread is about to call. What `do` raises, the call raises."""
+
+    def seen(frame: Any, what: str, function: Any) -> None:
+        if what == "c_call":
+            do(function.__name__)
+
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.bits import QUICK, BitsJob, apart, compare
+from bench.bits import apart, compare
+from bench.resume import checkpoint
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,11 +25,11 @@ def test_a_kill_does_not_reach_the_weights(tmp_path: Path) -> None:
     assert found, done.stdout
 
     last = int(found[1])
-    killed, calm = (BitsJob(tmp_path, "", f"both-{history}", QUICK[0], ()) for history in ("killed", "calm"))
+    killed, calm = (tmp_path / f"both-{history}" for history in ("killed", "calm"))
     assert compare(killed, calm, last)[1] == [] and apart(killed, calm, last) == 0
-    shutil.rmtree(calm.checkpoint(last))
-    shutil.copytree(calm.checkpoint(last - 20), calm.checkpoint(last))  # as if one step had trained on something else
-    log = tmp_path / "both-calm" / "metrics.jsonl"
+    shutil.rmtree(checkpoint(calm, last))
+    shutil.copytree(checkpoint(calm, last - 20), checkpoint(calm, last))  # as if one step had trained on something else
+    log = calm / "metrics.jsonl"
     log.write_text(re.sub(r'("step": 9, .*"grad_norm": )', r"\g<1>1", log.read_text()))
     differing = compare(killed, calm, last)[1]
     assert "logged step 9" in differing and "ledger.position" in differing and differing[0].startswith("model.")

@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.drill_net import SUBNET, Network
+from bench.drill_machines import SUBNET, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK, FAULTS = ROOT / "scripts" / "check_cluster.py", ROOT / "tests" / "scripts" / "cluster_faults.py"

@@ -130,7 +130,7 @@ def raises_into_the_loop(patch: pytest.MonkeyPatch) -> None:
 
 
 def looks_in_the_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint, "in_thread", lambda work: work())
+    patch.setattr(writers.Trainer, "in_thread", lambda self, work: work())
 
 
 def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,10 @@ import pytest
 import torch
 
 import train
-from ft.seam import Going
+from ft.seam import DataAssignment, Going
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.checkpoint_job import Lines
 from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
-from training import metrics_writer as relay
 from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
 from training.progress import Progress
@@ -332,18 +331,18 @@ class Group(Process):
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(name)
         self.dies_at_manifest = ""
-        self.job, self.pending_signals, self.was_asked, self.said = job, 0, False, list[str]()
+        self.job, self.pending, self.was_asked, self.said = job, 0, False, list[str]()
         self.folder = job.folder if job.plan.shared else job.folder / name
         self.manager = Manager(job, self)
         self.main = job.baton.spawn(name, self._live, self)
 
     def take(self) -> int:
-        pending_signals, self.pending_signals = self.pending_signals, 0
-        return pending_signals
+        pending, self.pending = self.pending, 0
+        return pending
 
     def ask(self) -> None:
         """SIGTERM."""
-        self.was_asked, self.pending_signals = True, STOP
+        self.was_asked, self.pending = True, STOP
         self.manager.want_to_leave()
 
     def _live(self) -> None:
@@ -380,10 +379,10 @@ class Trainer(train.Run):
                 last_save_model_only=plan.weights_alone,
             ),
         )
-        self.world, self.coordinate = SimpleNamespace(global_rank=0), SimpleNamespace(counts=True)  # type: ignore[assignment]
+        self.world, self.coordinate = SimpleNamespace(global_rank=0, world_size=1), SimpleNamespace(counts=True)  # type: ignore[assignment]
         self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
-        self.pending_signals = 0
+        self.pending_signals, self.save_overdue, self.loader = 0, False, SimpleNamespace(load=iter)
         self.scribe = Scribe(self.report_storage, clock=clock)
         writes = lambda: group.manager.writes  # noqa: E731
         self.relay = LeaderMetricsWriter(
@@ -392,6 +391,7 @@ class Trainer(train.Run):
             lambda step: sinks.open_sinks(group.folder, resumed_step=step),
             self.scribe,
             clock=clock,
+            rows_kept=plan.rows_kept,
         )
         self.meter = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
@@ -404,6 +404,7 @@ class Trainer(train.Run):
                 log=self.log,
                 claim=WriterLease(group.folder, writes),
                 clock=clock,
+                in_thread=self.in_thread,
             )
             self.saver = Saves(self)
             self.exported = self.checkpointer.exported_step() or 0
@@ -411,12 +412,15 @@ class Trainer(train.Run):
                 self.checkpointer.load()
                 job.loaded(group)
 
+    def in_thread(self, work: Callable[[], None]) -> None:
+        Threading(self.job.baton).Thread(target=work, name="look", daemon=True).start()
+
     def train_step(self) -> bool:
         manager = self.group.manager
         manager.begin_step(until=self.config.training.steps)
         if manager.step >= self.config.training.steps:
             return False
-        self.sum_over_group([], [])
+        self.compute_step(DataAssignment(manager.step, ()))
         self.job.baton.sleep(self.job.plan.step_s)
         if not manager.commit():
             return False
@@ -524,13 +528,10 @@ class Job:
 
     def play(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "sum_over_ranks", lambda values: values)
             fake = Threading(self.baton)
             patch.setattr(scribe, "threading", fake)
-            patch.setattr(checkpoint, "threading", fake)
             patch.setattr(checkpoint, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
             patch.setattr(appended, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
-            patch.setattr(relay, "ROWS_KEPT", self.plan.rows_kept)
             self.disk.install(patch)
             self.disk.looks = self.looks
             self.baton.died = self.died

@@ -53,8 +53,10 @@ class Job:
         dtype: torch.dtype = torch.float32,
         claim: WriterLease | None = None,
         clock: Callable[[], float] = time.monotonic,
+        in_thread: Callable[[Callable[[], None]], None] | None = None,
         **settings: Any,
     ) -> None:
+        """`at`: what happens in front of the next stage of a save of that name (see Checkpointer), once."""
         torch.set_num_threads(1)  # the same bits need the same number of threads, here and in a child
         torch.manual_seed(seed)
         self.layers = [nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)]
@@ -71,7 +73,20 @@ class Job:
             "ledger": self.ledger,
         }
         config = CheckpointConfig(**settings)
-        self.checkpointer = Checkpointer(config, folder, self.states, log=self.log, claim=claim, clock=clock)
+        self.at: dict[str, Callable[[], object]] = {}
+        self.checkpointer = Checkpointer(
+            config,
+            folder,
+            self.states,
+            log=self.log,
+            claim=claim,
+            clock=clock,
+            in_thread=in_thread,
+            on_stage=self.reach,
+        )
+
+    def reach(self, stage: str) -> None:
+        self.at.pop(stage, int)()
 
     def train(self, steps: int) -> list[float]:
         losses = []

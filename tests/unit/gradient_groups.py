@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ft.gradients import Gradients
+from ft.process_groups.base import GroupWork
 from ft.process_groups.errors import GroupError
-from ft.process_groups.generation import GroupWork
-from ft.process_groups.operations import AllReduce
 
 
 class World:
@@ -87,7 +86,7 @@ class Group:
     def _start(self, kind: str, result: Tensor, given: Tensor) -> GroupWork:
         assert result.is_contiguous() and given.is_contiguous()
         with self._world.lock:
-            work = GroupWork(AllReduce([result]))
+            work = GroupWork("AllReduce", [result])
             self.started.append(Started(kind, result, given, work))
             self._world.progress()
         return work

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama, ops
-from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
-from training.checkpoint_states import ModelState
+from parallelisms.activation_checkpoint import KEPT, ActivationCheckpointConfig, apply_activation_checkpoint
+from parallelisms.context import Attend, attentions
+from training.checkpoint import ModelState
 from training.loss import cross_entropy_sum
 
 V, T, LAYERS = 31, 96, 4
@@ -53,6 +53,12 @@ class Watch(TorchDispatchMode):
         return sum(size for weak, size in self._made.values() if not weak.expired())
 
 
+def torchs_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As ops.causal_attention of longer sequences."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
 @dataclass
 class Ran:
     loss: Tensor
@@ -61,19 +67,25 @@ class Ran:
     backward: Counter[str]  # operations
 
 
-def built(config: ActivationCheckpointConfig, dtype: torch.dtype = torch.float32) -> llama.Llama:
+def built(
+    config: ActivationCheckpointConfig, dtype: torch.dtype = torch.float32, attend: Attend = ops.causal_attention
+) -> llama.Llama:
     model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
     model.init_weights(0)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     assert model.output is not None
     model.output.loss = lambda h, weight, labels: cross_entropy_sum(F.linear(h, weight), labels)
+    for attention in attentions(model, 1):
+        attention.attend = attend
     apply_activation_checkpoint(model, config)
     return model
 
 
-def run(config: ActivationCheckpointConfig, dtype: torch.dtype = torch.float32) -> Ran:
-    model = built(config, dtype)
+def run(
+    config: ActivationCheckpointConfig, dtype: torch.dtype = torch.float32, attend: Attend = ops.causal_attention
+) -> Ran:
+    model = built(config, dtype, attend)
     inputs, labels = torch.randint(0, V, (2, 2, T), generator=torch.Generator().manual_seed(0))
     with Watch() as forward:
         loss = model(inputs, labels=labels)
@@ -84,13 +96,10 @@ def run(config: ActivationCheckpointConfig, dtype: torch.dtype = torch.float32) 
     return Ran(loss.detach(), gradients, kept, backward.calls)
 
 
-@pytest.mark.parametrize("blocks_up_to", [T, 0], ids=["our attention", "torch's attention"])
+@pytest.mark.parametrize("attend", [ops.causal_attention, torchs_attention], ids=["our attention", "torch's attention"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_the_same_from_fewer_bytes(
-    dtype: torch.dtype, blocks_up_to: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "_BLOCKS_UP_TO", blocks_up_to)
-    results = {name: run(config, dtype) for name, config in MODES.items()}
+def test_gradients_are_the_same_from_fewer_bytes(dtype: torch.dtype, attend: Attend) -> None:
+    results = {name: run(config, dtype, attend) for name, config in MODES.items()}
     plain = results["none"]
     for ran in results.values():
         assert torch.equal(ran.loss, plain.loss)
@@ -101,17 +110,17 @@ def test_gradients_are_the_same_from_fewer_bytes(
     assert abs(second - (none + full) / 2) < 0.02 * none
     # of each token: what attention gives, and the second, fourth and sixth product: wk, wo, w3; torch's attention has statistics
     kept = SIZES.dim + SIZES.dim // 2 + SIZES.dim + SIZES.hidden_dim
-    statistics = 0 if blocks_up_to else 4 * SIZES.n_heads
+    statistics = 4 * SIZES.n_heads if attend is torchs_attention else 0
     assert by_operation - full == LAYERS * 2 * T * (kept * dtype.itemsize + statistics)
     assert by_operation < 0.5 * none
 
 
 @pytest.mark.parametrize(
-    ("blocks_up_to", "attention"), [(T, "causal_attention"), (0, "_scaled_dot_product_flash_attention_for_cpu")]
+    ("attend", "attention"),
+    [(ops.causal_attention, "causal_attention"), (torchs_attention, "_scaled_dot_product_flash_attention_for_cpu")],
 )
-def test_what_is_computed_again(blocks_up_to: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_BLOCKS_UP_TO", blocks_up_to)
-    again = {name: run(config).backward for name, config in MODES.items()}
+def test_what_is_computed_again(attend: Attend, attention: str) -> None:
+    again = {name: run(config, attend=attend).backward for name, config in MODES.items()}
     attentions = {name: calls[attention] for name, calls in again.items()}
     assert attentions == {"none": 0, "second": LAYERS // 2, "op": 0, "full": LAYERS}
     products = {name: calls["mm"] - again["none"]["mm"] for name, calls in again.items()}
@@ -191,4 +200,4 @@ def test_whichever_kernel_attention_runs_its_result_is_kept() -> None:
         for name in names
         if re.fullmatch(r"aten::_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?", name)
     }
-    assert len(kernels) == 4 and kernels <= {operation.name() for operation in activation_checkpoint._kept()}
+    assert len(kernels) == 4 and kernels <= {operation.name() for operation in KEPT}

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 TWENTY_ROUNDS = """
 import resource, sys, torch
-from parallelisms.allocator import keep_freed_memory
+from parallelisms.device import keep_freed_memory
 
 def page_faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

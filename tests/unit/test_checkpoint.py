@@ -12,12 +12,7 @@ from torch import nn
 
 from ft.materialise import materialise
 from tests.unit.checkpoint_job import Job, Lines, data_file, same, steps_in
-from training.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-    ModelState,
-    OptimizerState,
-)
+from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,10 +12,7 @@ import pytest
 from torch import nn
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
-from training.checkpoint import (
-    CheckpointConfig,
-    CheckpointFailed,
-)
+from training.checkpoint import CheckpointConfig, CheckpointFailed
 
 
 def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:

@@ -12,10 +12,7 @@ from torch import nn
 
 from tests.unit.checkpoint_job import Job, Lines, data_file, flip_a_bit, same
 from training import checkpoint_files
-from training.checkpoint import (
-    CheckpointFailed,
-    ModelState,
-)
+from training.checkpoint import CheckpointFailed, ModelState
 
 
 def truncate(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
-from training import checkpoint, checkpoint_dcp, checkpoint_files
+from training import checkpoint_files
 from training.checkpoint import FIGURES, CheckpointFailed
 from training.writer_lease import CLAIM, WriterLease, claim
 
@@ -23,34 +23,22 @@ class Group(Job):
 
     def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
         self.quorum = quorum
-        claim = WriterLease(folder, lambda: None if self.quorum is None else (EPOCH, self.quorum))
-        super().__init__(folder, claim=claim, **settings)
+        self.lease = WriterLease(folder, lambda: None if self.quorum is None else (EPOCH, self.quorum))
+        super().__init__(folder, claim=self.lease, **settings)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-def stopped_in(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
-    """The next call of owner.name finds what others did `meanwhile`, as a process does that was stopped before it."""
-    real = getattr(owner, name)
-
-    def woken(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(owner, name, real)
-        meanwhile()
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, woken)
-
-
-def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path):
     """The other is in the middle of a save: nothing of it may be cleared away, and no older one be put in its place."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2)
     a.step_and_save(2)
     b.step_and_save(4)
     a.train(2)
     b.train(2)
-    stopped_in(checkpoint_files, "publish", monkeypatch, lambda: a.checkpointer.save(4))
+    b.at["publish"] = lambda: a.checkpointer.save(4)
     b.checkpointer.save(6)
     assert steps_in(tmp_path) == [2, 4, 6] and names(tmp_path) == ["step-2", "step-4", "step-6"]
     assert a.log.infos[-1] == "checkpoint: step 4 not saved: another group is to save by now"
@@ -60,14 +48,11 @@ def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path, 
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_one_that_wakes_in_its_save_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str, async_mode: str
-):
+def test_one_that_wakes_in_its_save_is_passed_over(tmp_path: Path, instant: str, async_mode: str):
     """Wherever it was stopped: the step that the others have saved meanwhile stays theirs, and nobody's save fails."""
     a, b = Group(tmp_path, 1, async_mode=async_mode), Group(tmp_path, 2, seed=1)
     a.train(2)
-    owner = checkpoint_dcp if instant == "write" else checkpoint_files
-    stopped_in(owner, instant, monkeypatch, lambda: b.step_and_save(2))
+    a.at[instant] = lambda: b.step_and_save(2)
     a.checkpointer.save(2)
     a.checkpointer.close()
     assert a.log.infos[-1] == "checkpoint: step 2 not saved: another group has saved since"
@@ -77,47 +62,35 @@ def test_one_that_wakes_in_its_save_is_passed_over(
 
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
-def test_a_save_that_another_one_meets_fails_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str):
+def test_a_save_that_another_one_meets_fails_neither(tmp_path: Path, instant: str):
     """One that was stopped wakes while the newer writer is at the same step: each has files of its own."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)
     a.train(2)
     b.train(2)
-    owner = checkpoint_dcp if instant == "write" else checkpoint_files
-
-    def both() -> None:
-        stopped_in(owner, instant, monkeypatch, lambda: None)  # of b
-        b.checkpointer.save(2)
-
-    stopped_in(owner, instant, monkeypatch, both)
+    a.at[instant] = lambda: b.checkpointer.save(2)
     a.checkpointer.save(2)
     assert names(tmp_path) == ["step-2"]
     resumed = Job(tmp_path)
     assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
 
 
-def test_each_writes_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_writes_into_a_folder_of_its_own(tmp_path: Path):
     """One that was stopped before it wrote wakes when the other has written the same step, and has yet to publish it."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2, seed=1)
     a.train(2)
     b.train(2)
     stopped, wakes = threading.Event(), threading.Event()
     zombie = threading.Thread(target=a.checkpointer.save, args=(2,), name="zombie")
-    write, publish = checkpoint_dcp.write, checkpoint_files.publish
 
-    def stops(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is zombie:
-            stopped.set()
-            assert wakes.wait(WAIT_S)
-        return write(*args, **kwargs)
+    def stops() -> None:
+        stopped.set()
+        assert wakes.wait(WAIT_S)
 
-    def meets(*args: Any) -> Path:
-        if threading.current_thread() is not zombie:
-            wakes.set()
-            zombie.join(WAIT_S)
-        return publish(*args)
+    def meets() -> None:
+        wakes.set()
+        zombie.join(WAIT_S)
 
-    monkeypatch.setattr(checkpoint_dcp, "write", stops)
-    monkeypatch.setattr(checkpoint_files, "publish", meets)
+    a.at["write"], b.at["publish"] = stops, meets
     zombie.start()
     assert stopped.wait(WAIT_S)
     b.checkpointer.save(2)
@@ -126,16 +99,16 @@ def test_each_writes_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytes
     assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
 
 
-def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path):
     """Both groups live: the earlier step comes as well, for nobody else has saved it."""
     a, b = Group(tmp_path, 1, async_mode="async"), Group(tmp_path, None)
     a.train(2)
 
     def moves() -> None:
         a.quorum, b.quorum = None, 2
-        assert b.checkpointer._claim.take()  # it has figures to write, and no checkpoint yet
+        assert b.lease.take()  # it has figures to write, and no checkpoint yet
 
-    stopped_in(checkpoint_files, "publish", monkeypatch, moves)
+    a.at["publish"] = moves
     a.checkpointer.save(2)
     a.checkpointer.close()
     b.step_and_save(4)
@@ -155,32 +128,26 @@ def test_who_saves_clears_away_what_is_older(tmp_path: Path):
     assert b.log.warnings == ["checkpoint: a save was cut short by a kill: removed step-4.partial-epoch-2"]
 
 
-def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):
     """Its writer died between two renames, and the next one's save fails."""
     a, b = Group(tmp_path, 1), Group(tmp_path, 2)
     a.step_and_save(2)
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-2.replaced")
     b.train(2)
 
-    def full(*_: object) -> None:
+    def full() -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(checkpoint_files, "publish", full)
+    b.at["publish"] = full
     with pytest.raises(CheckpointFailed):
         b.checkpointer.save(2)
     assert steps_in(tmp_path) == [2]
 
 
-def test_the_claim_is_looked_at_with_the_rest_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_claim_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):
     """In the background, where slow storage holds up no step."""
     a, threads = Group(tmp_path, 1, async_mode="async"), list[str]()
-    take = a.checkpointer._claim.take
-
-    def takes() -> bool:
-        threads.append(threading.current_thread().name)
-        return take()
-
-    monkeypatch.setattr(a.checkpointer._claim, "take", takes)
+    a.at["begin"] = lambda: threads.append(threading.current_thread().name)  # it has just looked
     a.train(2)
     a.checkpointer.save(2)
     a.checkpointer.close()
@@ -255,12 +222,12 @@ def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path
     assert resumed.checkpointer.load() == 6 and same(resumed.everything(), a.everything())
 
 
-def test_of_two_unsettled_ones_of_a_step_the_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_two_unsettled_ones_of_a_step_the_first_stays(tmp_path: Path):
     """Both groups got SIGTERM: the second finds the first one's in the last moment."""
     a, b = Group(tmp_path, None), Group(tmp_path, None)
     a.train(3)
     b.train(3)
-    stopped_in(checkpoint_files, "publish", monkeypatch, lambda: b.checkpointer.save(3, settled=False))
+    a.at["publish"] = lambda: b.checkpointer.save(3, settled=False)
     a.checkpointer.save(3, settled=False)
     assert names(tmp_path) == ["step-3"] and "another group has saved since" in a.log.infos[-1]
 
@@ -269,25 +236,23 @@ def test_a_manifest_of_before_is_of_a_settled_step():
     manifest = checkpoint_files.Manifest(1, "full", ("model",), 1, "2.13", "", (), settled=False)
     assert not checkpoint_files.Manifest.from_json(manifest.to_json()).settled
     body = {key: value for key, value in json.loads(manifest.to_json()).items() if key not in ("settled", "checksum")}
-    old = json.dumps({**body, "checksum": checkpoint_files._checksum(body)})
+    old = json.dumps({**body, "checksum": checkpoint_files.checksum(body)})
     assert checkpoint_files.Manifest.from_json(old).settled
 
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
-def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str):
+def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, instant: str):
     """The one before died in its save, wherever it was; the others have made a step since."""
     looks: list[Callable[[], None]] = []
-    monkeypatch.setattr(checkpoint, "in_thread", looks.append)
-    a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4)
+    a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4, in_thread=looks.append)
     for group in (a, b):
         group.train(4)
-    owner = checkpoint_dcp if instant == "write" else checkpoint_files
 
-    def dies(*args: Any, **kwargs: Any) -> Any:
+    def dies() -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, instant, dies)
+    a.at[instant] = dies
+    with pytest.raises(KeyboardInterrupt):
         a.checkpointer.save(4)
     assert steps_in(tmp_path) == [] and not b.checkpointer.overdue(4), "another one writes"
     b.train(1)
@@ -299,10 +264,9 @@ def test_who_takes_the_role_over_saves_what_was_due(tmp_path: Path, monkeypatch:
     assert steps_in(tmp_path) == [5] and not b.checkpointer.overdue(6)
 
 
-def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path):
     looks: list[Callable[[], None]] = []
-    monkeypatch.setattr(checkpoint, "in_thread", looks.append)
-    a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4)
+    a, b = Group(tmp_path, 1, interval=4), Group(tmp_path, None, interval=4, in_thread=looks.append)
     for group in (a, b):
         group.train(4)
     a.checkpointer.save(4)

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same, steps_in
 from training import checkpoint_files
 from training.checkpoint import RETRY_S, CheckpointFailed
-from training.checkpoint_dcp import Snapshot
 from training.progress import Progress
 from training.saver import Saver
 
@@ -260,27 +258,24 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
 
 
 class HeldBackWrites:
-    """Every write of a checkpoint waits here until it is let go."""
+    """The next write of a checkpoint waits here until it is let go."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, job: Job) -> None:
         self.go = threading.Event()
         self.began = threading.Event()
-        begin = checkpoint_files.begin
+        job.at["begin"] = self.hold
 
-        def held_back(*where: Any) -> Path:
-            self.began.set()
-            assert self.go.wait(30)
-            return begin(*where)
-
-        monkeypatch.setattr(checkpoint_files, "begin", held_back)
+    def hold(self) -> None:
+        self.began.set()
+        assert self.go.wait(30)
 
 
-def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     job = Job(tmp_path, async_mode="async")
     job.checkpointer.load()
     job.train(2)
     there = job.everything()
-    writes = HeldBackWrites(monkeypatch)
+    writes = HeldBackWrites(job)
     job.checkpointer.save(2)
     assert writes.began.wait(30)
     job.train(3)  # changes every state while its copy waits to be written
@@ -292,9 +287,9 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: p
     assert same(resumed.everything(), there)
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     job = Job(tmp_path, async_mode="async", keep_latest_k=2)
-    writes = HeldBackWrites(monkeypatch)
+    writes = HeldBackWrites(job)
     job.train(1)
     job.checkpointer.save(1)
     assert writes.began.wait(30)
@@ -317,24 +312,3 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: P
     with pytest.raises(CheckpointFailed, match="checkpoint: step 2 not saved"):
         job.checkpointer.save(3)
     job.checkpointer.wait()
-
-
-def test_buffers_are_made_before_training_and_used_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, async_mode="async")
-    job.checkpointer.load()
-    snapshot, _ = job.checkpointer._prepared()
-    buffers = {name: buffer.data_ptr() for name, buffer in snapshot._buffers.items()}
-    assert len(buffers) == 8 + 3 * 5  # weights and buffers of the model, three tensors a parameter of the optimizer
-    job.step_and_save(2, 4)
-    job.checkpointer.close()
-    assert {name: buffer.data_ptr() for name, buffer in snapshot._buffers.items()} == buffers
-
-
-def test_a_copy_is_of_everything_that_can_change() -> None:
-    live: dict[str, Any] = {"model": {"w": torch.ones(3)}, "ledger": {"step": 1, "pending": {"a": [1]}}}
-    snapshot = Snapshot(pinned=False)
-    taken = snapshot.take(live)
-    live["model"]["w"].zero_()
-    live["ledger"]["pending"]["a"].append(2)
-    assert taken["ledger"] == {"step": 1, "pending": {"a": [1]}}
-    assert snapshot._buffers["model.w"].equal(torch.ones(3))

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.check import check
+from configs.check import check, check_offloaded_gradients
 from configs.errors import ConfigError
 from configs.load import load
+from configs.schema import Config
+from parallelisms.float8 import Float8Config
 
 TOML = """\
 [training]
@@ -27,12 +29,15 @@ enable_tensorboard = false
 """
 
 
-def complaints(folder: Path, *argv: str, world_size: int = 1) -> list[str]:
-    """What `check` finds, line by line; the config file is called run.toml."""
+def configured(folder: Path, *argv: str) -> Config:
     (folder / "run.toml").write_text(TOML, encoding="utf-8")
-    config = load(["run.toml", "--job.dump_folder", "outputs", *argv])
+    return load(["run.toml", "--job.dump_folder", "outputs", *argv])
+
+
+def complaints(folder: Path, *argv: str, world_size: int = 1, device_type: str | None = None) -> list[str]:
+    """What `check` finds, line by line; the config file is called run.toml."""
     try:
-        check(config, world_size=world_size)
+        check(configured(folder, *argv), world_size=world_size, device_type=device_type)
     except ConfigError as error:
         return str(error).split("\n")
     return []
@@ -230,78 +235,65 @@ def cp(degree: int, *others: str) -> list[str]:
         ),
     ],
 )
-def test_layouts_that_cannot_run(
-    folder: Path, argv: list[str], world_size: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("configs.check.has_cuda", lambda: False)
-    assert complaints(folder, *argv, world_size=world_size) == [expected]
+def test_layouts_that_cannot_run(folder: Path, argv: list[str], world_size: int, expected: str) -> None:
+    assert complaints(folder, *argv, world_size=world_size, device_type="cpu") == [expected]
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"),
-    [
-        ((0, 0), "needs a CUDA device of compute capability 8.9 or more, there is none here; nearest: false"),
-        (
-            (8, 0),
-            "needs a CUDA device of compute capability 8.9 or more, its compute capability is 8.0; nearest: false",
-        ),
-        ((9, 0), ""),
-    ],
+    ("capability", "has"),
+    [((0, 0), "there is none here"), ((8, 0), "its compute capability is 8.0"), ((9, 0), "")],
 )
-def test_float8_needs_its_hardware(
-    folder: Path, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("parallelisms.float8.find_spec", lambda name: name)
-    monkeypatch.setattr("parallelisms.float8.cuda_capability", lambda: capability)
-    found = complaints(folder, "--float8.enable")
-    assert found == ([f"--float8.enable = true: {expected}"] if expected else [])
-    assert complaints(folder, "--float8.enable", "--float8.emulate") == []
-    monkeypatch.setattr("parallelisms.float8.find_spec", lambda name: None)
-    [found] = complaints(folder, "--float8.enable", "--float8.emulate")
-    assert found.startswith("--float8.enable = true: needs the package torchao, which is not installed: ")
+def test_float8_needs_its_hardware(capability: tuple[int, int], has: str) -> None:
+    def found(config: Float8Config, package: str | None = "torchao") -> str:
+        try:
+            config.check(lambda name: package, lambda: capability)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    cause = "float8.enable = true: needs a CUDA device of compute capability 8.9 or more,"
+    assert found(Float8Config(enable=True)) == (f"{cause} {has}; nearest: false" if has else "")
+    assert found(Float8Config(enable=True, emulate=True)) == ""
+    cause = "float8.enable = true: needs the package torchao, which is not installed: "
+    assert found(Float8Config(enable=True, emulate=True), None).startswith(cause)
 
 
-def test_what_cuda_has_is_not_refused_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("configs.check.has_cuda", lambda: True)
+def test_what_cuda_has_is_not_refused_on_it(folder: Path) -> None:
     ring = cp(2, "--parallelism.context_parallel_rotate_method=ring", "--training.enable_cpu_offload")
-    assert complaints(folder, *ring, world_size=2) == []
+    assert complaints(folder, *ring, world_size=2, device_type="cuda") == []
 
 
 @pytest.mark.parametrize(
-    ("process_group", "cuda", "more", "legal"),
+    ("process_group", "device_type", "more", "legal"),
     [
-        ("gloo", True, [], False),
-        ("baby_gloo", True, [], False),
-        ("nccl", True, [], True),
-        ("auto", True, [], True),
-        ("gloo", True, ["--training.enable_cpu_offload"], True),  # gradients lie in host memory
-        ("nccl", True, ["--training.enable_cpu_offload"], False),
-        ("gloo", False, [], True),
-        ("nccl", False, [], False),
+        ("gloo", "cuda", [], False),
+        ("baby_gloo", "cuda", [], False),
+        ("nccl", "cuda", [], True),
+        ("auto", "cuda", [], True),
+        ("gloo", "cuda", ["--training.enable_cpu_offload"], True),  # gradients lie in host memory
+        ("nccl", "cuda", ["--training.enable_cpu_offload"], False),
+        ("gloo", "cpu", [], True),
+        ("nccl", "cpu", [], False),
     ],
 )
 def test_a_process_group_of_another_device_is_refused(
-    folder: Path, process_group: str, cuda: bool, more: list[str], legal: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, process_group: str, device_type: str, more: list[str], legal: bool
 ) -> None:
-    for module in ("configs.check", "parallelisms.device"):
-        monkeypatch.setattr(f"{module}.has_cuda", lambda: cuda)
     given = f"--fault_tolerance.process_group={process_group}"
-    assert complaints(folder, given, *more) == []  # groups that are alone sum nothing
-    found = complaints(folder, "--fault_tolerance.enable", given, *more)
+    assert complaints(folder, given, *more, device_type=device_type) == []  # groups that are alone sum nothing
+    found = complaints(folder, "--fault_tolerance.enable", given, *more, device_type=device_type)
     assert len(found) == (not legal) and all(f'process_group = "{process_group}": ' in line for line in found)
 
 
-def test_replica_groups_need_a_torch_that_waits_for_offloaded_gradients(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("configs.check.has_cuda", lambda: True)
+def test_replica_groups_need_a_torch_that_waits_for_offloaded_gradients(folder: Path) -> None:
     given = ["--fault_tolerance.enable", "--training.enable_cpu_offload"]
-    assert complaints(folder, *given) == []
-    monkeypatch.setattr("torch.__version__", "2.12.1+cu130")
-    assert complaints(folder, *given[1:]) == []
-    assert complaints(folder, *given) == [
-        "--training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is 2.12.1+cu130: before, their sums begin while gradients are still being copied; nearest: false"
-    ]
+    assert complaints(folder, *given, device_type="cuda") == []
+    check_offloaded_gradients(configured(folder), "2.12.1+cu130")
+    with pytest.raises(ValueError) as error:
+        check_offloaded_gradients(configured(folder, *given), "2.12.1+cu130")
+    assert str(error.value) == (
+        "training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is 2.12.1+cu130: before, their sums begin while gradients are still being copied; nearest: false"
+    )
 
 
 def test_the_nearest_offers_are_legal(folder: Path) -> None:

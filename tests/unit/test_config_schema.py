@@ -102,8 +102,8 @@ def build(config, *, vocab_size, max_seq_len): ...
 """
 
 
-def test_a_fork_adds_a_model_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.__path__", [str(tmp_path), *models.__path__])
+def test_a_fork_adds_a_model_by_a_file(tmp_path: Path) -> None:
+    models.__path__.insert(0, str(tmp_path))
     written(tmp_path, FORK, "mine.py")
     written(tmp_path, "class Config: ...\ndef build(): ...\n", "unfinished.py")
     toml = written(tmp_path, '[model]\nname = "mine"\nwidth = 8\n')
@@ -122,6 +122,7 @@ def test_a_fork_adds_a_model_by_a_file(tmp_path: Path, monkeypatch: pytest.Monke
             load([toml, "--model.dim", "8"])
         assert str(error.value) == "--model.dim: no such key; [model] has name, tokenizer_path, vocab_size, width"
     finally:
+        models.__path__.remove(str(tmp_path))
         for name in ("mine", "unfinished"):
             sys.modules.pop(f"models.{name}", None)
 

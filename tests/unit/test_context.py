@@ -8,7 +8,7 @@ from torch import nn
 
 from models import llama
 from models.contract import Model
-from parallelisms.context import attentions, pieces_of_ranks, positions, whole_sequences
+from parallelisms.context import attentions, pieces_of_ranks, positions
 
 BALANCERS = pytest.mark.parametrize("load_balancer", ["headtail", "none"])
 
@@ -39,11 +39,6 @@ def test_pieces_lie_as_those_of_torchs_ring_attention() -> None:
     theirs = _HeadTailLoadBalancer(24, 3, "cpu")._generate_indices()
     assert theirs is not None
     assert torch.equal(torch.cat(positions(pieces_of_ranks(3, "headtail"), 24)), theirs.flatten())
-
-
-def test_without_context_parallelism_nothing_is_cut() -> None:
-    tokens = torch.arange(6).view(2, 3)
-    assert whole_sequences(tokens) is tokens
 
 
 class Opaque(Model):

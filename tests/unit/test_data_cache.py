@@ -20,12 +20,12 @@ import pytest
 
 from tests.unit.data_corpus import Lines, document, files_config, open_small, write_jsonl
 from training.config import TrainingConfig
-from training.data import cache as cache_module
-from training.data.cache import Corpus, bucket_of, open_corpus
+from training.data.cache import Corpus, Limits, bucket_of, open_corpus
 from training.data.sources import TextSource, TokenSource, find_source
 from training.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number}" for number in range(20)]
+TRUSTED = Limits(young_ns=-(10**18))  # files are taken to be old
 
 
 @pytest.fixture
@@ -58,11 +58,8 @@ def test_holds_every_document_wrapped_in_order(tmp_path: Path, corpus_file: Path
     assert folders(tmp_path / "cache") == [corpus.key]
 
 
-def test_second_start_reads_no_input(
-    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setattr(cache_module, "YOUNG_NS", -(10**18))  # the file is trusted to be old
-    first = open_small(files_config(corpus_file), tmp_path / "cache")
+def test_second_start_reads_no_input(tmp_path: Path, corpus_file: Path, request: pytest.FixtureRequest) -> None:
+    first = open_small(files_config(corpus_file), tmp_path / "cache", limits=TRUSTED)
     request.getfixturevalue("no_reading")
     assert open_small(files_config(corpus_file), tmp_path / "cache").key == first.key
 
@@ -75,8 +72,7 @@ def test_a_file_just_written_is_not_trusted_by_its_time(tmp_path: Path, corpus_f
 def test_a_changed_file_is_another_cache_even_with_its_size_and_time_kept(
     tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "YOUNG_NS", -(10**18))
-    before = open_small(files_config(corpus_file), tmp_path / "cache")
+    before = open_small(files_config(corpus_file), tmp_path / "cache", limits=TRUSTED)
     status = corpus_file.stat()
     corpus_file.write_bytes(corpus_file.read_bytes().replace(b"document 0", b"DOCUMENT 0"))
     os.utime(corpus_file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -173,17 +169,16 @@ class TestTokens:
         assert len(corpus.buckets) == len(expected)
         assert (tmp_path / "cache" / corpus.key / "tokens.bin").stat().st_size == 0
 
-    def test_a_file_without_marks_is_cut(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cache_module, "PIECE_IDS", 4)
-        monkeypatch.setattr(cache_module, "SCAN_IDS", 3)
+    def test_a_file_without_marks_is_cut(self, tmp_path: Path) -> None:
         np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
-        corpus = open_small(self.config(tmp_path / "a.bin", dataset_token_dtype="uint32"), tmp_path / "cache")
+        corpus = open_small(
+            self.config(tmp_path / "a.bin", dataset_token_dtype="uint32"), tmp_path / "cache", limits=Limits(3, 4)
+        )
         assert np.diff(corpus.bounds).tolist() == [4, 4, 2]
 
-    def test_marks_are_found_across_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cache_module, "SCAN_IDS", 3)
+    def test_marks_are_found_across_chunks(self, tmp_path: Path) -> None:
         np.array([1, 2, 257, 3, 256, 4, 4, 4, 257], dtype=np.uint16).tofile(tmp_path / "a.bin")
-        corpus = open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache")
+        corpus = open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache", limits=Limits(scan_ids=3))
         assert corpus.bounds.tolist() == [0, 3, 4, 9]
 
     def test_an_id_beyond_the_vocabulary_is_refused_by_place(self, tmp_path: Path) -> None:
@@ -239,19 +234,23 @@ def start_child(corpus_file: Path, cache: Path) -> subprocess.Popen[str]:
     return child
 
 
-def test_two_starts_at_once_tokenise_once(tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_starts_at_once_tokenise_once(tmp_path: Path, corpus_file: Path) -> None:
     cache, waits = tmp_path / "cache", threading.Event()
-    hear = cache_module._Lock.hear
 
-    def heard(lock: cache_module._Lock) -> str:
-        waits.set()
-        return hear(lock)
+    class Terminal(Lines):
+        """Shows how far the other one is."""
 
-    monkeypatch.setattr(cache_module._Lock, "hear", heard)
+        is_terminal = True
+
+        def overwrite(self, text: str) -> None:
+            waits.set()
+
     keys: list[str] = []
     config = files_config(corpus_file)
     with start_child(corpus_file, cache) as child:
-        second = threading.Thread(target=lambda: keys.append(open_small(config, cache, tokenizer=Idle()).key))
+        second = threading.Thread(
+            target=lambda: keys.append(open_small(config, cache, tokenizer=Idle(), log=Terminal()).key)
+        )
         second.start()
         assert waits.wait(30)
         key, _ = child.communicate("go on\n", timeout=30)
@@ -303,13 +302,10 @@ def test_without_locks_the_rename_decides(tmp_path: Path, corpus_file: Path, mon
     assert folders(cache) == [corpus.key]
 
 
-def test_a_builder_that_stands_still_is_reported(
-    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_that_stands_still_is_reported(tmp_path: Path, corpus_file: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    monkeypatch.setattr(cache_module, "STUCK_S", -1.0)
     with (cache / "lock").open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match=r"^the process that holds .*/cache/lock has shown no progress for "):
-            open_small(files_config(corpus_file), cache)
+            open_small(files_config(corpus_file), cache, limits=Limits(stuck_s=-1.0))

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
-from training.data.loader import THREAD_NAME, Batch, Loader
+from training.config import DataloaderConfig
+from training.data.loader import THREAD_NAME, Batch, BatchSource, Cut, open_loader
 from training.data.order import Order
-from training.loss import IGNORED
 
 SEQ_LEN = 4
 
@@ -39,9 +39,10 @@ class Counting:
 
 
 @contextmanager
-def loader_of(sequences: Counting | Order, **keys: int) -> Iterator[Loader]:
-    arguments = {"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys
-    with closing(Loader(sequences, **arguments)) as loader:  # type: ignore[arg-type]
+def loader_of(sequences: Counting | Order, **keys: int) -> Iterator[BatchSource]:
+    ahead = DataloaderConfig(**{key: keys.pop(key) for key in ("num_workers", "prefetch_factor") if key in keys})
+    cut = Cut(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
+    with closing(open_loader(sequences, cut, ahead)) as loader:
         yield loader
 
 
@@ -67,6 +68,7 @@ def test_all_ranks_together_read_exactly_the_dealt_positions(
             assert batch.inputs.shape == batch.labels.shape == (local_batch_size, SEQ_LEN)
             assert batch.inputs[:, 0].tolist() == [10 * position for position in batch.positions]
             read[batch.slot] += batch.positions
+        assert [batch.ends_slot for batch in batches] == [*[False] * (microbatches - 1), True] * len(slots)
     assert read == {slot: list(range(slot, slot + slot_size)) for slot in slots}
 
 
@@ -77,13 +79,6 @@ def test_labels_are_the_inputs_one_further_on() -> None:
     assert batch.labels.tolist() == [[81, 82, 83, 84], [91, 92, 93, 94]]
     assert batch.inputs.dtype == batch.labels.dtype == torch.int64
     assert batch.inputs.is_contiguous() and batch.labels.is_contiguous()
-
-
-def test_targets_can_be_left_out() -> None:
-    with closing(
-        Loader(Counting(), slot_size=1, local_batch_size=1, dp_rank=0, dp_size=1, no_target_ids=(82, 84))
-    ) as loader:
-        assert next(loader.load([8])).labels.tolist() == [[81, IGNORED, 83, IGNORED]]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +98,15 @@ def test_a_slot_that_does_not_divide(slot_size: int, local_batch_size: int, dp_s
 
 
 def test_reads_ahead_but_not_further_than_told() -> None:
-    reached, go_on = threading.Event(), threading.Event()
+    reached, go_on, full = threading.Event(), threading.Event(), threading.Event()
 
     class Watched(Counting):
         def sequence(self, position: int) -> np.ndarray:
             if position == 2:
                 reached.set()
                 assert go_on.wait(30)
+            if position == 10:
+                full.set()
             return super().sequence(position)
 
     sequences = Watched()
@@ -119,9 +116,8 @@ def test_reads_ahead_but_not_further_than_told() -> None:
         go_on.set()
         assert [batch.positions for batch in batches] == [(position,) for position in range(8)]
         loader.load([8])
-        with loader._pool._changed:  # type: ignore[union-attr]
-            loader._pool._changed.wait_for(lambda: len(loader._pool._ready) == 3, timeout=30)  # type: ignore[union-attr]
-        assert max(sequences.asked) == 10
+        assert full.wait(30)
+    assert max(sequences.asked) == 10, "its thread has ended by now"
 
 
 def test_a_later_load_abandons_the_earlier_one() -> None:

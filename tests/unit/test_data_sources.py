@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import training.config
 from tests.unit.data_corpus import files_config, write_jsonl
-from training import extras
 from training.config import TrainingConfig
 from training.data.sources import LONG_TEXT_BYTES, PART_BYTES, TextSource, check_sources, find_source
+from training.metrics import MetricsConfig
+from training.tokenizer import build_tokenizer
 
 
 def documents(config: TrainingConfig) -> list[bytes]:
@@ -189,30 +192,28 @@ def test_a_torn_npy_and_an_empty_folder(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "setting", "package", "extra"),
+    ("check", "setting", "package", "extra"),
     [
         (
-            TrainingConfig(dataset="huggingface", dataset_path="a/b"),
+            lambda: check_sources(TrainingConfig(dataset="huggingface", dataset_path="a/b")),
             'training.dataset = "huggingface"',
             "datasets",
             "hf",
         ),
-        (files_config("x.parquet"), 'training.dataset_path = "x.parquet"', "pyarrow", "parquet"),
+        (lambda: check_sources(files_config("x.parquet")), 'training.dataset_path = "x.parquet"', "pyarrow", "parquet"),
+        (lambda: build_tokenizer("x.json"), 'model.tokenizer_path = "x.json"', "tokenizers", "hf"),
+        (lambda: MetricsConfig(enable_wandb=True).check(), "metrics.enable_wandb = true", "wandb", "wandb"),
     ],
 )
 def test_missing_package(
-    config: TrainingConfig,
-    setting: str,
-    package: str,
-    extra: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[[], object], setting: str, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "x.parquet").write_text("any")
+    for name in ("x.parquet", "x.json"):
+        (tmp_path / name).write_text("any")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(training.config, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as caught:
-        check_sources(config)
+        check()
     assert str(caught.value) == (
         f"{setting}: needs the package {package}, which is not installed; "
         f'in the repository: {sys.executable} -m pip install ".[{extra}]"'

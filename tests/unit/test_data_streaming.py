@@ -16,7 +16,7 @@ from tests.unit.data_corpus import Lines, write_jsonl
 from training.config import DataloaderConfig, TrainingConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data
-from training.data.loader import Batch
+from training.data.loader import Batch, Cut
 from training.data.streaming import StreamingLoader
 from training.tokenizer import ByteTokenizer
 
@@ -46,18 +46,9 @@ class FakeStream:
 
 
 def loader_of(stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1) -> StreamingLoader:
-    return StreamingLoader(
-        stream,
-        ByteTokenizer(),
-        split=split,
-        held_out=HELD_OUT,
-        text_key="text",
-        seq_len=8,
-        slot_size=4 * dp_size,
-        local_batch_size=2,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
+    config = TrainingConfig(dataset_held_out=HELD_OUT, seq_len=8, local_batch_size=2)
+    cut = Cut(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
+    return StreamingLoader(stream, ByteTokenizer(), config, cut, split=split, pin_memory=False)
 
 
 def rows(batches: Iterator[Batch]) -> list[list[int]]:
@@ -141,7 +132,7 @@ def test_what_goes_wrong_in_the_stream_is_told() -> None:
 def test_a_stream_has_no_positions() -> None:
     config = TrainingConfig(dataset="huggingface", dataset_path="owner/name", dataset_subset="en")
     data = open_data(config, ByteTokenizer(), "unused", log=Lines())
-    assert (data.has_positions, data.digest) == (False, "")
+    assert data.digest == ""
     assert data.summary() == "huggingface: owner/name (en), split train, streamed in its own order"
     with pytest.raises(ValueError, match=r'^training.dataset = "huggingface": a stream has no positions; legal where '):
         data.order("train", seed=0, seq_len=8)
@@ -166,7 +157,7 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
     )
     data = open_data(config, ByteTokenizer(), tmp_path / "unused", log=Lines())
     stretch = [8 * step for step in range(40)]
-    stays, resumes = (data.loader("train", slot_size=8, dp_rank=0, dp_size=2) for _ in range(2))
+    stays, resumes = (data.loader("train", Cut(8, 2, 0, 2)) for _ in range(2))
     with closing(stays), closing(resumes):
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))

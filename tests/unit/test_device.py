@@ -15,7 +15,6 @@ from ft.config import FaultTolerance
 from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
-from parallelisms import device as device_module
 from parallelisms.device import DIFFERENCES, Device, type_here
 from parallelisms.loss import add_product, equal_chunks
 from training.config import TrainingConfig
@@ -27,7 +26,7 @@ FOR_GPUS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("llama3
 
 def test_the_kinds_of_devices() -> None:
     cuda, cpu = Device(torch.device("cuda", 3)), Device(torch.device("cpu"))
-    assert (cuda.type, cuda.backend, cpu.backend) == ("cuda", "nccl", "gloo")
+    assert (cuda.type, cuda.differences.backend, cpu.differences.backend) == ("cuda", "nccl", "gloo")
     assert cuda.differences.pins_batches and not cpu.differences.pins_batches
     assert cuda.differences.has_allocator and not cpu.differences.has_allocator
     assert {kind for kind, found in DIFFERENCES.items() if found.queues_work} == HAVE_STREAMS, (
@@ -40,19 +39,14 @@ def test_streams_are_those_of_the_device() -> None:
     assert streams_of(torch.device("cpu")) is None
 
 
-def test_the_kind_of_device_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, kind in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(device_module, "has_cuda", lambda found=found: found)
-        assert type_here() == kind
+def test_the_kind_of_device_that_is_found() -> None:
+    assert type_here() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_a_gpu_that_is_not_here_is_taken_for_one_that_multiplies_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "has_cuda", lambda: False)
-    assert Device(torch.device("cuda")).fast_bfloat16()
-    monkeypatch.setattr(device_module, "has_cuda", lambda: True)
-    for capability, fast in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert Device(torch.device("cuda")).fast_bfloat16() is fast
+@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((0, 0), True)])
+def test_gpus_that_multiply_bf16(capability: tuple[int, int], *, fast: bool) -> None:
+    """One that is not here, (0, 0), is taken for one that does."""
+    assert Device(torch.device("cuda")).fast_bfloat16(capability) is fast
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,7 @@ ELSEWHERE = {
     "tools/explain/command.py": (2, "the values of --device"),
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/capture.py": (1, "whether memory can be read as Python's, whatever device it is"),
-    "ft/process_groups/generation.py": (1, "a torch.futures.Future takes streams of CUDA"),
+    "ft/process_groups/base.py": (1, "a torch.futures.Future takes streams of CUDA"),
     "ft/process_groups/shared.py": (4, "memory that processes share: CUDA's own calls"),
     "ft/process_groups/baby.py": (1, "an event that processes share"),
 }

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from bench.drill import read_arguments
-from bench.drill_diary import Diary, DiaryLine
 from bench.drill_faults import KINDS, Incident, plan
 from bench.drill_rules import (
     bitwise_equal,
@@ -20,9 +19,9 @@ from bench.drill_rules import (
     longest_gap_s,
     loss_of_twin,
     next_commit_s,
-    rows,
     survivors_went_on,
 )
+from bench.job import Diary, DiaryLine, rows
 
 FAULT = Incident(
     kind="kill",

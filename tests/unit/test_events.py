@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage import AtOnce, Disk
-from training.events import FILE_NAME, Events
+from training.scribe import FILE_NAME, Events
 
 
 def test_a_line_for_each_event_over_all_starts(tmp_path: Path) -> None:

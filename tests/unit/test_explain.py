@@ -12,9 +12,8 @@ from torch import nn
 from configs.check import check_settings
 from configs.load import load
 from models import llama
-from parallelisms.layout import Layout
+from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig, degrees
-from parallelisms.precision import Precision
 from tools.explain.command import job_of, main, ranks_asked
 from tools.explain.memory import Ruler, Stretch, join
 from tools.explain.rank import ExplainedJob, ranks

@@ -9,8 +9,9 @@ from typing import cast
 
 import pytest
 
-from bench.goodput import TOKENS, GoodputRun, Restarts, Storm, _figures, _write, reached, verdicts
+from bench.goodput import TOKENS, GoodputRun, Restarts, Storm, figures, reached, verdicts, write
 from bench.job import RecoveryJob, ReplicaGroup
+from tests.unit.test_recovery import line
 
 
 class FakeJob:
@@ -19,18 +20,16 @@ class FakeJob:
 
 
 def job(tmp_path: Path, *texts: str, command: str = "") -> RecoveryJob:
-    groups = [
-        ReplicaGroup(number, tmp_path, lambda number, log: [sys.executable, "-c", command], {})
-        for number in range(len(texts))
-    ]
+    program = [sys.executable, "-c", command]
+    groups = [ReplicaGroup(str(number), tmp_path, program, {}) for number in range(len(texts))]
     for group, text in zip(groups, texts, strict=True):
-        (tmp_path / f"{group.number}.log").write_text(text)
+        (group.folder / "diary.0.jsonl").write_text(text)
         group.read()
     return cast(RecoveryJob, FakeJob(groups, tmp_path))
 
 
 def commits(*steps: tuple[int, int], at_s: float = 0.0) -> str:
-    return "".join(f"{at_s + step:.1f} commit {step} {participants}\n" for step, participants in steps)
+    return "".join(line("commit", at_s + step, step, participants) for step, participants in steps)
 
 
 def test_a_step_counts_once_with_as_many_as_took_part(tmp_path: Path):
@@ -45,7 +44,7 @@ def test_what_a_restart_took_back_does_not_count(tmp_path: Path):
         commits(*((step, 3) for step in range(1, 34))),
         commits(*((step, 3) for step in range(21, 35)), at_s=50),
     )
-    made = Restarts(job(tmp_path, before + "60.0 start 20 0\n" + after), 0.0, 5.0)
+    made = Restarts(job(tmp_path, before + line("start", 60.0, 20) + after), 0.0, 5.0)
     assert made.tokens(30) == 4 * 3 * TOKENS
     assert made.redone(30.5) == 3
 
@@ -69,12 +68,12 @@ def test_who_ended_is_started_again_and_a_restart_starts_all(tmp_path: Path):
 
 
 def test_who_has_committed_in_this_life_runs(tmp_path: Path):
-    [group] = job(tmp_path, f"{time.monotonic() - 9:.4f} commit 1 3\n", command="import sys; sys.stdin.read()").groups
+    [group] = job(tmp_path, line("commit", time.monotonic() - 9, 1), command="import sys; sys.stdin.read()").groups
     group.start()
     try:
         assert not group.runs
-        with (tmp_path / "0.log").open("a") as log:
-            log.write(f"{time.monotonic():.4f} commit 2 3\n")
+        with (group.folder / "diary.0.jsonl").open("a") as log:
+            log.write(line("commit", time.monotonic(), 2))
         group.read()
         assert group.runs
     finally:
@@ -103,7 +102,7 @@ def test_goals_are_told_of_the_best_restart():
         "4 MB, ours by torchft: 1.50x (1.50-1.50)",
     ]
     assert verdicts({**seen, "torchft": []}, 4.0, startup=False)[1:] == [], "a way that failed proves nothing"
-    assert _figures([], 2)[-1] == "2 failed" and _figures(runs(20), 2)[-1] == "1 failed"
+    assert figures([], 2)[-1] == "2 failed" and figures(runs(20), 2)[-1] == "1 failed"
 
 
 @pytest.mark.parametrize(
@@ -116,9 +115,9 @@ def test_a_bound_within_the_range_is_not_shown(worst: float, median: float, said
 def test_figures_stand_under_their_heading_once(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# Goodput\n\nwords\n")
-    _write(page, "With kills", "two cores", "1.3x")
-    _write(page, "Without kills", "two cores", "1.01x")
-    _write(page, "With kills", "one core", "1.4x")
+    write(page, "With kills", "two cores", "1.3x")
+    write(page, "Without kills", "two cores", "1.01x")
+    write(page, "With kills", "one core", "1.4x")
     text = page.read_text()
     assert text.startswith("# Goodput\n\nwords\n\n## With kills\n\n20") and "1.3x" not in text
     assert text.index("1.4x") < text.index("## Without kills") < text.index("1.01x")

@@ -287,7 +287,7 @@ def test_sums_are_held_until_their_state_has_come():
         joiner.gradients.hold(seed + 1)
         assert not joiner.grads
     for seed in range(2):
-        joiner.gradients.deliver_held(seed + 1)
+        joiner.gradients.deliver(held=seed + 1)
         assert_sums([joiner], [expected[seed]])
     for seed in range(2, 5):
         for member in team:
@@ -308,7 +308,7 @@ def test_held_sums_are_dropped():
     member.gradients.hold(1)
     member.gradients.drop_held()
     with pytest.raises(KeyError):
-        member.gradients.deliver_held(1)
+        member.gradients.deliver(held=1)
     assert len({step(member, seed) for seed in range(6)}) == 2
 
 

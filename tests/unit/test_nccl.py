@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.overrides import TorchFunctionMode
 
 from ft.config import FaultTolerance
-from ft.process_groups import gloo, nccl
-from ft.process_groups.baby_worker import ChildGroup
-from ft.process_groups.channel import Form
+from ft.process_groups.baby import ChildGroup
 from ft.process_groups.errors import RendezvousFailed
-from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, process_settings
-from ft.process_groups.rendezvous import Rendezvous
+from ft.process_groups.forming import Engine, GroupInit, Rendezvous
+from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, ProcessGroupNCCL, form_nccl, process_settings
 from ft.process_groups.store import serve
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
@@ -39,7 +36,6 @@ class FakeNccl:
     aborted: threading.Event = field(default_factory=threading.Event)
     environments: list[dict[str, str | None]] = field(default_factory=list)  # at the constructor, at each sum
     summed_in: str = ""  # the thread
-    locked: bool = False
     devices: dict[str, int] = field(default_factory=dict)  # by thread, as it was set last
 
     def environment(self) -> None:
@@ -47,7 +43,7 @@ class FakeNccl:
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         self.environment()
-        self.summed_in, self.locked = threading.current_thread().name, nccl._environment_lock.locked()
+        self.summed_in = threading.current_thread().name
         self.summing.set()
         return SimpleNamespace(is_completed=lambda: self.peers.is_set() or self.aborted.is_set(), wait=self.wait)
 
@@ -55,40 +51,51 @@ class FakeNccl:
         if self.aborted.is_set():
             raise RuntimeError("aborted")
 
+    def form(self, rendezvous: Rendezvous, number: int | None) -> Engine:
+        fake = self
+
+        class Backend:
+            Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+            def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+                fake.environment()
+
+            def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+            def abort(self) -> None:
+                fake.aborted.set()
+
+        return form_nccl(rendezvous, number, kind=Backend, group_of=lambda *_: fake)  # type: ignore[arg-type]
+
+    def group(self, rendezvous_s: float, device: int = 0) -> ProcessGroupNCCL:
+        form = self.form
+
+        class OfFake(ProcessGroupNCCL):
+            def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+                return form(Rendezvous(group_init, store, rank, size, self.rendezvous_s), self.device)
+
+        return OfFake(rendezvous_s=rendezvous_s, device=device)
+
+
+class OnHost(TorchFunctionMode):
+    """As torch.cuda.stream: what is made inside, wherever it is to lie, is made in host memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "device"})
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     fake = FakeNccl()
 
-    class Backend:
-        Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
-
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            fake.environment()
-
-        def eager_connect_single_device(self, device: torch.device) -> None: ...
-
-        def abort(self) -> None:
-            fake.aborted.set()
-
     def set_device(device: torch.device | int) -> None:
         fake.devices[threading.current_thread().name] = device if isinstance(device, int) else device.index
 
-    ones = torch.ones
     for name in SEEN:
         monkeypatch.setenv(name, "before")
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda it: fake.devices.update(
-            {threading.current_thread().name: torch.device(it).index if isinstance(it, torch.device) else it}
-        ),
-    )
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
-    monkeypatch.setattr(nccl.c10d, "ProcessGroupNCCL", Backend, raising=False)
-    monkeypatch.setattr(nccl, "group_of", lambda *_: fake)
+    # There is no other way to have a GPU.
+    cuda = SimpleNamespace(set_device=set_device, Stream=lambda device: None, stream=lambda stream: OnHost())
+    monkeypatch.setattr(torch, "cuda", cuda)
     yield fake
     fake.peers.set()
 
@@ -99,24 +106,25 @@ def store() -> Iterator[Callable[[str], str]]:
     yield lambda name: f"127.0.0.1:{server.port}/{name}"
 
 
-def in_process(address: str) -> None:
-    group = ProcessGroupNCCL(rendezvous_s=60.0, device=3)
+def in_process(fake: FakeNccl, address: str) -> None:
+    group = fake.group(60.0, 3)
     group.configure(address, 0, 1)
     group.shutdown(60.0)
 
 
-def in_child(address: str) -> None:
-    replies: list[bytes] = []
-    child = ChildGroup(SimpleNamespace(send=replies.append))
-    child._build(Form("nccl", address, 0, 1, 60.0, None, 3))
-    assert b"ready" in replies[0], replies
-    child._engine.end()
+def in_child(fake: FakeNccl, address: str) -> None:
+    replies, replied = list[bytes](), threading.Event()
+    send = SimpleNamespace(send=lambda reply: (replies.append(reply), replied.set()))
+    child = ChildGroup(send, fake.form)  # type: ignore[arg-type]
+    child.form("nccl", address, 0, 1, 60.0, None, 3, (), ())
+    assert replied.wait(60) and b"ready" in replies[0] and child.engine is not None, replies
+    child.engine.end()
 
 
 @pytest.mark.parametrize("form", [in_process, in_child])
-def test_what_torch_reads_at_the_constructor(fake: FakeNccl, store: Callable[[str], str], form: Callable[[str], None]):
+def test_what_torch_reads_at_the_constructor(fake: FakeNccl, store: Callable[[str], str], form: Callable[..., None]):
     fake.peers.set()
-    form(store(form.__name__))
+    form(fake, store(form.__name__))
     constructor, first_sum = fake.environments
     assert constructor == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -147,19 +155,25 @@ def test_the_names_are_torchs():
 
 
 def test_a_group_stands_when_its_first_sum_has_ended(fake: FakeNccl, store: Callable[[str], str]):
-    group = ProcessGroupNCCL(rendezvous_s=600.0, device=0)
-    with ThreadPoolExecutor(1) as threads:
-        forming = threads.submit(group.configure, store("stands"), 0, 1)
-        assert fake.summing.wait(60)
-        assert not forming.done() and fake.summed_in.startswith("ft-form-") and not fake.locked
+    """Meanwhile another one can be formed."""
+    groups = [fake.group(600.0) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        forming = []
+        for number, group in enumerate(groups):
+            fake.summing.clear()
+            forming.append(threads.submit(group.configure, store(f"stands{number}"), 0, 1))
+            assert fake.summing.wait(60)
+        assert not any(one.done() for one in forming) and fake.summed_in.startswith("ft-form-")
         fake.peers.set()
-        forming.result(60)
-    assert group.errored() is None
-    group.shutdown(60.0)
+        for one in forming:
+            one.result(60)
+    for group in groups:
+        assert group.errored() is None
+        group.shutdown(60.0)
 
 
 def test_a_notice_ends_the_first_sum(fake: FakeNccl, store: Callable[[str], str]):
-    group = ProcessGroupNCCL(rendezvous_s=600.0, device=0)
+    group = fake.group(600.0)
     with ThreadPoolExecutor(1) as threads:
         forming = threads.submit(group.configure, store("notice"), 0, 1, quorum_id=7)
         assert fake.summing.wait(60)
@@ -171,29 +185,10 @@ def test_a_notice_ends_the_first_sum(fake: FakeNccl, store: Callable[[str], str]
 
 
 def test_who_never_comes_to_the_first_sum_is_told_within_the_rendezvous(fake: FakeNccl, store: Callable[[str], str]):
-    group = ProcessGroupNCCL(rendezvous_s=0.25, device=0)
+    group = fake.group(0.25)
     while not fake.summing.is_set():  # on a busy machine, the store is not reached in the first of these
         group.rendezvous_s *= 2
         with pytest.raises(RendezvousFailed, match=r"within|first sum|given up"):
             group.configure(store(f"never{group.rendezvous_s}"), 0, 1)
     assert fake.aborted.wait(60)
-    group.shutdown(60.0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_gloos_members_hear_from_each_other_in_the_thread_that_forms(
-    store: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-):
-    """An all-to-all over all connections: another sum would prove nothing more."""
-    seen: list[str] = []
-    hear = gloo._hear_from_all
-
-    def hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
-        hear(backend, rendezvous)
-        seen.append(threading.current_thread().name)
-
-    monkeypatch.setattr(gloo, "_hear_from_all", hear_from_all)
-    group = ProcessGroupGloo(interface="lo", rendezvous_s=60.0)
-    group.configure(store("gloo"), 0, 1)
-    assert len(seen) == 1 and seen[0].startswith("ft-form-")
     group.shutdown(60.0)

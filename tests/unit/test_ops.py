@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import ops
+from models import cpu_kernels, ops
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative error of a whole tensor, in its norm
 DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
@@ -82,17 +82,18 @@ def assert_like(ours: Formula, naive: Formula, inputs: list[Tensor], *extra: Ten
 @DTYPES
 @pytest.mark.parametrize(
     "b, t, h, k, d",
-    [(1, 1, 1, 1, 2), (2, 5, 4, 2, 8), (1, 127, 2, 2, 16), (3, 128, 3, 1, 6), (2, 129, 8, 4, 32), (5, 260, 6, 2, 10)],
+    [
+        (1, 1, 1, 1, 2),
+        (2, 5, 4, 2, 8),
+        (1, 127, 2, 2, 16),
+        (3, 128, 3, 1, 6),
+        (2, 129, 8, 4, 32),
+        (5, 260, 6, 2, 10),
+        (4, 300, 12, 6, 4),
+    ],  # the last: three key heads of 24 at once
 )
 def test_attention(b: int, t: int, h: int, k: int, d: int, dtype: torch.dtype) -> None:
     assert_like(ops.causal_attention, naive_attention, heads(b, t, t, h, k, d, dtype))
-
-
-@DTYPES
-def test_attention_in_many_small_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_QUERY_BLOCK", 16)
-    monkeypatch.setattr(ops, "_SCORE_BYTES", 3 * 2 * 16 * 45 * dtype.itemsize)  # three key heads of six at once
-    assert_like(ops.causal_attention, naive_attention, heads(2, 45, 45, 6, 3, 4, dtype))
 
 
 def test_attention_of_large_scores_is_finite() -> None:
@@ -128,7 +129,7 @@ def test_attention_of_the_last_tokens_takes_no_memory_for_a_mask() -> None:
     q, k, v = heads(1, t, s, 1, 1, 8, torch.float32)
     with Sizes():
         ops.causal_attention(q, k, v)  # one operation to those who watch from outside
-        ops._attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # and what is in it
+        cpu_kernels.attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # and what is in it
     assert 0 < max(sizes) < t * s / 4
 
 
@@ -139,12 +140,16 @@ def test_flash_attention_is_given_no_mask_where_it_aligns_the_last_rows_itself()
     assert not any(
         ops.aligns_last_rows("cuda", torch.bfloat16, width) for width in (36, 264)
     )  # the kernel refuses them
-    assert ops._last_rows(2, 4, torch.device("cpu")).tolist() == [[True, True, True, False], [True] * 4]
 
 
-def test_a_compiled_block_traces_attention_over_the_last_rows_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_attends_with_the_last_tokens_by_a_mask() -> None:
+    q, k, v = heads(2, 3, 37, 4, 2, 8, torch.float32)
+    compiled = torch.compile(ops.causal_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), naive_attention(q, k, v))
+
+
+def test_a_compiled_block_traces_attention_over_the_last_rows_as_on_cuda() -> None:
     """With the compiler's own limits and no device: on meta tensors, as one graph. The mark of torch.nn.attention.bias cannot be traced."""
-    monkeypatch.setattr(ops, "aligns_last_rows", lambda device_type, dtype, head_dim: True)
     q, k, v = (x.to("meta") for x in heads(2, 4, 16, 4, 2, 8, torch.bfloat16))
     graphs: list[Any] = []
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
-from training.optimizer import OptimizerConfig, ParameterGroup, build_optimizer, check_patterns, set_learning_rate
+from training.config import TrainingConfig
+from training.optimizer import (
+    LRSchedulerConfig,
+    OptimizerConfig,
+    OptimizerStep,
+    ParameterGroup,
+    build_optimizer,
+    check_patterns,
+)
+from training.progress import Progress
 
 
 def model() -> nn.Module:
@@ -31,10 +43,34 @@ def test_the_first_matching_pattern_counts_and_the_rest_is_left_alone():
     assert groups[0]["params"][0] is part.norm.weight
 
 
-def test_the_rate_is_set_times_each_groups_factor():
-    optimizer = build_optimizer(OptimizerConfig(groups=GROUPS), [model()])
-    set_learning_rate(optimizer, 0.1)
-    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.05, 0.1])
+@pytest.fixture
+def ranks():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("scale", "divisor", "moves"), [(1.0, 4.0, True), (1.0, 0.0, False), (torch.inf, 4.0, False)])
+def test_a_step_divides_clips_and_sets_the_rate_times_each_groups_factor(
+    ranks, scale: float, divisor: float, moves: bool
+):
+    config, schedule = OptimizerConfig(lr=0.4, groups=GROUPS), LRSchedulerConfig(warmup_steps=3, decay_ratio=0.0)
+    part = distribute_module(model(), ranks)
+    parameters = list(part.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, scale)
+    before, count = [p.full_tensor().clone() for p in parameters], sum(p.numel() for p in parameters)
+    optimizer, seen = build_optimizer(config, [part]), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.full_tensor().clone() for p in parameters]))
+    step = OptimizerStep(optimizer, parameters, config, schedule, TrainingConfig(max_norm=0.5), Progress())
+    grad_norm, lr = step.take(0, divisor)
+    assert grad_norm == pytest.approx(scale * count**0.5 / (divisor if moves else 1))
+    assert lr == pytest.approx(0.1 if moves else 0.0)
+    assert [torch.equal(p.full_tensor(), old) for p, old in zip(parameters, before, strict=True)] == [not moves] * 3
+    if moves:
+        assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.05, 0.1])
+        assert torch.cat([g.flatten() for g in seen[0]]).norm().item() == pytest.approx(0.5, rel=1e-4)
+        assert all(p.grad is None for p in parameters)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from bench.pairs import Failed, Worker, in_turns, ratio, table
+from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, spread, table
 
 ECHO = """
 import json, os, sys, time
@@ -29,14 +30,21 @@ def sides() -> Iterator[list[Worker]]:
 
 
 def test_sides_take_turns_and_every_other_round_is_reversed(sides: list[Worker]) -> None:
-    answers = in_turns(sides, {"steps": 2}, rounds=3)
+    answers = in_turns(asking(sides, steps=2), 2, warm=1)
     assert all(answer["got"] == {"steps": 2} for given in answers.values() for answer in given)
     turns = sorted((answer["at"], name) for name, given in answers.items() for answer in given)
-    assert "".join(name for _, name in turns) == "abc" + "cba" + "abc"
+    assert "".join(name for _, name in turns) == "cba" + "abc"
+
+
+def test_a_flag_has_the_type_of_its_default() -> None:
+    flags = parser("words", rounds=(7, "turns"), sizes="2,4", brief=False, write=(Path, "a page"))
+    found = flags.parse_args(["--rounds", "3", "--write", "a.md"])
+    assert vars(found) == {"rounds": 3, "sizes": "2,4", "brief": False, "write": Path("a.md")}
 
 
 def test_a_ratio_is_taken_inside_a_round() -> None:
     assert str(ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])) == "3.00x (2.00-4.00)"
+    assert spread([0.002, 0.04, 0.009], ".1f", 1e3) == "9.0 (2.0-40.0)"
 
 
 def test_a_side_that_dies_leaves_its_last_words() -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.parity_table import OURS, rows
+from tests.protocol.play import transcripts
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
 @cache
 def functions_of(path: str) -> set[str]:
+    if path.endswith(".txt"):
+        return {title.partition(",")[0].replace(" ", "_") for title in transcripts(TESTS / path)}
     tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
@@ -40,7 +43,7 @@ def test_the_suites_are_the_folders():
 
 
 def test_what_is_read_as_a_test_of_ours():
-    assert OURS.findall("`rpc/test_x.py::test_y` and `unit/test_z.py::test_a`") == [
+    assert OURS.findall("`rpc/test_x.py::test_y` and `unit/z.txt::a_b`") == [
         ("rpc/test_x.py", "test_y"),
-        ("unit/test_z.py", "test_a"),
+        ("unit/z.txt", "a_b"),
     ]

@@ -15,7 +15,7 @@ from configs.errors import ConfigError
 from configs.load import load
 from models import llama
 from parallelisms.mesh import ParallelismConfig
-from parallelisms.pipeline import _part
+from parallelisms.pipeline import split
 from parallelisms.pipeline_plan import check_pipeline, placement, stage_count, stage_modules
 
 SHORT = {
@@ -88,9 +88,8 @@ def test_a_stage_keeps_names_and_computes_its_piece() -> None:
         llama.Config(dim=8, n_layers=3, n_heads=2, n_kv_heads=1, hidden_dim=8), vocab_size=11, max_seq_len=4
     )
     model.init_weights(0)
-    parts = [
-        _part(model, names) for names in (["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2", "norm", "output"])
-    ]
+    config = settings(3, module_fqns_per_model_part=("tok_embeddings layers.0", "layers.1", "layers.2 norm output"))
+    parts = [part for rank in range(3) for part in split(model, rank, config)]
     names = [name for part in parts for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert all("freqs_cis" in dict(part.named_buffers()) for part in parts)

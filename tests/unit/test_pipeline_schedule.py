@@ -16,7 +16,6 @@ from parallelisms.pipeline_schedule import (
     bubble,
     cell_text,
     check_complete,
-    forward_table,
     parse,
     picture,
     read_csv,
@@ -135,10 +134,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(b"\xff0F0")
     with pytest.raises(ValueError, match="cannot be read: it is not UTF-8 text"):
         read_csv(str(tmp_path / "bytes.csv"))
-
-
-def test_forwards_alone_wait_for_nobody() -> None:
-    for stages in ([[0, 2], [1, 3]], [[0, 3], [1, 2]]):
-        rows = forward_table(stages, 3)
-        assert stages_by_rank(rows) == stages and sum(map(len, rows)) == 12
-        timeline(rows)

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import queue
+import resource
 import socket
 import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ft.compat.process_groups import ErrorSwallowingProcessGroup, ProcessGroupDummy
-from ft.grad_buffers import zeros
-from ft.process_groups import gloo, inline, shared, sockets
-from ft.process_groups import operations as ops
-from ft.process_groups.baby import ChildEngine, ProcessGroupBabyNCCL
-from ft.process_groups.channel import ENDED, Channel, Form
+from ft.process_groups import shared, sockets
+from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyNCCL
+from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, reduction
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.generation import Generation, GroupWork
-from ft.process_groups.group_init import GroupInit
-from ft.process_groups.inline import ProcessGroupGloo, ProcessGroupNCCL
-from ft.process_groups.reaper import Reaper
-from ft.process_groups.rendezvous import Rendezvous, address_of
+from ft.process_groups.fork_server import Channel
+from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous, address_of
+from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, Stranded, form_gloo
+from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import parse, serve
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -75,35 +73,41 @@ def test_only_the_sockets_of_the_group_are_shut():
                 assert accepted.recv(1) == b""
 
 
-@linux
-def test_sockets_of_a_process_without_descriptors(monkeypatch: pytest.MonkeyPatch):
-    def none_left(descriptor: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """For all of this process."""
+    free = os.dup(0)  # all below are in use
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
+
+@linux
+def test_a_process_without_descriptors_finds_no_sockets():
     with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_connection(ours.getsockname()):
-        monkeypatch.setattr(os, "dup", none_left)
-        with pytest.raises(OSError, match="Too many open files"):
-            sockets.held(far={ours.getsockname()})
-        assert sockets.shut(far={ours.getsockname()}) == 0
+        with no_descriptors_left():
+            with pytest.raises(OSError, match="Too many open files"):
+                sockets.held(far={ours.getsockname()})
+            assert sockets.shut(far={ours.getsockname()}) == 0
+        assert sockets.shut(far={ours.getsockname()}) == 1
 
 
 @linux
-def test_a_group_that_is_given_up_without_descriptors_ends_when_there_are_some(monkeypatch: pytest.MonkeyPatch):
-    store, tries, freed = serve(), [0], threading.Event()
-    held = sockets.held
-
-    def later(**ends: Any) -> list[socket.socket]:
-        tries[0] += 1
-        if tries[0] < 3:
-            raise OSError(errno.EMFILE, "Too many open files", "/proc/self/fd")
-        return held(**ends)
-
-    monkeypatch.setattr(gloo.sockets, "held", later)
-    monkeypatch.setattr(gloo, "AGAIN_S", 0.0)
-    group = ProcessGroupGloo()
+def test_a_group_that_is_given_up_without_descriptors_ends_when_there_are_some(caplog: pytest.LogCaptureFixture):
+    store, freed, group = serve(), threading.Event(), ProcessGroupGloo()
     group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
-    group.abandon("it failed", then=freed.set)
-    assert freed.wait(20) and tries[0] == 3 and group.reaper.pending == 0
+    with no_descriptors_left():
+        group.abandon("it failed", then=freed.set)
+        until_s = time.monotonic() + 20
+        while "no descriptors are left" not in caplog.text:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        assert not freed.is_set()
+    assert freed.wait(20) and group.reaper.wait(20)
 
 
 @linux
@@ -169,16 +173,16 @@ class FakeEngine:
     """Ends what it is told to, when the test says so."""
 
     def __init__(self) -> None:
-        self.started: list[tuple[ops.Operation, object]] = []
+        self.started: list[tuple[Operation, Ended]] = []
         self.woken = self.ended = 0
 
-    def start(self, operation: ops.Operation, ended: object) -> None:
-        if isinstance(operation, ops.Send) and operation.to == 99:
+    def start(self, operation: Operation, ended: Ended) -> None:
+        if operation.method == "send":
             raise RuntimeError("no such rank")
         self.started.append((operation, ended))
 
     def finish(self, index: int, error: Exception | None = None) -> None:
-        self.started[index][1](error, -1)  # type: ignore[operator]
+        self.started[index][1](error, -1)
 
     def wake(self) -> None:
         self.woken += 1
@@ -187,73 +191,78 @@ class FakeEngine:
         self.ended += 1
 
 
-def generation(limit_s: float = 600.0) -> tuple[Generation, FakeEngine]:
-    engine = FakeEngine()
-    return Generation(engine, limit_s), engine
+class FakeGroup(ProcessGroup):
+    """Stands at once, on `engine`."""
+
+    def __init__(self, limit_s: float = 600.0) -> None:
+        super().__init__(limit_s)
+        self.engine = FakeEngine()
+        self.configure("localhost:1/fake", 0, 1)
+
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        return self.engine
 
 
 def test_the_first_failure_is_the_generations_and_what_is_complete_counts():
-    it, engine = generation()
-    first, second, third = (it.start(ops.AllReduce([torch.zeros(1)])) for _ in range(3))
+    group = FakeGroup()
+    engine = group.engine
+    first, second, third = (group.allreduce([torch.zeros(1)]) for _ in range(3))
     engine.finish(1, RuntimeError("connection reset"))
-    assert str(it.error) == "AllReduce: connection reset"
+    assert str(group.errored()) == "AllReduce: connection reset"
     engine.finish(0)
     assert first.wait() and first.is_success()
-    with pytest.raises(GroupError, match="AllReduce: connection reset"):
-        second.wait()
-    late = it.start(ops.Barrier())
-    with pytest.raises(GroupError, match="AllReduce: connection reset"):
-        late.wait()
-    assert not third.is_completed() and it.pending == 1 and len(engine.started) == 3
-    it.give_up("enough", reaper := Reaper(), None)
+    for late in (second, group.barrier()):
+        with pytest.raises(GroupError, match="AllReduce: connection reset"):
+            late.wait()
+    assert not third.is_completed() and group.pending() == 1 and len(engine.started) == 3
+    group.abandon("enough")
     with pytest.raises(Abandoned, match="enough"):
         third.wait()
-    assert reaper.wait(10) and (engine.woken, engine.ended) == (1, 1)
-    it.give_up("again", reaper, None)
+    assert group.reaper.wait(10) and (engine.woken, engine.ended) == (1, 1)
+    group.abandon("again")
     assert (engine.woken, engine.ended) == (1, 1)
 
 
 def test_an_interrupted_generation_still_owns_its_buffers():
-    it, engine = generation()
-    done, open_work = (it.start(ops.AllReduce([torch.zeros(1)])) for _ in range(2))
-    engine.finish(0)
-    it.interrupt("member x is lost")
-    assert done.is_success() and (engine.woken, engine.ended) == (1, 0)
-    with pytest.raises(Abandoned, match="member x is lost"):
-        open_work.wait()
-    with pytest.raises(Abandoned, match="member x is lost"):
-        it.start(ops.Barrier()).wait()
+    group = FakeGroup()
+    done, open_work = (group.allreduce([torch.zeros(1)]) for _ in range(2))
+    group.engine.finish(0)
+    group.interrupt("member x is lost")
+    assert done.is_success() and (group.engine.woken, group.engine.ended) == (1, 0)
+    for work in (open_work, group.barrier()):
+        with pytest.raises(Abandoned, match="member x is lost"):
+            work.wait()
     freed = threading.Event()
-    it.give_up("it failed", Reaper(), freed.set)
-    assert freed.wait(10) and engine.ended == 1
+    group.abandon("it failed", then=freed.set)
+    assert freed.wait(10) and group.engine.ended == 1
 
 
 def test_what_cannot_be_started_is_a_failed_work():
-    it, _ = generation()
-    work = it.start(ops.Send([torch.zeros(1)], to=99))
+    group = FakeGroup()
     with pytest.raises(GroupError, match="Send: no such rank"):
-        work.get_future().wait()
-    it.give_up("done", Reaper(), None)
+        group.send([torch.zeros(1)], 99).get_future().wait()
+    group.shutdown()
 
 
 def test_the_limit_wakes_who_waits():
     """And the engine: a child that is stopped takes no commands, and who gives it one waits, too."""
-    it, engine = generation(limit_s=0.05)
+    group = FakeGroup(limit_s=0.05)
     with pytest.raises(GroupError, match=r"AllReduce has not ended after 0.05 s"):
-        it.start(ops.AllReduce([torch.zeros(1)])).wait(timedelta(seconds=20))
-    it.give_up("done", reaper := Reaper(), None)
-    assert reaper.wait(10) and engine.woken == 2, "by the limit, and by who gave it up"
+        group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=20))
+    group.shutdown(10)
+    assert group.engine.woken == 2, "by the limit, and by who gave it up"
 
 
 def test_a_wait_with_a_limit_of_its_own_leaves_the_group_alone():
-    it, engine = generation()
-    work = it.start(ops.Barrier())
+    group = FakeGroup()
+    work = group.barrier()
+    assert group.waits_since_s is not None
     with pytest.raises(TimeoutError, match="Barrier has not ended"):
         work.wait(timedelta(milliseconds=1))
-    assert it.error is None
-    engine.finish(0)
-    assert work.wait()
-    it.give_up("done", Reaper(), None)
+    assert group.errored() is None
+    group.engine.finish(0)
+    assert work.wait() and group.waits_since_s is None
+    group.shutdown()
 
 
 def test_a_formation_that_hangs_is_given_up_from_another_thread():
@@ -349,9 +358,14 @@ def test_a_channel_carries_messages_and_descriptors():
 def test_lent_tensors_are_the_same_memory():
     pool_client = shared.SharedPoolClient()
     forgotten: list[int] = []
-    owner = shared.SharedPoolOwner(
-        lambda number, size, fd: pool_client.add(number, size, os.dup(fd)), pool_client.add_device, forgotten.extend
-    )
+
+    def tell(command: str, arguments: tuple[Any, ...], descriptors: Sequence[int] = ()) -> None:
+        if command == "unmap":
+            forgotten.extend(*arguments)
+        else:
+            getattr(pool_client, command)(*arguments, *map(os.dup, descriptors))
+
+    owner = shared.SharedPoolOwner(tell)
     lease = shared.PoolLease()
     whole = shared.empty((4, 6)).fill_(1.0)
     view = whole[1:3, ::2]
@@ -376,10 +390,9 @@ def test_lent_tensors_are_the_same_memory():
     del whole, view, theirs
     owner.lend(of_torch, True, True, lease)
     assert forgotten == [1]
-    pool_client.drop(forgotten)
+    pool_client.unmap(forgotten)
 
 
-@linux
 class ChildWithoutProcess:
     """A child as its engine has it; `theirs`: the end that its process would have."""
 
@@ -403,7 +416,7 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
     child, answers = ChildWithoutProcess(), queue.SimpleQueue[Exception | None]()
     engine = ChildEngine(child, None)  # type: ignore[arg-type]
     for number, tensor in enumerate((torch.ones(1).expand(4), torch.ones(4)), 1):
-        engine.start(ops.AllReduce([tensor]), lambda error, source: answers.put(error))
+        engine.start(Operation("allreduce", ([tensor],)), lambda error, source: answers.put(error))
         child.theirs.send(json.dumps([ENDED, number, None, -1]).encode())
     with pytest.raises(GroupError, match="AllReduce: unsupported operation: more than one element"):
         raise answers.get(timeout=20) or AssertionError("it has been written")
@@ -413,7 +426,7 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
 
 
 def test_buffers_of_a_failed_operation_are_not_used_again():
-    owner = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, lambda _: None)
+    owner = shared.SharedPoolOwner(lambda *_: None)
     value, lease, again = torch.ones(3), shared.PoolLease(), shared.PoolLease()
     owner.lend(value, True, True, lease)
     lease.back[0][1].fill_(9)
@@ -422,90 +435,82 @@ def test_buffers_of_a_failed_operation_are_not_used_again():
     assert value.eq(1).all() and lease.buffers[0].data_ptr() != again.buffers[0].data_ptr()
 
 
-class FakeStorage:
-    """As torch has it on a GPU: `_share_cuda_` counts an export, for whoever maps it to give back. Its memory is the host's."""
+class Gpu:
+    """Memory of the host that passes for a GPU's. `_share_cuda_` counts an export, for whoever maps it to give back."""
 
-    is_cuda = True
-    exports: ClassVar[list[int]] = []
-    released: ClassVar[list[tuple[bytes, int, int]]] = []
+    def __init__(self) -> None:
+        self.exports: list[int] = []
+        self.released: list[tuple[bytes, int, int]] = []
+        self.told: list[tuple[str, tuple[Any, ...]]] = []
 
-    def __init__(self, storage: torch.UntypedStorage, kind: bytes) -> None:
-        self.storage, self.kind = storage, kind
-        self.data_ptr, self._weak_ref = storage.data_ptr, storage._weak_ref
+    def owner(self) -> shared.SharedPoolOwner:
+        return shared.SharedPoolOwner(lambda *told: self.told.append(told), self.release)
 
-    def _share_cuda_(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        self.exports.append(self.data_ptr())
-        handle = b"\x03" + self.kind + bytes(64)
-        return 2, handle, self.storage.nbytes(), 512, b"/counter", len(self.exports), b"event", True
+    def release(self, handle: bytes, offset: int, device: int) -> None:
+        self.released.append((handle, offset, device))
 
+    def tensor(self, tensor: torch.Tensor, kind: bytes = b"c") -> Any:
+        return SimpleNamespace(
+            **{name: getattr(tensor, name) for name in ("dtype", "shape", "numel", "stride", "storage_offset")},
+            is_cuda=True,
+            device=torch.device("cuda", 2),
+            untyped_storage=lambda: self.storage(tensor.untyped_storage(), kind),
+        )
 
-class FakeTensor:
-    is_cuda, device = True, torch.device("cuda", 2)
+    def storage(self, storage: torch.UntypedStorage, kind: bytes) -> Any:
+        def share() -> tuple[Any, ...]:
+            self.exports.append(storage.data_ptr())
+            handle = b"\x03" + kind + bytes(64)
+            return 2, handle, storage.nbytes(), 512, b"/counter", len(self.exports), b"event", True
 
-    def __init__(self, tensor: torch.Tensor, kind: bytes = b"c") -> None:
-        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tensor.shape
-        self.numel, self.stride, self.storage_offset = tensor.numel, tensor.stride, tensor.storage_offset
-        self.untyped_storage = lambda: FakeStorage(tensor.untyped_storage(), kind)
-
-
-@pytest.fixture
-def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> type[FakeStorage]:
-    monkeypatch.setattr(FakeStorage, "exports", [])
-    monkeypatch.setattr(FakeStorage, "released", [])
-
-    def release(handle: bytes, offset: int, device: int | None = None) -> None:
-        assert device == 2
-        FakeStorage.released.append((handle, offset, device))
-
-    monkeypatch.setattr(shared, "_map", SimpleNamespace(_release_ipc_counter=release))
-    return FakeStorage
+        same = {name: getattr(storage, name) for name in ("data_ptr", "_weak_ref")}
+        return SimpleNamespace(is_cuda=True, _share_cuda_=share, **same)
 
 
-def test_the_memory_of_a_gpu_is_exported_once_for_each_child(gpu_memory: type[FakeStorage]):
-    scratch = [torch.zeros(1000), torch.zeros(500)]
-    mapped: dict[int, tuple[Any, ...]] = {}
-    dropped: list[int] = []
+def test_the_memory_of_a_gpu_is_exported_once_for_each_child():
+    gpu, scratch = Gpu(), [torch.zeros(1000), torch.zeros(500)]
     for child in (1, 2):
-        owner = shared.SharedPoolOwner(lambda *_: None, mapped.__setitem__, dropped.extend)
+        owner = gpu.owner()
         for number in range(1000):
-            whole = scratch[number % 2]
-            place = owner.lend(FakeTensor(whole[number % 500 :]), True, True, shared.PoolLease())  # type: ignore[arg-type]
+            whole = gpu.tensor(scratch[number % 2][number % 500 :])
+            place = owner.lend(whole, True, True, shared.PoolLease())
             assert (place.segment, place.offset, place.strides) == (1 + number % 2, number % 500, (1,))
-            assert place.device == FakeTensor.device
-        assert len(gpu_memory.exports) == 2 * child and len(mapped) == 2 and not dropped
+            assert place.device == whole.device
+        assert len(gpu.exports) == len(gpu.told) == 2 * child
+        assert [(what, arguments[0]) for what, arguments in gpu.told] == [("map_device", 1), ("map_device", 2)] * child
         owner.close()  # the child was killed
-        assert [offset for _, offset, _ in gpu_memory.released] == list(range(1, 2 * child + 1))
+        assert [(offset, device) for _, offset, device in gpu.released] == [(n, 2) for n in range(1, 2 * child + 1)]
         with pytest.raises(GroupError, match="gone"):
-            owner.lend(FakeTensor(scratch[0]), True, True, shared.PoolLease())  # type: ignore[arg-type]
+            owner.lend(gpu.tensor(scratch[0]), True, True, shared.PoolLease())
 
 
-def test_a_child_gives_back_itself_what_it_is_told_to_drop(gpu_memory: type[FakeStorage]):
-    forgotten: list[int] = []
-    owner = shared.SharedPoolOwner(lambda *_: None, lambda *_: None, forgotten.extend)
-    kept, value = torch.zeros(10), torch.zeros(10)
+def test_a_child_gives_back_itself_what_it_is_told_to_drop():
+    gpu = Gpu()
+    owner, kept, value = gpu.owner(), torch.zeros(10), torch.zeros(10)
     for tensor in (kept, value):
-        owner.lend(FakeTensor(tensor), True, True, shared.PoolLease())  # type: ignore[arg-type]
+        owner.lend(gpu.tensor(tensor), True, True, shared.PoolLease())
     del value, tensor
-    owner.lend(FakeTensor(kept), True, True, shared.PoolLease())  # type: ignore[arg-type]
-    assert forgotten == [2]
-    owner.dropped(forgotten)  # its answer
+    owner.lend(gpu.tensor(kept), True, True, shared.PoolLease())
+    assert gpu.told[2:] == [("unmap", ([2],))]
+    owner.dropped([2])  # its answer
     owner.close()
-    assert [offset for _, offset, _ in gpu_memory.released] == [1]
+    assert [offset for _, offset, _ in gpu.released] == [1]
 
 
-def test_an_expandable_segment_is_not_lent(gpu_memory: type[FakeStorage]):
-    announced: list[int] = []
-    owner = shared.SharedPoolOwner(lambda *_: None, lambda number, _: announced.append(number), lambda _: None)
+def test_an_expandable_segment_is_not_lent():
+    gpu = Gpu()
+    owner = gpu.owner()
     with pytest.raises(GroupError, match="lies in an expandable segment"):
-        owner.lend(FakeTensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())  # type: ignore[arg-type]
+        owner.lend(gpu.tensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())
     owner.close()
-    assert not announced and len(gpu_memory.released) == 1
+    assert not gpu.told and len(gpu.released) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*allocator_settings:FutureWarning")
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")
 @pytest.mark.parametrize(
     ("settings", "plain"),
     [
-        ("", ""),
         ("expandable_segments:False", "expandable_segments:False"),
         ("expandable_segments:True", "expandable_segments:False"),
         (
@@ -514,30 +519,21 @@ def test_an_expandable_segment_is_not_lent(gpu_memory: type[FakeStorage]):
         ),
     ],
 )
-def test_shared_memory_of_a_gpu_lies_outside_expandable_segments(
-    settings: str, plain: str, monkeypatch: pytest.MonkeyPatch
-):
-    in_force, seen, make = [settings], list[str](), torch.empty
-
-    def allocate(shape: Any, *, dtype: torch.dtype, device: str) -> torch.Tensor:
-        seen.append(in_force[-1])
-        if len(seen) == 2:
+def test_shared_memory_of_a_gpu_lies_outside_expandable_segments(settings: str, plain: str):
+    """Also when there is no memory for it: the settings are as before."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch.cuda.memory._set_allocator_settings(settings)
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError), shared.plain_segments():
+            assert torch._C._accelerator_getAllocatorSettings() == plain
             raise torch.OutOfMemoryError
-        return make(shape, dtype=dtype)
-
-    monkeypatch.setattr(shared, "_allocator_settings", lambda: in_force[-1])
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", in_force.append)
-    monkeypatch.setattr(torch, "empty", allocate)
-    assert ProcessGroupBabyNCCL.empty((2, 3), torch.bfloat16, "cuda:2").shape == (2, 3)
-    with pytest.raises(torch.OutOfMemoryError):
-        zeros(10, torch.float32, torch.device("cuda", 2), shared=True)
-    assert seen == [plain, plain] and in_force[-1] == settings
+        assert torch._C._accelerator_getAllocatorSettings() == settings
+    finally:
+        torch.cuda.memory._set_allocator_settings(before)
 
 
 def test_torch_has_what_memory_of_a_gpu_is_shared_by():
     """Names that are not public: what is called on a GPU alone exists in the torch that is here."""
-    assert callable(torch.cuda.memory._set_allocator_settings)
-    assert isinstance(shared._allocator_settings(), str)
     for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter"):
         assert callable(getattr(torch.UntypedStorage, name))
 
@@ -623,10 +619,8 @@ def _sum_until_it_ends(group: ProcessGroupGloo, address: str, rank: int, begun: 
 
 
 @linux
-def test_a_thread_that_gloo_leaves_behind_holds_no_buffer(monkeypatch: pytest.MonkeyPatch):
+def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
     """Its group is left to the backstop once the thread sleeps; of such groups there may be so many, and then the process must exit."""
-    monkeypatch.setattr(gloo, "END_S", 0.01)
-    monkeypatch.setattr(gloo, "MOST_STRANDED", 1)
     forgotten, awake, asleep = threading.Event(), threading.Event(), threading.Event()
 
     def runs() -> None:
@@ -641,16 +635,21 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer(monkeypatch: pytest.Mo
     class Native:
         """Of torch's: whoever drops it waits for its thread."""
 
+        def size(self) -> int:
+            return 0
+
         def barrier(self, *options: object) -> GroupWork:
-            return GroupWork(ops.Barrier())  # which is forgotten
+            return GroupWork("Barrier", [])  # which is forgotten
 
         def __del__(self) -> None:
             thread.join()
 
-    def engine() -> gloo.GlooEngine:
-        made = gloo.GlooEngine(Native(), {("127.0.0.1", 1)}, set(), {thread.native_id or 0})  # type: ignore[arg-type]
-        monkeypatch.setattr(gloo, "_fail_all", lambda native: None)
-        made.start(ops.Barrier(), lambda error, source: None)
+    stranded = Stranded(most=1)
+
+    def engine() -> GlooEngine:
+        near, threads = {("127.0.0.1", 1)}, {thread.native_id or 0}
+        made = GlooEngine(Native(), near, set(), threads, stranded=stranded, end_s=0.01)  # type: ignore[arg-type]
+        made.start(Operation("barrier"), lambda error, source: None)
         made.wake()
         return made
 
@@ -695,16 +694,14 @@ def test_errors_are_swallowed_and_remembered():
     assert "lost" in str(group.errored())
 
 
-@pytest.mark.parametrize(
-    "op", [torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)]
-)
+@pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp(dist.ReduceOp.MAX)])
 def test_reduce_ops_cross_as_names(op: object):
-    assert ops.reduction(op) == "MAX"
+    assert reduction(op) == "MAX"
 
 
 def test_a_reduce_op_that_cannot_cross():
     with pytest.raises(ValueError, match="must be one of SUM"):
-        ops.reduction(torch.distributed._make_nccl_premul_sum(2.0))
+        reduction(dist._make_nccl_premul_sum(2.0))
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupNCCL, ProcessGroupBabyNCCL])
@@ -730,40 +727,37 @@ def test_a_group_of_one_and_a_store_of_torch():
 
 def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch):
     """A generation is formed in another thread, and each thread of CUDA begins with device 0."""
-    devices, formed, in_force = threading.local(), list[tuple[str, int | None]](), list[tuple[str, int]]()
-    devices.number = 3
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "number", 0))
-
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda number: in_force.append((threading.current_thread().name[:8], number))
+    current, in_force = threading.local(), list[tuple[str, int]]()
+    current.device = 3
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: getattr(current, "device", 0),
+        set_device=lambda number: in_force.append((threading.current_thread().name, number)),
     )
-
-    def form(self: ChildEngine, command: Form) -> None:
-        formed.append(("child", command.device))
-        raise RendezvousFailed("a fake")
-
-    def form_nccl(group_init: GroupInit, rendezvous: Rendezvous, number: int | None) -> None:
-        formed.append(("inline", number))
-        raise RendezvousFailed("a fake")
-
-    monkeypatch.setattr(ChildEngine, "form", form)
-    monkeypatch.setattr(inline, "form_nccl", form_nccl)
-    server = serve()
-    for number, kind in enumerate((ProcessGroupNCCL, ProcessGroupBabyNCCL)):
-        group = kind(rendezvous_s=60.0)
-        with pytest.raises(RendezvousFailed):
-            group.configure(f"127.0.0.1:{server.port}/{number}", 0, 1)
-        group.shutdown(60.0)
-    assert formed == [("inline", 3), ("child", 3)]
-    assert in_force == [("ft-child", 3)]  # the thread that sets futures
+    monkeypatch.setattr(torch, "cuda", cuda)  # there is no other way to have a GPU
+    assert [kind().device for kind in (ProcessGroupNCCL, ProcessGroupBabyNCCL)] == [3, 3]
     assert ProcessGroupNCCL(device=1).device == 1
+    engine = ChildEngine(ChildWithoutProcess(), 3)  # type: ignore[arg-type]
+    engine.wake()
+    engine.end()
+    assert in_force == [("ft-child-0", 3)]  # the thread that sets futures
+
+
+class Disturbed(ProcessGroupGloo):
+    """Formed with something else in place of what form_gloo takes of torch and of sockets.py."""
+
+    def __init__(self, *given: Any, rendezvous_s: float, **parts: Any) -> None:
+        super().__init__(*given, rendezvous_s=rendezvous_s)
+        self.parts = parts
+
+    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+        return form_gloo(Rendezvous(group_init, store, rank, size, self.rendezvous_s), None, **self.parts)
 
 
 @linux
-def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: pytest.MonkeyPatch):
+def test_a_stray_connection_in_a_members_place_costs_one_forming():
     """Who sends the next number, 8 bytes, to gloo's port before the member does is taken for that member."""
-    find, strays = sockets.listening_ends, list[socket.socket]()
+    strays = list[socket.socket]()
 
     def is_read(stray: socket.socket) -> bool:
         ends = sockets.held(far=[stray.getsockname()])
@@ -773,7 +767,7 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: py
         return unread == [bytes(4)]
 
     def disturbed(make: Any) -> Any:
-        device, near = find(make)
+        device, near = sockets.listening_ends(make)
         if (
             len(strays) < 6
         ):  # both members, in the first forming: one listens for the other, and which goes by their addresses
@@ -786,8 +780,8 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: py
                 time.sleep(0.001)  # gloo's thread has taken them before any member comes
         return device, near
 
-    monkeypatch.setattr(sockets, "listening_ends", disturbed)
-    store, groups = serve(), [ProcessGroupGloo(600.0, rendezvous_s=1.0) for _ in range(2)]
+    store = serve()
+    groups = [Disturbed(600.0, rendezvous_s=1.0, listening_ends=disturbed) for _ in range(2)]
 
     def together(do: Callable[[int], None]) -> list[BaseException | None]:
         with ThreadPoolExecutor(2) as pool:
@@ -814,22 +808,23 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming(monkeypatch: py
 
 
 @linux
-def test_a_peer_that_never_connects_is_waited_for_no_longer_than_forming_may_take(monkeypatch: pytest.MonkeyPatch):
-    """gloo waits five times its timeout for a peer's first connection, and nobody can wake it. A sum then has all the time left."""
-    native, asked = gloo.c10d.ProcessGroupGloo, []
+def test_a_peer_that_never_connects_is_waited_for_no_longer_than_forming_may_take():
+    """gloo waits five times its timeout for a peer's first connection, and nobody can wake it. A sum then has all the time left: it is an
+    all-to-all over all connections, in the thread that forms, since another one would prove nothing more."""
+    asked, threads = list[float](), list[str]()
 
-    class Asked(native):  # type: ignore[misc, valid-type]
+    class Asked(dist.ProcessGroupGloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             asked.append(options._timeout.total_seconds())
             super().__init__(store, rank, size, options)
 
         def alltoall_base(self, *given: Any) -> Any:
             asked.append(self.options._timeout.total_seconds())
+            threads.append(threading.current_thread().name)
             return super().alltoall_base(*given)
 
-    monkeypatch.setattr(gloo.c10d, "ProcessGroupGloo", Asked)
-    store, group = serve(), ProcessGroupGloo(600.0, rendezvous_s=100.0)
+    store, group = serve(), Disturbed(600.0, rendezvous_s=100.0, kind=Asked)
     group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
     group.shutdown()
-    to_connect, to_hear = asked
-    assert 0 < 5 * to_connect <= 100 and to_connect < to_hear <= 100
+    (to_connect, to_hear), [thread] = asked, threads
+    assert 0 < 5 * to_connect <= 100 and to_connect < to_hear <= 100 and thread.startswith("ft-form-")

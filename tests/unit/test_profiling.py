@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from training.garbage import GarbageCollection
 from training.log import Log
-from training.profiling import Profiler, ProfilingConfig
+from training.profiling import GarbageCollection, Profiler, ProfilingConfig
 
 
 @pytest.fixture
@@ -50,26 +49,33 @@ def test_memory_snapshots_without_cuda_are_refused_in_one_line(tmp_path: Path, o
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """torch's recorder of CUDA allocations, replaced by a list of what it was asked for."""
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **kwargs: asked.append(kwargs))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: asked.append(path))
-    return asked
+class Allocator:
+    """In place of torch.cuda.memory: a list of what it was asked for."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.asked, self.fails = list[Any](), fails
+
+    def _record_memory_history(self, **settings: Any) -> None:
+        self.asked.append(settings)
+
+    def _dump_snapshot(self, path: str) -> None:
+        self.asked.append(path)
+        if self.fails:
+            Path(path).write_bytes(b"the first bytes")
+            raise OSError(errno.ENOSPC, "No space left on device", path)
 
 
 def test_memory_snapshots_on_cuda_every_profile_freq_steps_and_when_out_of_memory(
-    tmp_path: Path, out: io.StringIO, snapshots: list[Any]
+    tmp_path: Path, out: io.StringIO
 ) -> None:
-    config = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2)
-    profiler = Profiler(config, tmp_path, global_rank=3, log=Log(stream=out), cuda=True)
+    config, allocator = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2), Allocator()
+    profiler = Profiler(config, tmp_path, global_rank=3, log=Log(stream=out), allocator=allocator)
     with pytest.raises(torch.OutOfMemoryError), profiler:
         for step in range(1, 4):
             profiler.step(step)
         raise torch.OutOfMemoryError
     folder = tmp_path / "memory_snapshot"
-    assert snapshots == [
+    assert allocator.asked == [
         {"max_entries": 100_000},
         str(folder / "step-2" / "rank-3.pickle"),
         str(folder / "step-3-out-of-memory" / "rank-3.pickle"),
@@ -77,28 +83,18 @@ def test_memory_snapshots_on_cuda_every_profile_freq_steps_and_when_out_of_memor
     ]
 
 
-def test_a_disk_that_is_full_costs_the_trace_and_not_the_run(
-    tmp_path: Path, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: str) -> None:
-        Path(path).write_bytes(b"the first bytes")
-        raise OSError(errno.ENOSPC, "No space left on device", path)
-
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **kwargs: None)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: full(path))
+def test_storage_that_fails_costs_the_trace_and_not_the_run(tmp_path: Path, out: io.StringIO) -> None:
+    (tmp_path / "t").write_text("a file where the folder should be")
     config = ProfilingConfig(
         enable_profiling=True, profile_freq=2, profiler_warmup=1, enable_memory_snapshot=True, save_traces_folder="t"
     )
-    with Profiler(config, tmp_path, global_rank=0, log=Log(stream=out)) as profiler:
-        profiler._snapshots = True  # as on CUDA, where no profiler could run here
+    full = Allocator(fails=True)
+    with Profiler(config, tmp_path, global_rank=0, log=Log(stream=out), allocator=full) as profiler:
         for step in range(1, 4):
             profiler.step(step)
-    said = [line for line in out.getvalue().splitlines() if "is not written: [Errno 28]" in line]
-    assert len(said) == 2 and "profile: " in said[0] + said[1] and "memory snapshot: " in said[0] + said[1], (
-        out.getvalue()
-    )
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    said = sorted(line for line in out.getvalue().splitlines() if "is not written: [Errno " in line)
+    assert [line.split(": ")[1] for line in said] == ["memory snapshot", "profile"], out.getvalue()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["t"]
 
 
 def test_a_period_must_hold_warmup_and_trace() -> None:

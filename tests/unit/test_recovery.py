@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.job import JobSide, LogLine, ReplicaGroup, descendants
-from bench.recovery import expendable, gaps, longest_gap, refused, unaccounted, verdict
+from bench.job import Diary, DiaryLine, JobSide, descendants, gaps, longest_gap
+from bench.recovery import expendable, refused, unaccounted, verdict
 
 
-def group(tmp_path: Path, number: int, text: str) -> ReplicaGroup:
-    made = ReplicaGroup(number, tmp_path, lambda number, log: [], {})
-    (tmp_path / f"{number}.log").write_text(text)
+def line(event: str, at_s: float, step: int, contributors: int = 2) -> str:
+    return json.dumps({"event": event, "at_s": at_s, "step": step, "contributors": contributors}) + "\n"
+
+
+def group(tmp_path: Path, number: int, text: str) -> Any:
+    made = Diary(str(number), tmp_path / str(number))
+    made.folder.mkdir()
+    (made.folder / "diary.0.jsonl").write_text(text)
     made.read()
     return made
 
 
-def commits(steps: range, participants: int = 2, at_s: float = 0.0) -> str:
-    return "".join(f"{at_s + step:.1f} commit {step} {participants}\n" for step in steps)
+def commits(steps: range, participants: int = 2) -> str:
+    return "".join(line("commit", float(step), step, participants) for step in steps)
 
 
-def end(step: int, weight: float) -> LogLine:
-    return LogLine(99.0, "end", (str(step), str(weight), "digest"))
+def end(step: int, weight: float) -> DiaryLine:
+    return DiaryLine("end", 99.0, step=step, weight=weight, digest="digest")
+
+
+START = line("start", 0.0, 0)
 
 
 def story(tmp_path: Path, first: str, second: str) -> list[str]:
     """What is wrong with two groups that have these logs; the job began with group 1's weights and ends at step 6."""
-    groups = [group(tmp_path, 0, f"0.0 start 0 0\n{first}"), group(tmp_path, 1, f"0.0 start 0 0\n{second}")]
+    groups = [group(tmp_path, 0, START + first), group(tmp_path, 1, START + second)]
     return unaccounted(groups, [end(6, 1 - 6 / 1024)] * 2)
 
 
@@ -39,7 +49,7 @@ def test_all_is_accounted_for(tmp_path: Path):
 
 def test_a_life_that_ends_may_take_its_last_step_along(tmp_path: Path):
     """It died with it, and those who were left did it again, by themselves."""
-    killed = commits(range(1, 4)) + "5.0 start 0 0\n" + commits(range(5, 7))
+    killed = commits(range(1, 4)) + START + commits(range(5, 7))
     others = commits(range(1, 3)) + commits(range(3, 5), participants=1) + commits(range(5, 7))
     assert story(tmp_path, killed, others) == []
 
@@ -71,26 +81,27 @@ def test_what_does_not_add_up_is_seen(tmp_path: Path, first: str, second: str, s
 
 
 def test_weights_tell_a_step_that_was_not_applied(tmp_path: Path):
-    groups = [group(tmp_path, number, "0.0 start 0 0\n" + commits(range(1, 7))) for number in range(2)]
+    groups = [group(tmp_path, number, START + commits(range(1, 7))) for number in range(2)]
     assert unaccounted(groups, [end(6, 0 - 6 / 1024)]) == []
     assert unaccounted(groups, [end(6, 0 - 5 / 1024)]) == [f"weight {-5 / 1024} after 6 steps"]
 
 
 def test_gaps_and_refusals_are_those_after_the_fault(tmp_path: Path):
-    log = "1.0 commit 1 2\n2.0 commit 2 2\n2.5 abort 2 2\n7.0 commit 3 1\n8.0 commit 4 1\n"
-    made = group(tmp_path, 0, log)
+    seen = [("commit", 1.0, 1), ("commit", 2.0, 2), ("abort", 2.5, 2), ("commit", 7.0, 3), ("commit", 8.0, 4)]
+    made = group(tmp_path, 0, "".join(line(*what) for what in seen))
     assert gaps(made.since(0.0, "commit"), 3.0) == [5.0, 1.0]
-    assert longest_gap([made], 7.5) == 1.0 and longest_gap([made], 2.1, 6.0) == 5.0
+    assert longest_gap([made], 7.5) == 1.0 and longest_gap([made], 2.1, 7.0) == 5.0
     assert (refused([made], 0.0), refused([made], 3.0)) == (1, 0)
 
 
 def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path):
-    made = group(tmp_path, 0, "1.0 start 0 0\n2.0 comm")
-    assert [line.event for line in made.lines] == ["start"] and made.step == 0
-    with (tmp_path / "0.log").open("a") as log:
-        log.write("it 7 2\n")
+    whole = line("commit", 2.0, 7)
+    made = group(tmp_path, 0, START + whole[:20])
+    assert [each.event for each in made.ranks[0]] == ["start"] and made.step == 0
+    with (made.folder / "diary.0.jsonl").open("a") as log:
+        log.write(whole[20:])
     made.read()
-    assert made.lines[-1] == LogLine(2.0, "commit", ("7", "2")) and made.step == 7
+    assert made.ranks[0][-1] == DiaryLine("commit", 2.0, step=7, contributors=2) and made.step == 7
 
 
 def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):
@@ -101,7 +112,7 @@ def test_the_last_with_the_newest_step_is_spared(tmp_path: Path):
 
 
 def test_a_figure_that_is_no_number_misses_its_bound():
-    ours = JobSide("ours", sys.executable)
+    ours = JobSide("ours")
     assert verdict(ours, {"gap": (0.9, 1.0), "lost": (0, 0)}) == "reached"
     assert verdict(ours, {"gap": (float("nan"), 1.0), "lost": (1, 0)}) == "missed: gap 1, lost 0"
     assert verdict(JobSide("torchft", "python"), {"gap": (9.0, 1.0)}) == ""

@@ -24,12 +24,12 @@ from training.sinks import ResumedStep, Sinks, open_sinks
 
 
 class Group:
-    def __init__(self, folder: Path, *, writes: bool, scribe: Scribe | None = None) -> None:
+    def __init__(self, folder: Path, *, writes: bool, scribe: Scribe | None = None, **settings: Any) -> None:
         self.folder, self.writes, self.quorum = folder, writes, ("epoch", 1)
         self.scribe = AtOnce()
         self.opens = lambda: None
         self.relay = LeaderMetricsWriter(
-            folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe
+            folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe, **settings
         )
 
     def open(self, resumed_step: ResumedStep) -> Sinks:
@@ -111,12 +111,12 @@ def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Pa
         a.commits(step)
         b.commits(step)
     b.writes = True
-    assert a.relay._sinks is not None
-    with a.relay._sinks.held():
+    assert a.relay.sinks is not None
+    with a.relay.sinks.held():
         b.commits(3)
         b.relay.close()  # the job is over
         rows_of_b = rows(tmp_path)
-        a.relay._sinks.write("journals", 3, {"loss": 3.0})
+        a.relay.sinks.write("journals", 3, {"loss": 3.0})
     assert rows(tmp_path) == rows_of_b == [(1, False), (2, False), (3, False)]
 
 
@@ -306,7 +306,7 @@ def charted(folder: Path) -> list[int]:
     """The steps of all event files, as TensorBoard's own reader finds them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    reader = EventAccumulator(str(folder / "tb"), purge_orphaned_data=False)
+    reader = EventAccumulator(str(folder / "tb"))
     reader.Reload()
     return [event.step for event in reader.Scalars("loss_metrics/global_avg_loss")]
 
@@ -362,16 +362,14 @@ def test_who_does_not_write_forgets_what_is_written(tmp_path: Path):
     for step in range(1, 4 * ROWS_KEPT):
         a.commits(step)
         b.commits(step)
-        assert len(a.relay._kept) <= ROWS_KEPT + 3 and len(b.relay._kept) <= 3 * ROWS_KEPT
+        assert len(a.relay.kept) <= ROWS_KEPT + 3 and len(b.relay.kept) <= 3 * ROWS_KEPT
 
 
 @pytest.mark.parametrize("bound", ["bytes", "time"])
 def test_what_there_is_no_room_for_is_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str):
     now = [0.0]
-    monkeypatch.setattr(relay, "KEPT_BYTES", 1 if bound == "bytes" else 1 << 30)
     disk = Disk(tmp_path, monkeypatch)
-    a = Group(tmp_path, writes=True)
-    a.relay._clock = lambda: now[0]
+    a = Group(tmp_path, writes=True, clock=lambda: now[0], kept_bytes=1 if bound == "bytes" else 1 << 30)
     a.commits(1)
     with disk.full():
         for step in range(2, 2 * ROWS_KEPT):
@@ -406,8 +404,7 @@ def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
         ballast.unlink()
         subprocess.run(["mount", "-o", "remount,size=10m", str(tmp_path)], check=True)
         scribe.wake()
-        with scribe._changed:
-            assert scribe._changed.wait_for(lambda: scribe._done == scribe._asked, 50)
+        assert scribe.flush(50, patient=True)
         assert (
             rows(tmp_path) == [(step, False) for step in range(1, 300)] == [(step, False) for step in charted(tmp_path)]
         )
@@ -449,11 +446,17 @@ def test_the_role_that_comes_after_the_last_row_brings_what_is_not_written(tmp_p
     assert rows(tmp_path) == [(1, False), (2, False), (3, False)]
 
 
-def test_slow_storage_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slow_storage_is_waited_for_once(tmp_path: Path):
     """All kinds of rows go by one thread, so one wait is for all of them."""
-    a, waits = Group(tmp_path, writes=True), list[float]()
+
+    class Noting(AtOnce):
+        def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
+            waits.append(timeout_s)
+            return True
+
+    waits = list[float]()
+    a = Group(tmp_path, writes=True, scribe=Noting())
     a.commits(1)
-    monkeypatch.setattr(a.scribe, "flush", waits.append)
     a.relay.sync()
     a.relay.close()
     assert waits == [relay.SYNC_S, relay.CLOSE_S]

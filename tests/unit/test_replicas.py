@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -9,16 +10,14 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from bench import drill_job
+from bench.drill_job import DevicePool
 from ft.config import FaultTolerance
-from scripts import replicas
-from scripts.agent import Agent
-from scripts.plan import RESTARTS_WITHIN_S
+from scripts.agent import run_ranks
+from scripts.plan import RESTARTS_WITHIN_S, Plan
 from scripts.replicas import (
     SHORT_LIFE_S,
     SHORT_LIVES,
@@ -27,11 +26,10 @@ from scripts.replicas import (
     deal_devices,
     main,
     read_groups,
-    seen,
     token_file,
     visible_devices,
 )
-from training.runlock import RunLock
+from training.appended import RunLock
 
 
 def group(tmp_path: Path, program: str, restarts: int = 100) -> ReplicaSupervisor:
@@ -68,19 +66,20 @@ def test_a_long_life_forgives_the_short_ones(tmp_path: Path):
     assert one.short_lives == 0
 
 
-class Process:
-    """Of a group that has died."""
+class Dies(ReplicaSupervisor):
+    """A group whose process is always dead."""
 
-    def poll(self) -> int:
+    def start(self) -> int:
+        self.process = cast(Any, self)
+        return 7
+
+    def ended(self) -> int:
         return -9
 
 
-def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
     """MAX_RESTARTS is a rate: what happened the day before is forgiven."""
-    one = ReplicaSupervisor("0", [], {}, tmp_path / "0.log", restarts=2)
-    dead: Any = Process()
-    monkeypatch.setattr(one, "start", lambda: setattr(one, "process", dead) or 7)
-    now_s = 0.0
+    one, now_s = Dies("0", [], {}, tmp_path / "0.log", restarts=2), 0.0
     one.start()
     for _ in range(1000):
         now_s += RESTARTS_WITHIN_S
@@ -93,22 +92,15 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path, mo
     )
 
 
-def test_ranks_that_die_once_a_day_are_started_again_for_years():
+@pytest.mark.parametrize(("apart_s", "starts"), [(RESTARTS_WITHIN_S, [0, 1, 2, 3]), (RESTARTS_WITHIN_S / 2, [0, 1])])
+def test_ranks_that_die_once_a_day_are_started_again_for_years(tmp_path: Path, apart_s: float, starts: list[int]):
     """Each start has a number of its own, which torch makes of the limit and what is left of it."""
-    agent, spec, starts = Agent.__new__(Agent), SimpleNamespace(max_restarts=2), []
-    agent._remaining_restarts, agent._restarted_s = 2, []
-
-    def dies(now_s: float) -> bool:
-        """As torch counts: whether it is started again."""
-        agent._note_restart(spec, now_s)  # type: ignore[arg-type]
-        again = agent._remaining_restarts > 0
-        agent._remaining_restarts -= again
-        starts.append(spec.max_restarts - agent._remaining_restarts)
-        return again
-
-    assert all(dies(day * RESTARTS_WITHIN_S) for day in range(1000))
-    assert starts == list(range(1, 1001))
-    assert dies(999 * RESTARTS_WITHIN_S + 1) and not dies(999 * RESTARTS_WITHIN_S + 2)
+    program = "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n); raise SystemExit(n < 3)"
+    plan, days = Plan.read({"MAX_RESTARTS": "1"}), itertools.count(0.0, apart_s)
+    command = [sys.executable, "-c", program]
+    code = run_ranks(command, plan, nproc=1, logs=tmp_path / "run" / "logs", clock=lambda: next(days))
+    assert code == (0 if len(starts) == 4 else 1)
+    assert (tmp_path / "run" / "logs" / "rank0.log").read_text().split() == list(map(str, starts))
 
 
 @pytest.mark.parametrize(("program", "code"), [("pass", 0), ("raise SystemExit(2)", 2)])
@@ -131,14 +123,14 @@ def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
     env = {**os.environ, "PHAROS_TOKEN_FILE": str(token_file(tmp_path))}
     with closing(LighthouseSupervisor(config, env)) as one:
         assert one.look(0.0) == ""
-        first = one._process
+        first = one.process
         first.kill()
         first.wait()
         assert re.fullmatch(r"the lighthouse died, and is there again \(process \d+\)", one.look(10.0))
-        assert one._process.pid != first.pid
+        assert one.process.pid != first.pid
         socket.create_connection(("127.0.0.1", one.port)).close()
-        one._process.kill()
-        one._process.wait()
+        one.process.kill()
+        one.process.wait()
         assert one.look(10.5) == "", "not at once"
 
 
@@ -203,60 +195,34 @@ def test_the_visible_devices_are_dealt_out_among_the_groups():
     assert deal_devices([], 2, 4, False) == [[], []], "CPUs"
 
 
-def test_too_few_devices_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert main(["configs/llama.toml", "--groups=3"]) == 2
-    assert capsys.readouterr().err == (
-        "pharos: --groups 3: 1 GPU each are more than the 2 that are visible here; nearest: --groups 2; SHARE_GPUS=1 lets groups share "
-        "them\n"
-    )
-    monkeypatch.setenv("NPROC", "4")
-    assert main(["configs/llama.toml", "--groups=3"]) == 2
-    assert capsys.readouterr().err == "pharos: NPROC=4: more ranks than the 2 GPUs that are visible here\n"
+@pytest.mark.parametrize(
+    ("nproc", "said"),
+    [
+        (
+            None,
+            "--groups 3: 1 GPU each are more than the 2 that are visible here; nearest: --groups 2; SHARE_GPUS=1 lets groups share them",
+        ),
+        (4, "NPROC=4: more ranks than the 2 GPUs that are visible here"),
+    ],
+)
+def test_too_few_devices_are_one_line(nproc: int | None, said: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        deal_devices(["0", "1"], 3, nproc, False)
 
 
-def test_each_group_is_started_with_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(
-        replicas,
-        "LighthouseSupervisor",
-        lambda *_, **__: SimpleNamespace(address="http://127.0.0.1:1", close=lambda: None),
-    )
-    monkeypatch.setattr(replicas, "PendingSignals", lambda *_: None)
-    started: list[ReplicaSupervisor] = []
-    monkeypatch.setattr(replicas, "run", lambda groups, *_: started.extend(groups) or 0)
-    assert main(["a.toml", "--groups=2"]) == 0
-    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in started] == ["4,5", "6,7"]
-
-
-def test_devices_are_shared_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_devices_are_shared_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert deal_devices(["0", "1"], 3, None, True) == [["0"], ["1"], ["0"]]
     assert deal_devices(["5"], 2, None, True) == [["5"], ["5"]]
-    assert seen(["5"], "1") == {"CUDA_VISIBLE_DEVICES": "5"} and seen([], "1") == {}
+    monkeypatch.delenv("SHARE_GPUS", raising=False)
+    one = ReplicaSupervisor.here("1", ["a.toml"], {"A": "b"}, tmp_path, 1, ["6", "7"])
+    assert one.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "6,7", "REPLICA_GROUP_ID": "1"}, "its own devices alone"
+    assert ReplicaSupervisor.here("1", [], {}, tmp_path, 1).env == {"REPLICA_GROUP_ID": "1"}
     monkeypatch.setenv("SHARE_GPUS", "1")
-    assert seen(["5"], "1") == {"CUDA_VISIBLE_DEVICES": "5", "NCCL_HOSTID": "pharos-1"}
+    assert ReplicaSupervisor.here("1", [], {}, tmp_path, 1, ["5"]).env["NCCL_HOSTID"] == "pharos-1"
 
 
-def test_a_drills_groups_have_devices_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_drills_groups_have_devices_of_their_own():
     """One that comes later takes those of one that has left."""
-    config = SimpleNamespace(run_folder=tmp_path, checkpoint=SimpleNamespace(folder="checkpoints"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(drill_job, "prepare", lambda argv, groups, *, ranks: (config, 0, float(ranks)))
-    monkeypatch.setattr(drill_job, "start_lighthouse", lambda *_, **__: (None, "http://127.0.0.1:1"))
-    monkeypatch.setattr(ReplicaSupervisor, "start", lambda self: 7)
-    job = drill_job.DrillJob(["a.toml"], 2)
-    assert job.ranks == job.grace_s == 2
-    job.gone.add("1")
-    job.add()
-    seen_by = {name: one.env["CUDA_VISIBLE_DEVICES"] for name, one in job.groups.items()}
-    assert seen_by == {"0": "0,1", "1": "2,3", "2": "2,3"}
-    assert job.group("2").env["CUDA_VISIBLE_DEVICES"] == "2,3", "its next life"
+    pool = DevicePool(deal_devices(list("0123"), 2, None, False))
+    assert [pool.of("0"), pool.of("1"), pool.of("2", gone={"1"})] == [["0", "1"], ["2", "3"], ["2", "3"]]
+    assert pool.of("2") == ["2", "3"], "its next life"

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from configs.schema import Config
 from tools import size
 from tools.one_step import TracedCall, Tracer, digest_of, functions_of, tree
-from training.schedule import decay_length, learning_rate_factor
+from training.checkpoint import survey
+from training.checkpoint_files import read_manifest
 
 
 def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
-    tracer, schedule = Tracer(), Config().lr_scheduler
+    tracer, checkpoint = Tracer(), Config().checkpoint
     sys.setprofile(tracer)
     try:
         sorted([2, 1], key=lambda value: value)  # of this file
-        learning_rate_factor(schedule, step=1, training_steps=100)
+        checkpoint.check()
+        survey(Path())
     finally:
         sys.setprofile(None)
     calls = [(call.depth, call.file, call.function.rpartition(".")[2]) for call in tracer.calls]
     assert calls[:2] == [(0, "tests/unit/test_rulers.py", "<lambda>")] * 2
     assert calls[2:] == [
-        (0, "training/schedule.py", learning_rate_factor.__name__),
-        (1, "training/schedule.py", decay_length.__name__),
+        (0, "training/checkpoint.py", "check"),
+        (0, "training/checkpoint.py", survey.__name__),
+        (1, "training/checkpoint_files.py", read_manifest.__name__),
     ]
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from training.runlock import RunLock
+from training.appended import RunLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from training.runlock import RunLock
+from training.appended import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from training.schedule import LRSchedulerConfig, learning_rate_factor
+from training.optimizer import LRSchedulerConfig, learning_rate_factor
 
 
 def curve(steps: int, **keys) -> list[float]:
     config = LRSchedulerConfig(**keys)
     config.check()
-    return [learning_rate_factor(config, step=step, training_steps=steps) for step in range(steps)]
+    lengths = {"total_steps": config.total_steps or steps, "decay_steps": config.decay_length(steps)}
+    return [learning_rate_factor(config, step=step, **lengths) for step in range(steps)]
 
 
 def test_warms_up_stays_and_decays():

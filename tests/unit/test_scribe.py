@@ -46,8 +46,7 @@ def test_a_failure_is_tried_again_and_holds_up_no_other_work() -> None:
     scribe.serve("events", done.set)
     scribe.wake()
     assert done.wait(WAIT_S)
-    with scribe._changed:
-        assert scribe._changed.wait_for(lambda: scribe._done == 1, WAIT_S)
+    assert scribe.flush(WAIT_S, patient=True)
     assert said == [
         "figures cannot be written: No space left on device (x/metrics.jsonl); kept in memory, and tried again",
         "figures are written again, after 0 s; 7 rows are lost, for there was no room to keep them",
@@ -82,8 +81,7 @@ def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
 
     scribe.serve("figures", fails_once)
     scribe.wake()
-    with scribe._changed:
-        assert scribe._changed.wait_for(lambda: scribe._done == 1, WAIT_S)
+    assert scribe.flush(WAIT_S, patient=True)
     assert said == [
         "figures cannot be written: TypeError: cannot unpack; kept in memory, and tried again",
         "figures are written again, after 0 s; nothing is lost",

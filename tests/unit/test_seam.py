@@ -9,7 +9,7 @@ import pytest
 from ft import LighthouseServer, Seam, SoloManager
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
-from ft.process_groups.inline import ProcessGroupGloo
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol.messages import Times
 from ft.rpc.access import Access
 from ft.seam import Stopped
@@ -73,7 +73,7 @@ def test_step_and_data_move_on_commit_only(manager: Seam):
     first = manager.begin_step()
     assert manager.begin_step() == first and manager.step == 0
     sums = manager.reduce([100.0], 250.0, True)
-    assert (sums.tokens_per_slot, sums.loss_sum, sums.finite) == ((100.0,), 250.0, True)
+    assert (*sums.tokens_per_slot, sums.loss_sum, sums.finite) == (100.0, 250.0, True)
     assert manager.step == 0
     manager.commit(sums)
     assert manager.step == 1

@@ -16,10 +16,12 @@ from scripts.slurm.groups import Nodes, SlurmStep
 class Slurm:
     """Answers as its programs do."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    def __init__(self, names: str) -> None:
         self.of_the_job, self.silent, self.away = names.split(), set[str](), False
         self.env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": names.replace(" ", ",")}
-        monkeypatch.setattr(groups, "ask", self.ask)
+
+    def nodes(self, **env: str) -> Nodes:
+        return Nodes.read({**self.env, **env}, self.ask)
 
     def ask(self, *command: str) -> str:
         if self.away:
@@ -35,59 +37,61 @@ class Slurm:
         )
 
 
-def test_nodes_are_dealt_in_their_order_and_the_rest_are_spares(monkeypatch: pytest.MonkeyPatch):
-    slurm = Slurm(monkeypatch, "n1 n2 n3 n4 n5")
-    nodes = Nodes.read({**slurm.env, "NODES_PER_GROUP": "2", "NUM_REPLICA_GROUPS": "2"})
+def test_nodes_are_dealt_in_their_order_and_the_rest_are_spares():
+    slurm = Slurm("n1 n2 n3 n4 n5")
+    nodes = slurm.nodes(NODES_PER_GROUP="2", NUM_REPLICA_GROUPS="2")
     assert (nodes.of, nodes.spares) == ({"0": ["n1", "n2"], "1": ["n3", "n4"]}, ["n5"])
     assert nodes.addresses["n3"] == "10.0.0.3"
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_ranks_meet(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    slurm = Slurm(monkeypatch, "n1 n2 n3 n4 n5")
-    nodes = Nodes.read({**slurm.env, "NODES_PER_GROUP": "2", "NUM_REPLICA_GROUPS": "2"})
+def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_ranks_meet(tmp_path: Path):
+    slurm = Slurm("n1 n2 n3 n4 n5")
+    nodes = slurm.nodes(NODES_PER_GROUP="2", NUM_REPLICA_GROUPS="2")
     assert nodes.renew("1") == "" and not nodes.lost("1")
     slurm.of_the_job.remove("n3")
     assert nodes.lost("1") and not nodes.lost("0")
     assert nodes.renew("1") == "n5 takes the place of n3" and nodes.renew("1") == ""
     assert (nodes.of["1"], nodes.spares) == (["n4", "n5"], [])
-    step = SlurmStep("1", ["a.toml"], {}, tmp_path / "log", 1, nodes)
-    monkeypatch.setattr(groups.ReplicaSupervisor, "start", lambda self: 0)
+    program(tmp_path / "srun", "echo $*")
+    step = SlurmStep("1", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 1, nodes)
     step.start()
-    assert "--nodelist=n4,n5" in step.command and "--nodes=2" in step.command
+    step.end()
+    assert "--nodes=2 " in (words := (tmp_path / "log").read_text()) and "--nodelist=n4,n5 " in words
     assert step.env["RDZV_ENDPOINT"].startswith("10.0.0.4:") and step.env["NNODES"] == "2"
     slurm.of_the_job.remove("n5")
     with pytest.raises(LookupError, match=r"the job has lost n5, and has no spare node"):
         nodes.renew("1")
 
 
-def test_a_node_that_does_not_answer_is_left_for_a_spare_and_else_tried_again(monkeypatch: pytest.MonkeyPatch):
-    slurm = Slurm(monkeypatch, "n1 n2 n3")
-    nodes = Nodes.read({**slurm.env, "NUM_REPLICA_GROUPS": "2"})
+def test_a_node_that_does_not_answer_is_left_for_a_spare_and_else_tried_again():
+    slurm = Slurm("n1 n2 n3")
+    nodes = slurm.nodes(NUM_REPLICA_GROUPS="2")
     slurm.silent = {"n1", "n2"}
     assert nodes.renew("0") == "n3 takes the place of n1"
     assert nodes.renew("1") == "" and nodes.of["1"] == ["n2"]
 
 
-def test_a_controller_that_is_away_ends_no_group(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    slurm = Slurm(monkeypatch, "n1 n2")
-    nodes = Nodes.read(slurm.env)
+def test_a_controller_that_is_away_ends_no_group(capsys: pytest.CaptureFixture[str]):
+    slurm = Slurm("n1 n2")
+    nodes = slurm.nodes()
     slurm.away = True
     assert not nodes.lost("0") and nodes.renew("0") == ""
     assert "Unable to contact slurm controller" in capsys.readouterr().err
 
 
+def program(path: Path, does: str) -> None:
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+
+
 def test_a_job_is_queued_again_only_if_it_came_further(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    asked = list[Any]()
-    monkeypatch.setattr(
-        groups.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=0)
-    )
-    assert groups.again("7", before=20, now=20) == 1 and not asked
+    program(tmp_path / "scontrol", f"echo $* >>{tmp_path}/asked")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert groups.again("7", before=20, now=20) == 1 and not (tmp_path / "asked").exists()
     assert "since it began at step 20, no step was saved" in capsys.readouterr().err
-    assert groups.again("7", before=20, now=21) == 0 and asked == [["scontrol", "requeue", "7"]]
+    assert groups.again("7", before=20, now=21) == 0 and (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize(("rows", "done"), [("", False), ("9\n", False), ("9\n10\n", True), ("9\n10", False)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training import extras
-from training.tokenizer import ByteTokenizer, Tokenizer, _text_bytes, build_tokenizer
+from training.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, text_bytes
 
 WORDS = ["h", "e", "l", "o", "Ġ", "Ã", "©", "he", "ll", "llo", "hello", "Ġhello", "Ã©"]
 
@@ -78,21 +76,11 @@ def test_missing_file_is_told_before_a_missing_package(tmp_path: Path) -> None:
         build_tokenizer(f"{tmp_path}/none.json")
 
 
-def test_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(ValueError) as caught:
-        build_tokenizer(str(write(tmp_path)))
-    assert str(caught.value) == (
-        f'model.tokenizer_path = "{tmp_path}/tokenizer.json": needs the package tokenizers, which is not installed; '
-        f'in the repository: {sys.executable} -m pip install ".[hf]"'
-    )
-
-
 @pytest.mark.parametrize(
     ("token", "size"), [("<0x0A>", 1), ("\u2581the", 4), ("\u2581", 1), ("##ing", 3), ("\u00e9", 2), ("<0x>", 4)]
 )
 def test_bytes_of_a_token_that_is_not_byte_level(token: str, size: int) -> None:
-    assert _text_bytes(token) == size
+    assert text_bytes(token) == size
 
 
 class TestTokenizerJson:

@@ -132,7 +132,7 @@ def test_held_results_are_written_when_they_are_delivered():
     member.gradients.wait()
     member.gradients.hold(1)
     value.fill_(0.0)
-    member.gradients.deliver_held(1)
+    member.gradients.deliver(held=1)
     assert value.item() == 8.0
 
 

@@ -47,7 +47,7 @@ class Rank:
 
     def __init__(self, cluster: "Cluster", global_rank: int) -> None:
         self.progress, self.abort, self.out, self.recorded = Progress(cluster.clock), FakeAbort(), io.StringIO(), 0
-        self.confirmed_s = -math.inf
+        self.confirmed_s, self.record_fails = -math.inf, lambda: None
         self.watchdog = Watchdog(
             self.progress,
             cluster.store,
@@ -67,6 +67,7 @@ class Rank:
 
     def record(self) -> None:
         self.recorded += 1
+        self.record_fails()
 
     def enter(self, phase: str) -> None:
         self.phases.append(self.progress.phase(phase))
@@ -172,7 +173,7 @@ def test_a_flight_recorder_that_finds_the_disk_full_leaves_the_watch_alive(clust
     def full() -> None:
         raise error
 
-    cluster.ranks[0].watchdog._record = full
+    cluster.ranks[0].record_fails = full
     cluster.wait(110, frozen={2})
     assert cluster.armed()[0] == 30 and "not saved: [Errno 28]" in cluster.ranks[0].out.getvalue()
     cluster.wait(1, step=True)

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelisms.device import DIFFERENCES, has_cuda, pick_device
-from parallelisms.distributed import join
-from parallelisms.rendezvous import InitMethod, open_store
+from parallelisms.distributed import join, open_store
 from scripts.launch import cores_here
 from tools.cluster import probes, verdicts
 from tools.cluster.control import Control, GivenUp, Silent
@@ -53,7 +52,7 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
 
     try:
         rank, size = place.rank, place.world_size
-        store = open_store(InitMethod.parse(method), global_rank=rank, world_size=size, timeout_s=settings.start_s)
+        store = open_store(method, global_rank=rank, world_size=size, timeout_s=settings.start_s)
         store.set_timeout(timedelta(seconds=settings.timeout_s))
         control = Control(dist.PrefixStore("control", store), rank, size, timeout_s=settings.timeout_s)
         ending = dist.PrefixStore("control", store.clone())  # type: ignore[attr-defined]  # for this thread
@@ -141,7 +140,7 @@ class Work(threading.Thread):
         """The process group: every rank connects to every other one."""
         self.control.meet("join the process group", self.settings.start_s)
         device = pick_device(self.place.local_rank, keep_memory=False)
-        backend = device.backend if self.settings.backend == "auto" else self.settings.backend
+        backend = device.differences.backend if self.settings.backend == "auto" else self.settings.backend
         join(
             backend,
             dist.PrefixStore("group", self._connection),

@@ -129,8 +129,8 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
 
     from configs.schema import model_module
     from parallelisms.device import Device
+    from parallelisms.layout import choose_precision
     from parallelisms.mesh import degrees
-    from parallelisms.precision import choose_precision
     from tools.explain.rank import ExplainedJob
     from training.loss import cross_entropy_sum
     from training.optimizer import build_optimizer

@@ -142,7 +142,7 @@ def _rank(
 
 def _act(job: ExplainedJob, *, pp_rank: int = 0) -> tuple[Stage, MeasuredStep]:
     """A step of one pass on the first rank with this place in the pipeline, which has one stage there."""
-    sizes = job.degrees.sizes
+    sizes = job.degrees
     with stand_in(
         global_rank=pp_rank * prod(sizes[1:]), world_size=job.degrees.world_size, device_type=job.device_type
     ):
@@ -269,7 +269,7 @@ def _alone(job: ExplainedJob, modules: list[list[str]]) -> ExplainedJob:
     return replace(
         job,
         layout=replace(job.layout, parallelism=config),
-        degrees=replace(job.degrees, pp=len(modules)),
+        degrees=job.degrees._replace(pp=len(modules)),
         local_batch_size=2 * config.pipeline_parallel_microbatch_size,
     )
 

@@ -98,7 +98,7 @@ def _dtypes(job: ExplainedJob) -> Iterator[str]:
 
 def _mesh(degrees: Degrees) -> Iterator[str]:
     rows, stride = [("axis", "ranks", "first group", "what its ranks share")], degrees.world_size
-    for axis, size in zip(AXES, degrees.sizes, strict=True):
+    for axis, size in zip(AXES, degrees, strict=True):
         stride //= size
         if size > 1:
             group = [str(place * stride) for place in range(size)]
@@ -110,11 +110,11 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
     degrees = job.degrees
     if degrees.world_size == 1:
         return
-    shown = [axis for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1]
+    shown = [axis for axis, size in zip(AXES, degrees, strict=True) if size > 1]
     rows = []
     for rank in range(degrees.world_size):
         left, place = rank, {}
-        for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
+        for axis, size in reversed(list(zip(AXES, degrees, strict=True))):
             left, place[axis] = divmod(left, size)
         dp_rank, n = degrees.coordinate(rank).dp_rank, job.local_batch_size * job.passes
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
@@ -215,7 +215,7 @@ def _sent(kind: str, size: int, n: int) -> int:
 
 
 def _ranks_of(axis: str, degrees: Degrees) -> int:
-    sizes = dict(zip(AXES, degrees.sizes, strict=True))
+    sizes = dict(zip(AXES, degrees, strict=True))
     return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
 
 

@@ -25,13 +25,13 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from training.appended import replace_file, sync_path
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
 from training.progress import Bar, BarLog
 from training.tokenizer import Tokenizer
@@ -39,20 +39,18 @@ from training.tokenizer import Tokenizer
 FORMAT = 1
 BUCKETS = 1000
 BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
-SCAN_IDS = 1 << 22
-PIECE_IDS = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
 POLL_S = 0.05
 TELL_S = 0.2
 WORDS_BYTES = 80
-STUCK_S = 1800.0  # a builder that shows no progress for so long is reported
 FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
-YOUNG_NS = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 
 
-class CacheLog(BarLog, Protocol):
-    """The part of training.log.Log that is used."""
-
-    def warning(self, message: str, *args: object) -> None: ...
+@dataclass(frozen=True)
+class Limits:
+    scan_ids: int = 1 << 22  # of a token file that are looked at, at a time
+    piece_ids: int = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
+    stuck_s: float = 1800.0  # a builder that shows no progress for so long is reported
+    young_ns: int = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 
 
 @dataclass(frozen=True)
@@ -110,14 +108,14 @@ class Corpus:
         return _map_corpus, (self.folder, self.meta, self.store)
 
 
-def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: CacheLog, vocab_size: int = 0) -> Corpus:
-    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once.
-
-    `vocab_size`: of the model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the
-    setting) or RuntimeError (the cache folder cannot be written, or another process is stuck while it builds).
-    """
+def open_corpus(
+    source: Source, tokenizer: Tokenizer, folder: Path, *, log: BarLog, vocab_size: int = 0, limits: Limits = Limits()
+) -> Corpus:
+    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: of the
+    model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder
+    cannot be written, or another process is stuck while it builds)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
-    cache = _Cache(source, tokenizer, folder, log, vocab_size)
+    cache = _Cache(source, tokenizer, folder, log, vocab_size, limits)
     try:
         corpus = cache.find() or cache.make()
     except OSError as error:
@@ -125,7 +123,8 @@ def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Cach
     if corpus.meta.skipped:
         log.info("%s: left out, not UTF-8: %s", source.kind, ", ".join(corpus.meta.skipped))
     if isinstance(source, TokenSource) and corpus.meta.largest_id >= vocab_size:
-        _refuse_ids(source, vocab_size)  # cached under a larger vocabulary
+        for file in source.files:  # cached under a larger vocabulary
+            check_ids(source.open(file), vocab_size, file, source.setting)
     return corpus
 
 
@@ -137,9 +136,11 @@ def bucket_of(content: bytes) -> int:
 class _Cache:
     """One call of open_corpus."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, folder: Path, log: CacheLog, vocab_size: int) -> None:
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, folder: Path, log: BarLog, vocab_size: int, limits: Limits
+    ) -> None:
         self._source, self._tokenizer, self._folder = source, tokenizer, folder
-        self._log, self._vocab_size = log, vocab_size
+        self._log, self._vocab_size, self._limits = log, vocab_size, limits
         stamps = [(str(file.path.absolute()), file.name, file.stamp) for file in source.files]
         self._seen = folder / "seen" / _digest([stamps, self._identity()])
 
@@ -152,7 +153,7 @@ class _Cache:
 
     def make(self) -> Corpus:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(self._folder / "lock", self._log, until=self.find) as lock:
+        with _only_one(self._folder / "lock", self._log, until=self.find, stuck_s=self._limits.stuck_s) as lock:
             corpus = self.find()  # whoever held the lock may have made it
             if corpus is not None:
                 return corpus
@@ -165,7 +166,9 @@ class _Cache:
                 self._build(key, content, lock)
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is whole"
-            self._remember(key)
+            newest_ns = max(max(file.stamp[1:]) for file in self._source.files)
+            if time.time_ns() - newest_ns > self._limits.young_ns:
+                replace_file(self._seen, key.encode())
         return corpus
 
     def _identity(self) -> list[object]:
@@ -202,13 +205,15 @@ class _Cache:
         try:
             temporary.mkdir()
             dtype = "uint16" if self._tokenizer.vocab_size <= 1 << 16 else "uint32"
-            with _Writer(temporary, dtype, self._tokenizer) as writer:
+            with closing(_Writer(temporary, dtype, self._tokenizer)) as writer:
                 if isinstance(self._source, TextSource):
                     skipped = self._tokenise(self._source, writer, lock)
                 else:
                     skipped, dtype = (), self._source.dtype
                     self._scan(self._source, writer, lock)
-            self._refuse_changes()
+            for file in self._source.files:
+                if not file.path.is_file() or stamp_of(file.path) != file.stamp:
+                    raise ValueError(f"{self._source.setting}: file {file.path} changed while it was read; start again")
             if not writer.tokens:
                 raise no_text(self._source.setting, len(self._source.files))
             meta = Meta(
@@ -251,26 +256,18 @@ class _Cache:
         for file in source.files:
             ids = source.open(file)
             starts = [np.zeros(1, dtype=np.int64)]
-            for at in range(0, len(ids), SCAN_IDS):
-                chunk = ids[at : at + SCAN_IDS]
+            for at in range(0, len(ids), self._limits.scan_ids):
+                chunk = ids[at : at + self._limits.scan_ids]
                 check_ids(chunk, self._vocab_size, file, source.setting, at=at)
                 writer.largest_id = max(writer.largest_id, int(chunk.max()))
-                starts.append(at + _document_starts(chunk, self._tokenizer))
+                starts.append(at + 1 + np.flatnonzero(chunk == self._tokenizer.eos_id))
+                if self._tokenizer.bos_id != self._tokenizer.eos_id:
+                    starts.append(at + np.flatnonzero(chunk == self._tokenizer.bos_id))
                 lock.advance(chunk.nbytes)
             cuts = np.unique(np.concatenate(starts))
             if len(cuts[cuts < len(ids)]) == 1:
-                cuts = np.arange(0, len(ids), PIECE_IDS)
+                cuts = np.arange(0, len(ids), self._limits.piece_ids)
             writer.add_spans(ids, np.append(cuts[cuts < len(ids)], len(ids)))
-
-    def _refuse_changes(self) -> None:
-        for file in self._source.files:
-            if not file.path.is_file() or stamp_of(file.path) != file.stamp:
-                raise ValueError(f"{self._source.setting}: file {file.path} changed while it was read; start again")
-
-    def _remember(self, key: str) -> None:
-        newest = max(max(file.stamp[1:]) for file in self._source.files)
-        if time.time_ns() - newest > YOUNG_NS:
-            _write_whole(self._seen, key)
 
 
 def _map_corpus(folder: Path, meta: Meta, store: TokenStore) -> Corpus:
@@ -278,19 +275,6 @@ def _map_corpus(folder: Path, meta: Meta, store: TokenStore) -> Corpus:
         np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("documents.npy", "buckets.npy")
     )
     return Corpus(folder, meta, store, np.asarray(bounds), np.asarray(buckets))
-
-
-def _refuse_ids(source: TokenSource, vocab_size: int) -> None:
-    for file in source.files:
-        check_ids(source.open(file), vocab_size, file, source.setting)
-
-
-def _document_starts(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Places in `ids` where a document begins: at each BOS and after each EOS (only after, where the two are one)."""
-    starts = np.flatnonzero(ids == tokenizer.eos_id) + 1
-    if tokenizer.bos_id == tokenizer.eos_id:
-        return starts
-    return np.concatenate((starts, np.flatnonzero(ids == tokenizer.bos_id)))
 
 
 class _Writer:
@@ -304,10 +288,7 @@ class _Writer:
         self.buckets = array("H")
         self.waiting_bytes = self.tokens = self.largest_id = 0
 
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def add(self, document: bytes) -> None:
@@ -340,13 +321,13 @@ class _Writer:
         np.save(self._folder / "buckets.npy", np.frombuffer(self.buckets, dtype=np.uint16))
         (self._folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
         for path in (*self._folder.iterdir(), self._folder):
-            _sync(path)
+            sync_path(path)
 
 
 class _Lock:
     """The builder's hold on the cache folder. Its file says how far the builder is, for those who wait."""
 
-    def __init__(self, descriptor: int, log: CacheLog) -> None:
+    def __init__(self, descriptor: int, log: BarLog) -> None:
         self._descriptor, self._log = descriptor, log
         self.held = False
         self._label, self._bar, self._told_s = "", Bar(0, "", "B", log=log), 0.0
@@ -393,7 +374,7 @@ class _Lock:
 
 
 @contextmanager
-def _only_one(path: Path, log: CacheLog, until: Callable[[], object]) -> Iterator[_Lock]:
+def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: float) -> Iterator[_Lock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     lock = _Lock(descriptor, log)
@@ -402,8 +383,8 @@ def _only_one(path: Path, log: CacheLog, until: Callable[[], object]) -> Iterato
         while not lock.take() and not until():
             before, words = words, lock.hear()
             heard_s = heard_s if words == before else time.monotonic()
-            if time.monotonic() - heard_s > STUCK_S:
-                raise RuntimeError(f"the process that holds {path} has shown no progress for {STUCK_S:.0f} s")
+            if time.monotonic() - heard_s > stuck_s:
+                raise RuntimeError(f"the process that holds {path} has shown no progress for {stuck_s:.0f} s")
             time.sleep(POLL_S)
         yield lock
     finally:
@@ -411,7 +392,7 @@ def _only_one(path: Path, log: CacheLog, until: Callable[[], object]) -> Iterato
         os.close(descriptor)
 
 
-def _remove_leftovers(folder: Path, log: CacheLog) -> None:
+def _remove_leftovers(folder: Path, log: BarLog) -> None:
     """Temporary folders of builders that were killed. Called under the lock: on this host none is being written."""
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
@@ -430,21 +411,7 @@ def _publish(temporary: Path, final: Path, *, whole: Callable[[], bool]) -> None
     except OSError:  # another process was faster just now
         if not whole():
             raise
-    _sync(final.parent)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(final.parent)
 
 
 def _digest(value: object) -> str:

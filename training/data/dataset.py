@@ -1,110 +1,51 @@
 """The door to the data: [training] in, a `Dataset` out.
 
-Flow: train.py calls `open_data` once, prints `summary()`, and takes one loader per split; the rest of training/data is
-behind it. All sources have the face `Dataset`; one without positions differs in `has_positions` alone.
-"""
+Flow: train.py calls `open_data` once, prints `summary()`, and takes one loader per split; the rest of training/data is behind it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+
+import numpy as np
 
 from training.config import TrainingConfig
-from training.data.cache import CacheLog, Corpus, open_corpus
-from training.data.loader import BatchSource, Loader
-from training.data.order import Order, in_split
+from training.data.cache import Corpus, open_corpus
+from training.data.loader import BatchSource, Cut, open_loader
+from training.data.order import SPLITS, Order, in_split
 from training.data.sources import find_source
 from training.data.streaming import StreamingLoader, open_stream
+from training.progress import BarLog
 from training.tokenizer import Tokenizer
 
 
-class Dataset(Protocol):
-    """Text as tokens, in two splits: "train" and "validation"."""
+class StoredData:
+    """A corpus in the cache. `digest` names content and tokenizer: with (seed, epoch, position) it decides every sequence."""
 
-    @property
-    def has_positions(self) -> bool:
-        """Any rank may ask for any position; fault tolerance needs that."""
-
-    @property
-    def digest(self) -> str:
-        """Names content and tokenizer: with (seed, epoch, position) it decides every sequence. "" for streams."""
+    def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
+        self._config, self._corpus, self.digest = config, corpus, corpus.key
 
     def summary(self) -> str:
         """One line for people."""
-
-    def order(self, split: str, *, seed: int, seq_len: int) -> Order:
-        """Random access to a split. Raises ValueError when it is too small, or the source has no positions."""
-
-    def loader(
-        self, split: str, *, slot_size: int, dp_rank: int, dp_size: int, pin_memory: bool = False
-    ) -> BatchSource:
-        """A loader of a split by [training]'s keys; the caller closes it. Raises ValueError as `order` does.
-
-        `slot_size` sequences are shared by the `dp_size` ranks; `pin_memory`: for copies to CUDA.
-        """
-
-
-def open_data(
-    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: CacheLog, vocab_size: int = 0
-) -> Dataset:
-    """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait.
-
-    `vocab_size`: of the model, where it is more than the tokenizer's. Raises ValueError that begins with the setting
-    (bad input), or RuntimeError (the cache cannot be written).
-    """
-    if config.dataset == "huggingface":
-        return StreamedData(config, tokenizer)
-    source = find_source(config)
-    corpus = open_corpus(source, tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
-    return StoredData(config, corpus)
-
-
-class StoredData:
-    """A corpus in the cache."""
-
-    has_positions = True
-
-    def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
-        self._config, self._corpus = config, corpus
-
-    @property
-    def digest(self) -> str:
-        return self._corpus.key
-
-    def tokens(self, split: str) -> int:
-        """How many tokens `split` has."""
-        documents = in_split(self._corpus, split, self._config.dataset_held_out)
-        return int((self._corpus.bounds[documents + 1] - self._corpus.bounds[documents]).sum())
-
-    def summary(self) -> str:
-        meta = self._corpus.meta
+        meta, lengths = self._corpus.meta, np.diff(self._corpus.bounds)
+        train, validation = (
+            short(int(lengths[in_split(self._corpus, split, self._config.dataset_held_out)].sum())) for split in SPLITS
+        )
         files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"
-        train, validation = short(self.tokens("train")), short(self.tokens("validation"))
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
 
     def order(self, split: str, *, seed: int, seq_len: int) -> Order:
+        """Random access to a split ("train", "validation"). Raises ValueError when it is too small, or the source has no positions."""
         return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
 
-    def loader(
-        self, split: str, *, slot_size: int, dp_rank: int, dp_size: int, pin_memory: bool = False
-    ) -> BatchSource:
-        config = self._config
-        return Loader(
-            self.order(split, seed=config.seed, seq_len=config.seq_len),
-            slot_size=slot_size,
-            local_batch_size=config.local_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            num_workers=config.dataloader.num_workers,
-            prefetch_factor=config.dataloader.prefetch_factor,
-            pin_memory=pin_memory,
-        )
+    def loader(self, split: str, cut: Cut, *, pin_memory: bool = False) -> BatchSource:
+        """By [training]'s keys; the caller closes it. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
+        order = self.order(split, seed=self._config.seed, seq_len=self._config.seq_len)
+        return open_loader(order, cut, self._config.dataloader, pin_memory=pin_memory)
 
 
 class StreamedData:
     """A Hugging Face data set, read as it comes."""
 
-    has_positions = False
     digest = ""
 
     def __init__(self, config: TrainingConfig, tokenizer: Tokenizer) -> None:
@@ -121,25 +62,25 @@ class StreamedData:
             'legal where they are needed: "stdlib", "files", "tokens"'
         )
 
-    def loader(
-        self, split: str, *, slot_size: int, dp_rank: int, dp_size: int, pin_memory: bool = False
-    ) -> BatchSource:
-        config = self._config
-        return StreamingLoader(
-            open_stream(config, dp_rank=dp_rank, dp_size=dp_size),
-            self._tokenizer,
-            split=split,
-            held_out=config.dataset_held_out,
-            text_key=config.dataset_text_key,
-            seq_len=config.seq_len,
-            slot_size=slot_size,
-            local_batch_size=config.local_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            num_workers=config.dataloader.num_workers,
-            prefetch_factor=config.dataloader.prefetch_factor,
-            pin_memory=pin_memory,
-        )
+    def loader(self, split: str, cut: Cut, *, pin_memory: bool = False) -> BatchSource:
+        stream = open_stream(self._config, dp_rank=cut.dp_rank, dp_size=cut.dp_size)
+        return StreamingLoader(stream, self._tokenizer, self._config, cut, split=split, pin_memory=pin_memory)
+
+
+Dataset = StoredData | StreamedData
+
+
+def open_data(
+    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: BarLog, vocab_size: int = 0
+) -> Dataset:
+    """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait. `vocab_size`: of the
+    model, where it is more than the tokenizer's. Raises ValueError that begins with the setting (bad input), or RuntimeError (the cache
+    cannot be written)."""
+    if config.dataset == "huggingface":
+        return StreamedData(config, tokenizer)
+    source = find_source(config)
+    corpus = open_corpus(source, tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
+    return StoredData(config, corpus)
 
 
 class DataState:

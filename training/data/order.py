@@ -2,17 +2,17 @@
 
 Flow: dataset.py makes an `Order` per split; loader.py asks it for the positions that the step was dealt.
 
-Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, back to back: a line of
-N tokens. It is cut into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1):
-seq_len inputs, and the targets one further on. The last (N - 1) % seq_len tokens of a line are left out, other ones in
-each epoch. Their turn comes not in that order but in strides, so that a batch is spread over the epoch (`stride`).
-"""
+Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, back to back: a line of N tokens. It is cut
+into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets one
+further on. The last (N - 1) % seq_len tokens of a line are left out, other ones in each epoch. Their turn comes not in that order but in
+strides, so that a batch is spread over the epoch (`stride`)."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 
@@ -23,11 +23,8 @@ SPLITS = ("train", "validation")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(count), [count] int64; the same for every version of numpy.
-
-    numpy keeps the raw stream of Philox for ever, but not what Generator.permutation makes of it (NEP 19): so raw
-    words are sorted.
-    """
+    """A permutation of range(count), [count] int64; the same for every version of numpy. numpy keeps the raw stream of Philox for ever, but
+    not what Generator.permutation makes of it (NEP 19): so raw words are sorted."""
     key = (seed % (1 << 64)) | (epoch % (1 << 64)) << 64
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
@@ -46,12 +43,10 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
 
 
 def stride(count: int) -> int:
-    """The step from one sequence to the next in an epoch of `count`: about 0.618 of it, and coprime, so each has its turn.
-
-    Neighbours in the epoch's line are often pieces of one document, and a batch of them says one thing eight times: the small
-    Llama of configs/llama.toml stood at 2.3 nats per token around step 750, and stands at 1.4 since a batch is spread evenly
-    over the epoch (Fibonacci hashing: Knuth, The Art of Computer Programming, volume 3, 6.4).
-    """
+    """The step from one sequence to the next in an epoch of `count`: about 0.618 of it, and coprime, so each has its turn. Neighbours in
+    the epoch's line are often pieces of one document, and a batch of them says one thing eight times: the small Llama of configs/llama.toml
+    stood at 2.3 nats per token around step 750, and stands at 1.4 since a batch is spread evenly over the epoch (Fibonacci hashing: Knuth,
+    The Art of Computer Programming, volume 3, 6.4)."""
     wanted = max(1, round(count * (math.sqrt(5) - 1) / 2))
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
@@ -75,7 +70,8 @@ class Order:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, self._arguments
+        corpus, split, held_out, seed, seq_len = self._arguments
+        return partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len), ()
 
     def sequence(self, position: int) -> np.ndarray:
         """Tokens [seq_len + 1] int64 at `position` >= 0 of the endless order."""
@@ -111,10 +107,6 @@ class Order:
         lengths = self._corpus.bounds[documents + 1] - first
         ends = np.cumsum(lengths)
         return ends, first - (ends - lengths)
-
-
-def _rebuild(corpus: Corpus, split: str, held_out: float, seed: int, seq_len: int) -> Order:
-    return Order(corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
 
 
 def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:

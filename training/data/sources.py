@@ -1,8 +1,7 @@
 """The text that is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
 
-Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads
-every file once. Imports no torch, so that the check is fast. Hugging Face streams have no files: streaming.py.
-"""
+Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once.
+Imports no torch, so that the check is fast. Hugging Face streams have no files: streaming.py."""
 
 from __future__ import annotations
 
@@ -11,15 +10,14 @@ import glob
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from training.config import TrainingConfig
-from training.extras import need
+from training.config import TrainingConfig, need
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -53,12 +51,25 @@ def stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """Files of text. `skips_bad_files`: a file that is not UTF-8 is left out and told, instead of refused."""
-
+class _Files:
     kind: str
     setting: str  # 'training.dataset_path = "..."', what an error message begins with
     files: tuple[SourceFile, ...]
+
+    def chunks(self, file: SourceFile) -> Iterator[bytes]:
+        """The bytes of one file, for its digest. Raises ValueError that names the file."""
+        try:
+            with file.path.open("rb") as stream:
+                while chunk := stream.read(READ_BYTES):
+                    yield chunk
+        except OSError as error:
+            raise unreadable(file, self.setting, error) from error
+
+
+@dataclass(frozen=True)
+class TextSource(_Files):
+    """Files of text. `skips_bad_files`: a file that is not UTF-8 is left out and told, instead of refused."""
+
     text_key: str
     skips_bad_files: bool = False
 
@@ -67,21 +78,13 @@ class TextSource:
         """Changes whenever the same files would be read as other documents."""
         return f"text, key {self.text_key}, parts of {PART_BYTES} above {LONG_TEXT_BYTES}"
 
-    def chunks(self, file: SourceFile) -> Iterator[bytes]:
-        """The bytes of one file, for its digest. Raises ValueError that names the file."""
-        return _chunks(file, self.setting)
-
     def documents(self, file: SourceFile) -> Iterator[bytes]:
         """The documents of one file: UTF-8, none empty. Raises ValueError that names file and place."""
+        read = {".jsonl": self._read_jsonl, ".parquet": self._read_parquet}.get(file.path.suffix, self._read_text)
         try:
-            for document in self._reader(file)(file):
-                if document:
-                    yield document
+            yield from filter(None, read(file))
         except OSError as error:
             raise unreadable(file, self.setting, error) from error
-
-    def _reader(self, file: SourceFile) -> Callable[[SourceFile], Iterator[bytes]]:
-        return {".jsonl": self._read_jsonl, ".parquet": self._read_parquet}.get(file.path.suffix, self._read_text)
 
     def _read_text(self, file: SourceFile) -> Iterator[bytes]:
         if file.size <= LONG_TEXT_BYTES:
@@ -103,16 +106,16 @@ class TextSource:
             for number, line in enumerate(stream, start=1):
                 self._checked(line, file, at=at)
                 at += len(line)
-                if line.strip():
-                    yield self._text_of(self._parsed(line, file, number), f"file {file.path} line {number}")
-
-    def _parsed(self, line: bytes, file: SourceFile, number: int) -> Any:
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{self.setting}: file {file.path} line {number} is not JSON: {error}") from error
-        except RecursionError:
-            raise ValueError(f"{self.setting}: file {file.path} line {number} is nested too deeply") from None
+                if not line.strip():
+                    continue
+                place = f"file {file.path} line {number}"
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{self.setting}: {place} is not JSON: {error}") from error
+                except RecursionError:
+                    raise ValueError(f"{self.setting}: {place} is nested too deeply") from None
+                yield self._text_of(record, place)
 
     def _text_of(self, record: Any, place: str) -> bytes:
         if not isinstance(record, dict):
@@ -146,21 +149,14 @@ class TextSource:
 
 
 @dataclass(frozen=True)
-class TokenSource:
+class TokenSource(_Files):
     """Files of token ids, mapped where they lie. A document begins at each BOS and after each EOS; see cache.py."""
 
-    kind: str
-    setting: str
-    files: tuple[SourceFile, ...]
     dtype: str  # what a .bin holds; a .npy says it itself
 
     @property
     def reading(self) -> str:
         return f"tokens, {self.dtype}"
-
-    def chunks(self, file: SourceFile) -> Iterator[bytes]:
-        """The bytes of one file, for its digest. Raises ValueError that names the file."""
-        return _chunks(file, self.setting)
 
     def open(self, file: SourceFile) -> np.ndarray:
         """The ids of one file, [N] uint16 or uint32, memory-mapped. Raises ValueError that names the file."""
@@ -193,11 +189,9 @@ Source = TextSource | TokenSource
 
 
 def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
-    """Raises ValueError that begins with the setting, for what can be seen in a moment; the rest shows at tokenising.
-
-    Missing files, wrong suffixes, missing packages, no text at all; and of the first megabytes: UTF-8, JSON, the text
-    key, for token files ids of `vocab_size` and above (0: not checked).
-    """
+    """Raises ValueError that begins with the setting, for what can be seen in a moment; the rest shows at tokenising. Missing files, wrong
+    suffixes, missing packages, no text at all; and of the first megabytes: UTF-8, JSON, the text key, for token files ids of `vocab_size`
+    and above (0: not checked)."""
     if config.dataset == "huggingface":
         need("datasets", extra="hf", setting=f'training.dataset = "{config.dataset}"')
         return
@@ -276,15 +270,6 @@ def map_ids(path: Path, dtype: str) -> np.ndarray:
     if path.suffix == ".npy":
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     return np.asarray(np.memmap(path, dtype=TOKEN_TYPES[dtype], mode="r"))
-
-
-def _chunks(file: SourceFile, setting: str) -> Iterator[bytes]:
-    try:
-        with file.path.open("rb") as stream:
-            while chunk := stream.read(READ_BYTES):
-                yield chunk
-    except OSError as error:
-        raise unreadable(file, setting, error) from error
 
 
 def unreadable(file: SourceFile, setting: str, error: OSError) -> ValueError:

@@ -1,37 +1,32 @@
 """Hugging Face data sets, streamed: text that comes in its own order, so there are no positions to ask for.
 
-Flow: dataset.py opens the stream; the face of `StreamingLoader` is loader.py's. The place in the stream is state of
-each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault tolerance refuses
-such a source.
+The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault
+tolerance refuses such a source.
 
-Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others.
-With num_workers = 0 a rank reads while it would compute: give a remote stream at least one worker.
-"""
+Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others. With num_workers = 0
+a rank reads while it would compute: give a remote stream at least one worker."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from training.config import TrainingConfig
+from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
-from training.data.loader import ABANDONED, Batch, Cut, end_workers, iterate, make_batch, pinned
+from training.data.loader import Batch, BatchSource, Cut, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
-from training.extras import need
 from training.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them.
-
-    A loaded place counts for every later `iter`; {} stands for the beginning. `state_dict` knows only the place of the
-    newest iterator. (`set_epoch` is not used: workers share the epoch, and a place saved in another is ignored.)
-    """
+    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place counts for every
+    later `iter`; {} stands for the beginning. `state_dict` knows only the place of the newest iterator. (`set_epoch` is not used: workers
+    share the epoch, and a place saved in another is ignored.)"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -58,14 +53,9 @@ def open_stream(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> Stream
 class PackedStream(IterableDataset[np.ndarray]):
     """Rows [seq_len + 1] int64 out of a stream, endless; the documents whose bucket is in `buckets`."""
 
-    def __init__(self, stream: Stream, tokenizer: Tokenizer, *, text_key: str, seq_len: int, buckets: range) -> None:
-        self.stream, self.tokenizer, self.text_key, self.seq_len, self.buckets = (
-            stream,
-            tokenizer,
-            text_key,
-            seq_len,
-            buckets,
-        )
+    def __init__(self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, buckets: range) -> None:
+        self.stream, self.tokenizer, self.buckets = stream, tokenizer, buckets
+        self.text_key, self.seq_len = config.dataset_text_key, config.seq_len
 
     def __iter__(self) -> _Packer:
         return _Packer(self)
@@ -120,50 +110,39 @@ class _Packer:
             self._start, self._records = {}, None
 
 
-class StreamingLoader:
-    """loader.py's face over a stream. For validation every load gives the same first batches, kept in memory."""
+class StreamingLoader(BatchSource):
+    """A loader of a stream. For validation every load gives the same first batches, kept in memory."""
 
     def __init__(
-        self,
-        stream: Stream,
-        tokenizer: Tokenizer,
-        *,
-        split: str,
-        held_out: float,
-        text_key: str,
-        seq_len: int,
-        slot_size: int,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-        no_target_ids: tuple[int, ...] = (),
+        self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, cut: Cut, *, split: str, pin_memory: bool
     ) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        self._cut = Cut(slot_size, local_batch_size, dp_rank, dp_size)
-        self._pin_memory, self._no_target_ids = pin_memory, no_target_ids
-        self._repeats = split == "validation"
-        self._kept: list[np.ndarray] = []
-        self._run = 0
-        self._loader = StatefulDataLoader(
-            PackedStream(stream, tokenizer, text_key=text_key, seq_len=seq_len, buckets=buckets_of(split, held_out)),
-            batch_size=local_batch_size,
-            collate_fn=np.stack,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            multiprocessing_context="forkserver" if num_workers else None,
-        )
+        super().__init__(cut, pin_memory=pin_memory)
+        self._repeats, self._kept = split == "validation", list[np.ndarray]()
+        self._key = f"rank {cut.dp_rank} of {cut.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
+        workers = config.dataloader.num_workers
+        self._loader = StatefulDataLoader(
+            PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
+            batch_size=cut.local_batch_size,
+            collate_fn=np.stack,
+            num_workers=workers,
+            prefetch_factor=config.dataloader.prefetch_factor if workers else None,
+            multiprocessing_context="forkserver" if workers else None,
+        )
 
-    def load(self, slots: Iterable[int]) -> Iterator[Batch]:
-        """See loader.BatchSource.load. A slot is only a name here: rows come as the stream has them."""
-        self._run += 1
-        names = [slot for slot in slots for _ in range(self._cut.microbatches)]
-        run = self._run
-        return (self._take(slot, index, run) for index, slot in enumerate(names))
+    def start(self, tasks: list[Task]) -> Callable[[], Batch]:
+        """A slot is only a name here: rows come as the stream has them."""
+        numbered = iter(enumerate(tasks))
+
+        def read() -> Batch:
+            index, (slot, _, ends_slot) = next(numbered)
+            while self._repeats and len(self._kept) <= index:
+                self._kept.append(self._next_rows())
+            return make_batch(self._kept[index] if self._repeats else self._next_rows(), (slot, (), ends_slot))
+
+        return read
 
     def state_dict(self) -> dict[str, Any]:
         """One JSON text under a key of this rank's own; a checkpoint keeps those of all ranks side by side."""
@@ -180,34 +159,13 @@ class StreamingLoader:
         self._loader.load_state_dict(json.loads(state[self._key]))
 
     def close(self) -> None:
-        self._run += 1
+        super().close()
         end_workers(self._loader)
         self._rows = None
         self._kept.clear()
-
-    @property
-    def _key(self) -> str:
-        return f"rank {self._cut.dp_rank} of {self._cut.dp_size}"
-
-    def _take(self, slot: int, index: int, run: int) -> Batch:
-        if run != self._run:
-            raise RuntimeError(ABANDONED)
-        rows = self._kept_rows(index) if self._repeats else self._next_rows()
-        batch = make_batch(rows, slot, (), self._no_target_ids)
-        return pinned(batch) if self._pin_memory else batch
-
-    def _kept_rows(self, index: int) -> np.ndarray:
-        while len(self._kept) <= index:
-            self._kept.append(self._next_rows())
-        return self._kept[index]
 
     def _next_rows(self) -> np.ndarray:
         """[B, T + 1] int64, the stream's next."""
         if self._rows is None:
             self._rows = iterate(self._loader)
-        try:
-            return next(self._rows)
-        except StopIteration:
-            raise RuntimeError("the data stream holds no document of this split for this rank") from None
-        except Exception as error:  # network, format: whatever the data set's own reader raises
-            raise RuntimeError(f"reading training data failed: {error}") from error
+        return next(self._rows)

@@ -13,10 +13,10 @@ from ft.protocol.messages.quorum import Effect, Event, Member, Notice, Quorum, R
 
 @dataclass(frozen=True)
 class RankCall(Event):
-    """A rank asks for a quorum, for its group: the call to the lighthouse goes out when all ranks have asked."""
+    """A rank asks for a quorum, for its group; the lighthouse is called when all ranks have asked."""
 
     group_rank: int
-    member: Member  # as this rank sees the group: step, commit ids, restored, dealt; addresses and id are filled in by the group
+    member: Member  # the group as this rank sees it; id and addresses are filled in by the group's server
     checkpoint_metadata: str = ""  # where this rank's state is served
     known: int = 0
     failed: bool = False
@@ -131,8 +131,7 @@ class AskMetadata(Event):
 
 @dataclass(frozen=True)
 class CallLighthouse(Effect):
-    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back what comes of it:
-    LighthouseAnswered, LighthouseFailed, LighthouseRefused or LighthouseWantsRestore."""
+    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back what comes of it: Lighthouse..."""
 
     call: Call
     delay_s: float = 0.0
@@ -226,7 +225,7 @@ class EndGroup(Effect):
 
 @dataclass(frozen=True)
 class Go(Event):
-    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited. The driver ends the rank: no machine hears it."""
+    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited. For the driver, which ends the rank."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +276,4 @@ class Outcome(Event):
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
-    healed: bool = (
-        False  # decided after the group's yes to the heal that is open: its ranks take the state with this one
-    )
+    healed: bool = False  # decided after the group's yes to the open heal: its ranks take the state with this one

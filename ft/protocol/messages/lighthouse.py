@@ -18,13 +18,9 @@ class Call(Event):
     kind: Kind = "pharos"
     known: int = 0
     failed: bool = False  # generation `known` failed; else a change is due, or it is the first call
-    blame: tuple[
-        str, ...
-    ] = ()  # replica_ids that it cannot work with now: no connection comes about, or they are unlike it
+    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or they are unlike it
     shape: Shape = ()
-    number: int = (
-        0  # of this process's questions, growing; a retry repeats its own, so that a late copy is known for one
-    )
+    number: int = 0  # of this process's questions, growing; a retry repeats its own, so a late copy is known for one
 
 
 @dataclass(frozen=True)
@@ -66,22 +62,19 @@ class Report(Event):
     waiting: bool = False  # all its ranks are in the collective (or past it)
     median_step_s: float = 0.0
     settled: int = 0
-    launched: int = (
-        0  # reductions in this generation, the newest included: whose are fewer than the others' is behind them
-    )
+    launched: int = 0  # reductions in this generation, the newest included: who has fewer than others is behind
     phase_limit_s: float = 0.0  # a rank is in a long phase, which may take so long and has not yet; 0: none is
     blame: tuple[str, ...] = ()  # as Call.blame, at this moment
 
 
 @dataclass(frozen=True)
 class Leave(Event):
-    """The group goes on purpose. clean: it owes the running step nothing, so the others finish it; else the generation fails. finished: the
-    run is over, and its last step is saved."""
+    """The group goes on purpose."""
 
     replica_id: str
-    clean: bool = True
+    clean: bool = True  # it owes the running step nothing, so the others finish it; else the generation fails
     reason: str = "left"
-    finished: bool = False
+    finished: bool = False  # the run is over, and its last step is saved
 
 
 @dataclass(frozen=True)
@@ -156,13 +149,11 @@ class Saved:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Saved:
         """Reads what to_dict wrote, after JSON. Raises TypeError or KeyError for anything else."""
-        terms = data.get("terms")  # a file of an earlier version has none
-        quorum = quorum_from_dict(data["quorum"]) if data["quorum"] else None
-        return Saved(**{**data, "quorum": quorum, "terms": Terms(**terms) if terms else None})
-
-
-def quorum_from_dict(data: dict[str, Any]) -> Quorum:
-    step, commit_quorum_id, commit_id = data["reference"]
-    members = tuple(Member(**{**m, "reconfigure_handles": tuple(m["reconfigure_handles"])}) for m in data["members"])
-    shape = tuple((what, digest) for what, digest in data.get("shape", ()))  # a file of an earlier version has none
-    return Quorum(data["quorum_id"], members, (step, commit_quorum_id, commit_id), data["epoch"], shape)
+        terms, quorum = data.get("terms"), data["quorum"]  # a file of an earlier version has no terms and no shape
+        if quorum:
+            step, commit_quorum_id, commit_id = quorum["reference"]
+            told = [{**x, "reconfigure_handles": tuple(x["reconfigure_handles"])} for x in quorum["members"]]
+            shape = tuple((what, digest) for what, digest in quorum.get("shape", ()))
+            members, reference = tuple(Member(**x) for x in told), (step, commit_quorum_id, commit_id)
+            quorum = Quorum(quorum["quorum_id"], members, reference, quorum["epoch"], shape)
+        return Saved(**{**data, "quorum": quorum or None, "terms": Terms(**terms) if terms else None})

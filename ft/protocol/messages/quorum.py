@@ -89,29 +89,22 @@ class Times:
     def incompatible_timeouts(self, theirs: Times) -> list[str]:
         """Why a group with these times may not join a lighthouse with `theirs`. Empty: it may."""
         bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.check_timeout_order()]
-        return bad + [
-            f"{n} = {getattr(self, n)}: the lighthouse has {getattr(theirs, n)}"
-            for n in ("heartbeat_timeout_s", "heal_grace_s")
-            if getattr(self, n) != getattr(theirs, n)
-        ]
+        alike = [(n, getattr(self, n), getattr(theirs, n)) for n in ("heartbeat_timeout_s", "heal_grace_s")]
+        return bad + [f"{n} = {ours}: the lighthouse has {other}" for n, ours, other in alike if ours != other]
 
     def check_timeout_order(self) -> list[tuple[str, float, str, float]]:
         """Pairs of timeouts in the wrong order: (name, length, next name, its length)."""
-        rungs = [(n, getattr(self, n)) for n in _RUNGS if getattr(self, n) is not None]
-        return [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False) if not _fits(b, x, y)]
-
-
-_RUNGS = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "collective_s")
-
-
-def _fits(rung: str, below: float, length: float) -> bool:
-    return below <= length if rung in ("takeover_s", "collective_s") else below < length
+        names = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "collective_s")
+        rungs = [(n, getattr(self, n)) for n in names if getattr(self, n) is not None]
+        pairs = [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False)]
+        may_be_equal = ("takeover_s", "collective_s")
+        return [(a, x, b, y) for a, x, b, y in pairs if x > y or (x == y and b not in may_be_equal)]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The lighthouse's word on what may happen without some of the members: the same for the job's life, whoever starts it anew. Lowering
-    one lets others go on where members still rely on it, so only an operator may."""
+    """The lighthouse's promises for the job's life, whoever starts it anew. Lowering one lets others go on where members still rely on it,
+    so only an operator may."""
 
     min_replicas: int = 1
     takeover_s: float | None = 30.0  # None: never, an operator's word

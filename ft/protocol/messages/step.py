@@ -27,14 +27,12 @@ class Configured(Event):
 
 @dataclass(frozen=True)
 class Computed(Event):
-    """Forward and backward are done, the local gradients are complete. Figures are summed over the group's ranks."""
+    """The local gradients are complete. Figures are summed over the group's ranks."""
 
     tokens: tuple[float, ...] = ()  # valid tokens per slot of Compute.slots
     loss_sum: float = 0.0
     able: bool = True  # False: not a number, out of memory; zeros go out in place of the gradients
-    kept: bool = (
-        True  # False: these gradients can be sent once; a failed attempt returns its slots, as without keep_gradients
-    )
+    kept: bool = True  # False: they can be sent once; a failed attempt returns its slots, as without keep_gradients
 
 
 @dataclass(frozen=True)
@@ -129,19 +127,16 @@ class Compute(Effect):
 
 @dataclass(frozen=True)
 class LaunchTail(Effect):
-    """Append `tail` to the last bucket and launch what is not launched yet; then feed back Reduced or ReduceFailed.
-    zeros: all buckets as zeros; again: the kept gradients, on this attempt's generation (nothing was launched before).
-    digest_at: from there on the tail has room for the digest of this rank's weights, which the driver fills in; 0: it has none. copied: it
-    is to say that it is no witness (compare.in_tail)."""
+    """Append `tail` to the last bucket and launch what is not launched yet; then feed back Reduced or ReduceFailed."""
 
     quorum_id: int
     attempt: int
     step: int
     tail: tuple[float, ...]
-    zeros: bool = False
-    again: bool = False
-    digest_at: int = 0
-    copied: bool = False
+    zeros: bool = False  # all buckets as zeros
+    again: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
+    digest_at: int = 0  # from there on the driver fills in the digest of this rank's weights; 0: the tail has none
+    copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
 
 
 @dataclass(frozen=True)
@@ -232,8 +227,7 @@ class LoadCheckpoint(Effect):
 
 @dataclass(frozen=True)
 class Settled(Effect):
-    """No other history has another version of this step. A trainer's checkpoint need not wait for it, if it brings what was recorded of its
-    own history with it."""
+    """No other history has another version of this step. A checkpoint that records its own history need not wait for it."""
 
     step: int
 

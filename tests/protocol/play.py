@@ -1,0 +1,555 @@
+"""Plays text transcripts of the protocol's machines, in the manner of raft's datadriven tests.
+
+    == a broken stream is a loss now and final          the title of one transcript; comments begin with #
+    lighthouse min_replicas=3                           a machine; until the next one all commands are said to it
+    call a b c                                          a command, or an event of ft/protocol/messages: `StreamClosed c:1 at=2.5`
+        Persist last_id=1                               what came of it: effects, and the machine's state where it has changed
+
+`python -m tests.protocol.play FILE...` writes the outcomes anew; read the difference before you commit it. Commands: the methods of
+LighthousePlayer, GroupPlayer and RankPlayer. Words of a command are positional arguments or name=value, as literals of Python; `a:1,b:1`
+is a tuple of ids, `layout:1,lr:1` a shape.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ft.protocol import messages as m
+from ft.protocol.group import Group, GroupConfig
+from ft.protocol.ledger import Ledger
+from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.messages import Member
+from ft.protocol.step import Step, StepConfig
+
+HERE = Path(__file__).parent
+TIMES = {field.name for field in dataclasses.fields(m.Times)}
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+UNNAMED = {
+    "call",
+    "code",
+    "kind",
+    "member",
+    "notice",
+    "outcome",
+    "part",
+    "quorum",
+    "replica_id",
+    "replica_ids",
+    "verdict",
+    "vote",
+}
+
+
+def show(value: Any) -> str:
+    """An effect, or what is in it: its name and the fields that differ from their defaults."""
+    if isinstance(value, m.Persist):
+        of = f"quorum {value.saved.quorum.quorum_id}" if value.saved.quorum else "no quorum"
+        return f"Persist {of}, last_id={value.saved.last_id} settled={value.saved.settled}"
+    if isinstance(value, m.Answer) and value.replica_ids == value.quorum.ids:
+        return f"Answer all {show(value.quorum)}"
+    if isinstance(value, m.Quorum):
+        step, _, commit_id = value.reference
+        return f"<{value.quorum_id}: {' '.join(value.ids)}; step {step} {commit_id[:8]} of {value.holders}>"
+    if isinstance(value, m.Part):
+        heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
+        place = f"{value.replica_rank} of {' '.join(value.members)}"
+        return f"<{value.quorum_id}: {value.replica_id} is {place}, store {value.store_address}{heal}>"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(show, value)) + ")"
+    if isinstance(value, str):
+        value = value[:8] if re.fullmatch("[0-9a-f]{32}", value) else value  # of a commit id
+        return value if re.fullmatch(r"[\w:.]+", value) else repr(value)
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    words = [type(value).__name__]
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if field.default is not dataclasses.MISSING and given == field.default:
+            continue
+        text = show(given)
+        text = f"({text})" if dataclasses.is_dataclass(given) and text[0] != "<" else text
+        words.append(field.name if given is True else text if field.name in UNNAMED else f"{field.name}={text}")
+    return " ".join(words)
+
+
+def words_of(line: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """The command of a line, its arguments and named arguments."""
+    name, *words = re.findall(r"""(?:'[^']*'|"[^"]*"|\([^()]*\)|\{.*\}|\S)+""", line)
+    positional, named = list[Any](), dict[str, Any]()
+    for word in words:
+        key, equals, text = word.partition("=") if re.match(r"\w+=", word) else ("", "", word)
+        if key == "shape":
+            value: Any = tuple(tuple(pair.split(":")) for pair in text.split(","))
+        elif "," in text and text[0] not in "({'\"":
+            value = tuple(filter(None, text.split(",")))
+        else:
+            try:
+                value = ast.literal_eval(text.replace("nan", "1e999-1e999") if text == "nan" else text)
+            except (ValueError, SyntaxError):
+                value = float(text) if text in ("nan", "inf", "-inf") else text
+        if equals:
+            named[key] = value
+        else:
+            positional.append(value)
+    return name, positional, named
+
+
+# ------------------------------------------------------------------------------------------------ players
+
+
+class Player:
+    """A machine, its clock, and what is said to it. Each command yields lines."""
+
+    machine: Any
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.effects: list[m.Effect] = []
+        self.shown: tuple[str, ...] = ()
+
+    def say(self, event: m.Event) -> list[m.Effect]:
+        effects = list(self.machine.handle(event, self.now_s).effects)
+        self.effects += effects
+        return effects
+
+    def event(self, name: str, *given: Any, **named: Any) -> list[m.Effect]:
+        return self.say(getattr(m, name)(*given, **named))
+
+    def state(self) -> tuple[str, ...]:
+        """What a reader wants to know of the machine beside its effects, in parts, of which those are told that have changed."""
+        raise NotImplementedError
+
+    def told(self) -> list[str]:
+        """What the last command brought."""
+        return [show(effect) for effect in self.effects]
+
+    def command(self, line: str) -> list[str]:
+        name, given, named = words_of(line)
+        self.now_s = float(named.pop("at", self.now_s))
+        self.effects = []
+        lines = getattr(self, name.replace("-", "_"), None)
+        found = lines(*given, **named) if lines else self.event(name, *given, **named)
+        told: dict[str, str] = {}  # a notice that is repeated is told once
+        for text in found if isinstance(found, Iterator) else self.told():
+            told.setdefault(text.partition("] ")[2] or text, text)
+        return [*told.values(), *self.news()]
+
+    def news(self) -> list[str]:
+        """Parts of the state that have changed since they were shown."""
+        before, self.shown = self.shown, self.state()
+        changed = [part for part in self.shown if part not in before]
+        return [f"-- {', '.join(changed)}"] if changed else []
+
+
+class LighthousePlayer(Player):
+    """A lighthouse. Groups are named by letters; "a" is a:1. `saved`: it starts from the state of the one before, through JSON."""
+
+    def __init__(self, kind: str = "pharos", **config: Any) -> None:
+        super().__init__()
+        self.kind: Any = kind
+        start = {name: config.pop(name) for name in ("saved", "fresh", "lower_terms") if name in config}
+        self.machine = Lighthouse(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
+        self.asked: dict[str, int] = {}  # the number of each group's newest question
+        self.shown = self.state()
+        self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
+
+    def config(self, **config: Any) -> None:
+        """Other settings from now on."""
+        self.machine.config = _config(config)
+
+    def event(self, name: str, *given: Any, **named: Any) -> list[m.Effect]:
+        if "quorum" in named:  # "running": the one that members know; a number: one of that id, without its members
+            known = named["quorum"]
+            named["quorum"] = self.machine.quorum or self.running if known == "running" else m.Quorum(known, ())
+        return super().event(name, *given, **named)
+
+    def call(self, *names: str, step: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:
+        """Each asks for a quorum."""
+        calls = ("known", "failed", "blame", "shape", "number")
+        fields = {key: more.pop(key) for key in list(more) if key not in calls}
+        for name in names:
+            commit: dict[str, Any] = {}
+            number = more.get("number", self.asked.get(name, 0) + 1)
+            if self.kind == "pharos":
+                commit = {"commit_id": f"c{step}", "commit_quorum_id": min(step, 1)} if step != m.VOID else {}
+                self.asked[name] = number
+            member = Member(**{"replica_id": f"{name}:{id}", "step": step, **commit, **fields})
+            numbered = {"number": number} if self.kind == "pharos" else {}
+            self.say(m.Call(member, kind or self.kind, **{**more, **numbered}))
+
+    def beat(self, *names: str, id: Any = 1, kind: Any = None) -> None:
+        """Each group's heartbeat."""
+        for name in names:
+            self.say(m.Beat(f"{name}:{id}", kind or self.kind))
+
+    def fail(self, names: str, *, known: int = 1, cut: str = "") -> None:
+        """All ask, for the generation has failed. cut: "ab bc" are pairs of groups of which both sides say that they cannot connect."""
+        for name in names:
+            self.call(name, known=known, failed=True, blame=_blame(name, cut))
+
+    def links(self, names: str, *, id: Any = 1, cut: str = "") -> None:
+        """Each reports whom it cannot reach now."""
+        for name in names:
+            self.say(m.Report(f"{name}:{id}", 0, blame=_blame(name, cut)))
+
+    def tick(self, *, until: float, beats: str = "", links: str = "", id: Any = 1, cut: str = "") -> Iterator[str]:
+        """Every 0.1 s a tick, after heartbeats or reports of links. Tells when something came of it."""
+        while self.now_s < until - 1e-9:
+            self.now_s = round(self.now_s + 0.1, 3)
+            self.effects = []
+            self.beat(*beats, id=id)
+            self.links(links, id=id, cut=cut)
+            self.say(m.Tick())
+            yield from (f"[{self.now_s:g}] {show(effect)}" for effect in self.effects)
+
+    def watch(
+        self, *, until: float, waits: str = "", hangs: str = "", beats: str = "", every: float = 1, **more: Any
+    ) -> Iterator[str]:
+        """Until a member is lost: each second `waits` report that they wait in the step's sums, `hangs` that they do not, and `beats` only
+        beat, under `id`. `ahead`: those of them that wait in the next sums already."""
+        lost = set(self.machine.roster.lost)
+        ahead, id_ = more.pop("ahead", ""), more.pop("id", 1)
+        while self.now_s < until - 1e-9 and lost == set(self.machine.roster.lost):
+            self.effects = []
+            for name in sorted(waits + hangs):
+                fields = {"median_step_s": 1.0, "launched": 1 + (name in ahead), **more}
+                self.say(m.Report(f"{name}:1", 1, 1, name in waits, **fields))
+            self.beat(*beats, id=id_)
+            yield from map(show, self.effects)
+            yield from self.tick(until=round(self.now_s + every, 1))
+
+    def rests(self, replica_id: str) -> Iterator[str]:
+        """Why a group is kept out."""
+        yield self.machine.roster.why_it_sits_out(replica_id) or "no"
+
+    def lost(self, replica_id: str) -> Iterator[str]:
+        """Why a group counts as lost."""
+        yield self.machine.roster.lost.get(replica_id, "no")
+
+    def terms(self) -> Iterator[str]:
+        yield show(self.machine.config.terms)
+
+    def state(self) -> tuple[str, ...]:
+        q = self.machine.quorum
+        return (
+            f"{q.quorum_id if q else 0} {''.join(member.name for member in q.members) if q else ''}".strip(),
+            self.machine.reason,
+        )
+
+
+def _blame(name: str, cut: str) -> tuple[str, ...]:
+    return tuple(f"{other}:1" for pair in cut.split() if name in pair for other in pair if other != name)
+
+
+def _config(config: dict[str, Any]) -> LighthouseConfig:
+    times = {name: config.pop(name) for name in list(config) if name in TIMES}
+    return LighthouseConfig(**config, times=m.Times(**times))
+
+
+class GroupPlayer(Player):
+    """A group server, `size` ranks with open streams. `joined`: all have asked, and quorum 1 of a:1 and b:1 was answered."""
+
+    def __init__(
+        self, size: int = 2, *, joined: bool = False, terms: dict[str, Any] | None = None, **config: Any
+    ) -> None:
+        super().__init__()
+        self.machine = Group(GroupConfig("a:1", size, "http://a", "store-a", **config), 0.0)
+        for rank in range(size):
+            self.say(m.RankStream(rank, True))
+        if joined:
+            self.ask(*range(size))
+            self.say(m.LighthouseAnswered(self._quorum(1, ()), terms=m.Terms(**terms) if terms else None))
+        self.shown = self.state()
+
+    def ask(self, *ranks: int, known: int = 0, failed: bool = False, number: int = 0, **member: Any) -> None:
+        """Each rank asks for a quorum."""
+        for rank in ranks:
+            self.say(m.RankCall(rank, Member("", **member), f"http://a/{rank}", known, failed, number=number))
+
+    def vote(self, *ranks: int, verdict: Any = "yes", kind: Any = "commit", quorum: int = 1, **more: Any) -> None:
+        """Each rank votes, in attempt 0 of step 0 unless said otherwise."""
+        for rank in ranks:
+            self.say(m.Vote(rank, kind, quorum, **{"attempt": 0, "step": 0, **more}, verdict=verdict))
+
+    def answered(self, quorum_id: int = 1, *ids: str, times: dict[str, Any] | None = None) -> None:
+        """The lighthouse answers with a quorum, of a:1 and b:1 unless said otherwise."""
+        self.say(m.LighthouseAnswered(self._quorum(quorum_id, ids), m.Times(**times) if times else None))
+
+    def steps(self, end: int) -> None:
+        """Rank 0 votes yes on all steps below `end`."""
+        for step in range(end):
+            self.vote(0, step=step)
+        self.effects = self.effects[-1:]
+
+    def tick(self, end: float) -> None:
+        """A tick each half second."""
+        while self.now_s < end:
+            self.now_s += 0.5
+            self.say(m.Tick())
+
+    def told(self) -> list[str]:
+        """Equal effects of several ranks are one, with all their numbers."""
+        ranks: dict[str, list[int]] = {}
+        for effect in self.effects:
+            rank = getattr(effect, "group_rank", None)
+            text = show(effect) if rank is None else show(effect).replace(f"group_rank={rank}", "rank {}", 1)
+            ranks.setdefault(text, []).extend([] if rank is None else [rank])
+        return [text.replace("{}", " ".join(map(str, of)), 1) if of else text for text, of in ranks.items()]
+
+    def _quorum(self, quorum_id: int, ids: tuple[str, ...]) -> m.Quorum:
+        return m.Quorum(quorum_id, tuple(Member(i, store_address=f"store-{i}") for i in ids or ("a:1", "b:1")))
+
+    def state(self) -> tuple[str, ...]:
+        return (self.machine.reason,)
+
+
+class RankPlayer(Player):
+    """A rank of group a:1. A quorum (`part`) is of a:1 and b:1 unless said otherwise."""
+
+    def __init__(self, *, slots_per_step: int = 0, **config: Any) -> None:
+        super().__init__()
+        self.machine = Step(StepConfig(**config), Ledger(8, slots_per_step))
+        self.shown = self.state()
+        self.keys: dict[
+            str, tuple[int, int, int]
+        ] = {}  # quorum_id, attempt, step of the newest vote of each kind, and sums
+
+    def say(self, event: m.Event) -> list[m.Effect]:
+        effects = super().say(event)
+        for effect in effects:
+            if isinstance(effect, m.CastVote):
+                self.keys[effect.vote.kind] = (effect.vote.quorum_id, effect.vote.attempt, effect.vote.step)
+            elif isinstance(effect, m.LaunchTail):
+                self.keys["sums"] = self.keys["commit"] = (effect.quorum_id, effect.attempt, effect.step)
+            elif isinstance(effect, m.Compute):
+                self.keys["sums"] = self.keys["commit"] = (self.quorum_id, effect.attempt, effect.step)
+        return effects
+
+    def told(self) -> list[str]:
+        """ ", as one": the ranks of the group agree by themselves, and one asks for all."""
+        votes = [effect.vote for effect in self.effects if isinstance(effect, m.CastVote)]
+        as_one = any(map(self.machine.is_for_all, votes))
+        return [show(effect) + ", as one" * (as_one and isinstance(effect, m.CastVote)) for effect in self.effects]
+
+    def part(
+        self,
+        quorum_id: int = 1,
+        *,
+        of: str = "ab",
+        heal: bool = False,
+        step: int = 0,
+        own: bool = False,
+        commit: str = "",
+        **more: Any,
+    ) -> None:
+        """The answer of the group's server: this group's place in a quorum. `own`: the reference state is the one in hand."""
+        self.quorum_id = quorum_id
+        machine, members = self.machine, tuple(f"{name}:1" for name in of)
+        reference = (
+            (machine.step, machine.commit_quorum_id, machine.commit_id)
+            if own
+            else (step, min(step, 1), commit or (f"c{step}" if step else ""))
+        )
+        fields: dict[str, Any] = {
+            "replica_rank": of.index("a"),
+            "members": members,
+            "store_address": "s",
+            "reference": reference,
+            "sources": (m.Source(1, "http://b"),) if heal else (),
+            "heals": (),
+            "participants": tuple(member for member in members if member != "a:1") if heal else members,
+            "dealt": 0,
+        }
+        self.say(m.Part(quorum_id, "job", "a:1", heal=heal, **{**fields, **more}))
+
+    def configured(self, ok: bool = True, reason: str = "") -> None:
+        """The process group stands, or not."""
+        self.say(m.Configured(self.quorum_id, ok, reason))
+
+    def outcome(self, kind: Any, verdict: Any = "yes", **more: Any) -> None:
+        """The group's outcome of the newest vote."""
+        self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
+
+    def reduced(self, *tail: float) -> None:
+        """The sums of the newest reduction have arrived."""
+        self.say(m.Reduced(*self.keys["sums"], tuple(map(float, tail))))
+
+    def failed(self, reason: str = "socket closed") -> None:
+        """A collective of this attempt has failed."""
+        self.say(m.ReduceFailed(*self.keys["sums"], reason))
+
+    def enter(self, quorum_id: int = 1, **more: Any) -> None:
+        """Through a quorum to the forward; tells the last effects alone."""
+        self.say(m.Begin())
+        self.part(quorum_id, **more)
+        self.configured()
+        self.effects = []
+        self.outcome("configured")
+
+    def finish(self, *tail: float, change: bool = False) -> None:
+        """From the forward to the commit; tells the last effects alone."""
+        self.say(m.Computed((10.0,), 25.0))
+        self.reduced(*(tail or (10, 10, 50, 2, 0)))
+        self.effects = []
+        self.outcome("commit", change=change)
+
+    def compute(self, *tokens: float, loss: float = 25.0, **more: Any) -> None:
+        """Forward and backward are done: tokens for each slot."""
+        self.say(m.Computed(tuple(map(float, tokens)) or (10.0,), loss, **more))
+
+    def healed(self, quorum_id: int = 2, *, step: int = 5, pending: int = 1) -> None:
+        """The fetch of a source's state of that step is complete."""
+        self.say(m.HealEnded(quorum_id, True, source_state(step, pending=pending)))
+
+    def restored(self, step: int) -> None:
+        """A checkpoint of that step is loaded."""
+        self.say(m.Restored(source_state(step)))
+
+    def state(self) -> tuple[str, ...]:
+        machine, ledger = self.machine, self.machine.ledger
+        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in ledger.pending.items())
+        held = "void" if machine.void else f"step {machine.step}"
+        return machine.phase.name.lower(), held, f"slots {slots or 'none'}", f"holes {ledger.holes or 'none'}"
+
+
+def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
+    """Step.state_dict() of a source at that step."""
+    source = Step(StepConfig(), Ledger(8))
+    source.step, source.commit_id, source.commit_quorum_id = step, f"c{step}", 1
+    source.ledger.position = 80
+    source.ledger.deal(("b:1",) * pending)
+    return source.state_dict()
+
+
+# ------------------------------------------------------------------------------------------------ transcripts
+
+
+def formed(names: str, kind: str = "pharos", *, shape: m.Shape = (), **config: Any) -> LighthousePlayer:
+    """A job whose members are `names`, all at step 0 of one quorum."""
+    player = LighthousePlayer(kind, **{**config, "min_replicas": len(names)})
+    player.call(*names, shape=shape)
+    player.config(**{"min_replicas": 1, **config})
+    player.shown = player.state()
+    return player
+
+
+def unhealed(times: int, **config: Any) -> LighthousePlayer:
+    """a and b hold a state, and so many heals of c have failed."""
+    player = formed("ab", **config)
+    player.call("c", step=m.VOID)
+    player.call("a", "b", known=1, step=1)
+    for _ in range(times):
+        player.call("a", "b", known=2, step=1)
+        player.call("c", known=2, step=m.VOID)
+    player.shown = ()
+    return player
+
+
+def entered(**config: Any) -> RankPlayer:
+    """A rank that has come through quorum 1 to the forward of step 0."""
+    player = RankPlayer(**config)
+    player.enter()
+    player.shown = player.state()
+    return player
+
+
+def healing(**config: Any) -> RankPlayer:
+    """A rank of a fresh group in quorum 2, whose reference is step 5: it has launched zeros."""
+    player = RankPlayer(**config)
+    player.enter(2, heal=True, step=5)
+    player.shown = player.state()
+    return player
+
+
+def joined(size: int = 2, **config: Any) -> GroupPlayer:
+    return GroupPlayer(size, joined=True, **config)
+
+
+def transcripts(file: Path) -> dict[str, list[str]]:
+    """The lines of each transcript of a file, by its title."""
+    found: dict[str, list[str]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("== "):
+            lines = found.setdefault(line.removeprefix("== "), [])
+            assert not lines, f"{file.name}: two transcripts named {line}"
+        elif line and not found:
+            continue  # the head of the file
+        elif line:
+            lines.append(line)
+    return found
+
+
+def play(lines: list[str]) -> list[str]:
+    """The same transcript with the outcomes that the machines give now."""
+    player: Player | None = None
+    played = list[str]()
+    for line in lines:
+        if line.startswith("#"):
+            played.append(line)
+        if line.startswith(("#", " ")):
+            continue
+        played.append(line)
+        name, given, named = words_of(line.partition("  #")[0])
+        if name in STARTS:
+            before = player if isinstance(player, LighthousePlayer) else None
+            if name == "restart" and before:
+                named["saved"] = m.Saved.from_dict(json.loads(json.dumps(before.machine.saved.to_dict())))
+            player = STARTS[name](*given, **named)
+            if before and isinstance(player, LighthousePlayer):
+                player.running = before.machine.quorum or before.running
+            told = player.news()
+        else:
+            assert player is not None, "a transcript begins with a machine"
+            told = player.command(line.partition("  #")[0])
+        played += _filled(told)
+    return played
+
+
+STARTS: dict[str, Any] = {
+    "lighthouse": LighthousePlayer,
+    "formed": formed,
+    "unhealed": unhealed,
+    "restart": LighthousePlayer,
+    "group": GroupPlayer,
+    "joined": joined,
+    "rank": RankPlayer,
+    "entered": entered,
+    "healing": healing,
+}
+WIDTH = 136
+
+
+def _filled(told: list[str]) -> list[str]:
+    """As many outcomes in a line as fit."""
+    lines = list[str]()
+    for text in told:
+        if lines and len(lines[-1]) + len(text) < WIDTH:
+            lines[-1] += f"; {text}"
+        else:
+            lines.append(f"    {text}")
+    return lines
+
+
+def main(files: list[str]) -> None:
+    for file in map(Path, files or sorted(map(str, HERE.glob("*.txt")))):
+        head = file.read_text(encoding="utf-8").partition("\n== ")[0]
+        sections = ["\n".join([f"== {title}", *play(lines)]) for title, lines in transcripts(file).items()]
+        file.write_text(
+            "\n\n".join([head.strip() if not head.startswith("== ") else "", *sections]).lstrip("\n") + "\n",
+            encoding="utf-8",
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
