@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ft.config import Schedule
 from ft.fragment_gradients import FragmentGradients
 from ft.grad_buffers import like, local_of
 from ft.manager import Manager
 from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, cut
-from ft.sync_schedule import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import

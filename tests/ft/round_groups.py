@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft.config import Schedule
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.gloo import ProcessGroupGloo
@@ -18,7 +19,6 @@ from ft.protocol import messages as m
 from ft.seam import Commit, from_checkpoint
 from ft.semi_sync import cut
 from ft.semi_sync_manager import SemiSyncManager
-from ft.sync_schedule import Schedule
 from tests.ft.groups import GroupsOfJob, Trained, group_config, run_job
 
 BATCH = 2  # sequences of a batch

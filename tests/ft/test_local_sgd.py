@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ft import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
 from ft.compat.local_sgd import in_buckets
+from ft.config import Schedule
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
-from ft.sync_schedule import Schedule
 from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, run_job
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
 

@@ -42,7 +42,7 @@ class Group(Trained):
     lighthouse: str
     body: Callable[[Group], None] = lambda group: group.backward()
     at: Callable[[Group], None] = lambda group: None
-    start: float = 0.0  # of the weights
+    initial: float = 0.0  # of the weights
     arguments: dict[str, Any] = field(default_factory=dict)
     wrap: bool = True  # in DistributedDataParallel
 
@@ -60,7 +60,7 @@ class Group(Trained):
         self.ddp(self.value)["loss"].backward()
 
     def train(self) -> None:
-        self.model = Sum(self.start)
+        self.model = Sum(self.initial)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
         self.manager = Manager(
             pg=ProcessGroupGloo(),
