@@ -7,16 +7,56 @@ needs neither torch nor grpc, and starts nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from ft.protocol.messages import Times
 from ft.rpc.access import Endpoint, find_token
-from ft.sync_schedule import Schedule
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Schedule:
+    """When groups that step by themselves (semi_sync.py) sum what. `sync_steps`: optimizer steps between two sums of one fragment.
+    `delay`: optimizer steps that its sum may travel. `alpha`: the share of its own way that a group keeps meanwhile."""
+
+    sync_steps: int
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+
+    @property
+    def inner_steps(self) -> int:
+        """Between two sums, of different fragments if there are several."""
+        return self.sync_steps // self.fragments
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises ValueError, in the words of `names` for the four figures, for what cannot be."""
+        steps, count, delay, alpha = names
+        fragments = self.fragments
+        if fragments < 1:
+            raise ValueError(f"{count} = {fragments}: must be at least 1; nearest: 1")
+        if self.sync_steps < 1:
+            raise ValueError(f"{steps} = {self.sync_steps}: must be at least 1; nearest: {fragments}")
+        if self.sync_steps % fragments:
+            below = self.sync_steps // fragments * fragments
+            nearest = f"{below} or {below + fragments}" if below else f"{fragments}"
+            raise ValueError(
+                f"{steps} = {self.sync_steps}: must be a multiple of {count} = {fragments}, of which one is summed at a time; "
+                f"nearest: {nearest}"
+            )
+        inner = self.inner_steps
+        if not 0 <= self.delay < inner:
+            every = f"{steps} / {count} = {inner}" if fragments > 1 else f"{steps} = {inner}"
+            raise ValueError(
+                f"{delay} = {self.delay}: must be from 0 to {inner - 1}, since the next sum is due after {every} steps; "
+                f"nearest: {min(max(self.delay, 0), inner - 1)}"
+            )
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(
+                f"{alpha} = {self.alpha:g}: must be from 0 to 1; nearest: {min(max(self.alpha, 0.0), 1.0):g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -232,30 +272,64 @@ def _toml(value: object) -> str:
 # ------------------------------------------------------------------------------------------------ the environment
 
 
+def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not text.isascii() or not text.lstrip("-").isdigit():
+            raise ValueError("must be a whole number")
+        number = int(text)
+        if not least <= number <= most:
+            raise ValueError(f"must be from {least} to {most}; nearest: {min(max(number, least), most)}")
+        return number
+
+    return whole
+
+
+def group_name(text: str) -> str:
+    """The part of a replica id before the colon; it names files and store keys, too."""
+    if not re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII):
+        nearest = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)[:64]
+        raise ValueError(f"must be 1 to 64 letters, digits, '_', '.' or '-'; nearest: {nearest}")
+    return text
+
+
+def _address(text: str) -> str:
+    try:
+        Endpoint.parse(text, "")
+    except ValueError:
+        raise ValueError("must be http://HOST:PORT, such as http://localhost:29510 or http://[::1]:29510") from None
+    return text if "://" in text else f"http://{text}"
+
+
+def _variable(name: str, rule: Callable[[str], object], default: Any = None) -> Any:
+    return field(default=default, metadata={"variable": name, "rule": rule})
+
+
 @dataclass(frozen=True)
 class Environment:
     """Settings that differ between groups and ranks, and the secret ones. Empty or None: the variable is not set."""
 
-    lighthouse: str = ""  # http://host:port
-    replica_group_id: str = ""  # this group's name
-    num_replica_groups: int | None = None
-    token: str = field(default="", repr=False)
+    lighthouse: str = _variable("TORCHFT_LIGHTHOUSE", _address, "")  # http://host:port
+    replica_group_id: str = _variable("REPLICA_GROUP_ID", group_name, "")  # this group's name
+    num_replica_groups: int | None = _variable("NUM_REPLICA_GROUPS", _whole(1))
+    token: str = field(default="", repr=False)  # PHAROS_TOKEN, or in PHAROS_TOKEN_FILE
 
-    group_rank: int = 0
-    world_size: int = 1  # ranks of this group
-    local_rank: int = 0
-    master_addr: str = ""  # of the group's own store
-    master_port: int | None = None
-    restart_count: int = 0  # how often torchelastic has started this group's ranks again; its store lives through that
-    run_id: str = ""
-    use_agent_store: bool = False  # the store at master_addr is the launcher's already
+    group_rank: int = _variable("RANK", _whole(0), 0)
+    world_size: int = _variable("WORLD_SIZE", _whole(1), 1)  # ranks of this group
+    local_rank: int = _variable("LOCAL_RANK", _whole(0), 0)
+    master_addr: str = _variable("MASTER_ADDR", str, "")  # of the group's own store
+    master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
+    # How often torchelastic has started this group's ranks again; its store lives through that.
+    restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
+    run_id: str = _variable("TORCHELASTIC_RUN_ID", str, "")
+    # The store at master_addr is the launcher's already.
+    use_agent_store: bool = _variable("TORCHELASTIC_USE_AGENT_STORE", lambda text: text.lower() == "true", False)
 
     # torchft's: they stand above the arguments of ft.Manager. Seconds.
-    timeout_s: int | None = None
-    quorum_timeout_s: int | None = None
-    connect_timeout_s: int | None = None
-    quorum_retries: int | None = None
-    manager_port: int | None = None
+    timeout_s: int | None = _variable("TORCHFT_TIMEOUT_SEC", _whole(1))
+    quorum_timeout_s: int | None = _variable("TORCHFT_QUORUM_TIMEOUT_SEC", _whole(1))
+    connect_timeout_s: int | None = _variable("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1))
+    quorum_retries: int | None = _variable("TORCHFT_QUORUM_RETRIES", _whole(0))
+    manager_port: int | None = _variable("TORCHFT_MANAGER_PORT", _whole(0, 65535))
 
     drill: bool = False  # PHAROS_DRILL=1: see recording.py
 
@@ -267,38 +341,19 @@ class Environment:
     @staticmethod
     def read(environ: Mapping[str, str]) -> Environment:
         """Raises ValueError, which names the variable, its value and what is legal."""
-
-        def read(variable: str, rule: Callable[[str], T], default: T) -> T:
-            text = environ.get(variable, "").strip()
-            try:
-                return rule(text) if text else default
-            except ValueError as error:
-                raise ValueError(f"{variable} = {text}: {error}") from None
-
         token, token_file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
         if token and token_file:
             raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
         token = find_token(Path(token_file) if token_file else None, token)
-        made = Environment(
-            lighthouse=read("TORCHFT_LIGHTHOUSE", _address, ""),
-            replica_group_id=read("REPLICA_GROUP_ID", group_name, ""),
-            num_replica_groups=read("NUM_REPLICA_GROUPS", _whole(1), None),
-            token=token,
-            group_rank=read("RANK", _whole(0), 0),
-            world_size=read("WORLD_SIZE", _whole(1), 1),
-            local_rank=read("LOCAL_RANK", _whole(0), 0),
-            master_addr=read("MASTER_ADDR", str, ""),
-            master_port=read("MASTER_PORT", _whole(0, 65535), None),
-            restart_count=read("TORCHELASTIC_RESTART_COUNT", _whole(0), 0),
-            run_id=read("TORCHELASTIC_RUN_ID", str, ""),
-            use_agent_store=read("TORCHELASTIC_USE_AGENT_STORE", str, "").lower() == "true",
-            timeout_s=read("TORCHFT_TIMEOUT_SEC", _whole(1), None),
-            quorum_timeout_s=read("TORCHFT_QUORUM_TIMEOUT_SEC", _whole(1), None),
-            connect_timeout_s=read("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1), None),
-            quorum_retries=read("TORCHFT_QUORUM_RETRIES", _whole(0), None),
-            manager_port=read("TORCHFT_MANAGER_PORT", _whole(0, 65535), None),
-            drill=environ.get("PHAROS_DRILL") == "1",
-        )
+        values: dict[str, Any] = {"token": token, "drill": environ.get("PHAROS_DRILL") == "1"}
+        for one in (one for one in fields(Environment) if one.metadata):
+            text = environ.get(one.metadata["variable"], "").strip()
+            try:
+                if text:
+                    values[one.name] = one.metadata["rule"](text)
+            except ValueError as error:
+                raise ValueError(f"{one.metadata['variable']} = {text}: {error}") from None
+        made = Environment(**values)
         if made.group_rank >= made.world_size:
             raise ValueError(f"RANK = {made.group_rank}: must be below WORLD_SIZE = {made.world_size}")
         return made
@@ -335,31 +390,3 @@ class Environment:
 def group_folder(run_folder: Path, settings: FaultTolerance, environment: Environment) -> Path:
     """Folder of a group's own files: <run>/groups/<id>; <run> where there are no groups."""
     return run_folder / "groups" / environment.name if settings.enable else run_folder
-
-
-def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isascii() or not text.lstrip("-").isdigit():
-            raise ValueError("must be a whole number")
-        number = int(text)
-        if not least <= number <= most:
-            raise ValueError(f"must be from {least} to {most}; nearest: {min(max(number, least), most)}")
-        return number
-
-    return whole
-
-
-def group_name(text: str) -> str:
-    """The part of a replica id before the colon; it names files and store keys, too."""
-    if not re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII):
-        nearest = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)[:64]
-        raise ValueError(f"must be 1 to 64 letters, digits, '_', '.' or '-'; nearest: {nearest}")
-    return text
-
-
-def _address(text: str) -> str:
-    try:
-        Endpoint.parse(text, "")
-    except ValueError:
-        raise ValueError("must be http://HOST:PORT, such as http://localhost:29510 or http://[::1]:29510") from None
-    return text if "://" in text else f"http://{text}"

@@ -148,7 +148,9 @@ class Manager:
             shared=group.IN_CHILD,
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
+        self.slot_size = options.slot_size  # sequences of one slot
         self.state = State()
+        self.register = self.state.register
         self.membership = join(config, store)
         self.replica_id = self.membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
@@ -164,6 +166,7 @@ class Manager:
         )
         self._closed = threading.Event()
         self._client = connect(self.membership.address, config.group_rank, config.access)
+        self.want_to_leave = self._client.want_to_leave
         self._agreement = agreement
         self.step = 0  # of the trainer's state: the machine may be ahead by held steps
         self.commit_id = ""  # of that state: groups with equal ids hold equal weights
@@ -235,11 +238,6 @@ class Manager:
         return ManagerStatus(machine.phase, held, machine.at, self._client.gone.is_set(), self._closed.is_set())
 
     @property
-    def slot_size(self) -> int:
-        """Sequences of one slot."""
-        return self._options.slot_size
-
-    @property
     def writes(self) -> tuple[str, int] | None:
         """Epoch and quorum id, if this group is the writer: the first that held the state when the quorum was formed, and still does."""
         part = self.part
@@ -251,9 +249,6 @@ class Manager:
     def is_between_steps(self) -> bool:
         """Nothing of a step is under way, and this rank holds the state of the last one."""
         return self._machine.phase is Phase.BOUNDARY and not self._machine.void
-
-    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        self.state.register(name, get, set)
 
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
@@ -355,9 +350,6 @@ class Manager:
     def confirmed_s(self) -> float:
         return self._client.heard_s
 
-    def want_to_leave(self) -> None:
-        self._client.want_to_leave()
-
     def leave(self) -> None:
         """Announces with the next step that this group leaves; then `left` is True. To be called by all its ranks at the same step."""
         self._feed(m.Leaving())
@@ -372,12 +364,9 @@ class Manager:
 
     def regroup(self, until: int) -> None:
         """Forms a new generation after the last step. A step that was begun beyond it is not computed, and is dropped with the old one."""
-        assignment = self._assignment
-        if assignment is None:
-            self.begin_step(until=until)
-        else:
-            self.commit(self.reduce([0.0] * len(assignment.slots), 0.0, True))
-            self.begin_step(until=until)
+        if self._assignment is not None:
+            self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True))
+        self.begin_step(until=until)
 
     def finish(self, *, saved: bool) -> None:
         self._saved = saved
@@ -655,8 +644,7 @@ class Manager:
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         """The tail with the digest of this rank's weights, which groups compare in this step."""
-        at = effect.digest_at
-        values = in_tail(digest(self._weights), copied=effect.copied)
+        at, values = effect.digest_at, in_tail(digest(self._weights), copied=effect.copied)
         self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
 

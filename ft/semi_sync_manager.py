@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ft.config import Schedule
 from ft.fragment_gradients import FragmentGradients
 from ft.grad_buffers import like, local_of
 from ft.manager import Manager
 from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, cut
-from ft.sync_schedule import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
@@ -48,6 +48,9 @@ class SemiSyncManager:
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)
         self._manager, self._gradients = manager, manager.gradients
+        # `register`: only what is the same in all groups between two rounds, not the model, nor the inner optimizer.
+        self.register, self.tell, self.finish = manager.register, manager.tell, manager.finish
+        self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
         self._schedule, self._outer = schedule, outer
         self.inner_steps = schedule.inner_steps
         self.fragments: list[Fragment] = []
@@ -70,9 +73,6 @@ class SemiSyncManager:
     def left(self) -> bool:
         return self._manager.left
 
-    def tell(self, lane: str, words: str) -> None:
-        self._manager.tell(lane, words)
-
     @property
     def is_broken(self) -> bool:
         return self._manager.is_broken
@@ -83,13 +83,6 @@ class SemiSyncManager:
 
     def regroup(self, until: int) -> None:
         self._manager.regroup(until // self.inner_steps)
-
-    def finish(self, *, saved: bool) -> None:
-        self._manager.finish(saved=saved)
-
-    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        """Only what is the same in all groups between two rounds: not the model, nor the inner optimizer."""
-        self._manager.register(name, get, set)
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """The weights as they are now are the first outer ones. Raises ValueError where they cannot be cut into so many fragments."""
@@ -164,15 +157,6 @@ class SemiSyncManager:
     @property
     def confirmed_s(self) -> float:
         return self._manager.confirmed_s
-
-    def want_to_leave(self) -> None:
-        self._manager.want_to_leave()
-
-    def leave(self) -> None:
-        self._manager.leave()
-
-    def close(self) -> None:
-        self._manager.close()
 
     # ------------------------------------------------------------------------------------------------ what is agreed on
 

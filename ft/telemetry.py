@@ -30,43 +30,32 @@ log = logging.getLogger("pharos.manager")
 
 
 class PhaseTimer(Protocol):
-    """An account of seconds by phase."""
+    """An account of seconds by phase; as it stands here, of none."""
 
     @property
     def goodput_s(self) -> float:
         """Spent on steps that were committed. Any thread may ask."""
-        ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-    def long_phase(self) -> tuple[str, float] | None:
-        """One whose length has nothing to do with a step's, in words, and the seconds since it began; None: it is none. Any thread may
-        ask."""
-        ...
-
-    def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
-        """Moves seconds that were counted for one phase to another."""
-        ...
-
-    def lose(self) -> None:
-        """Counts what was computed since the last commit as lost."""
-        ...
-
-
-class NoPhaseTimer:
-    """A phase timer that keeps nothing, for a trainer without one."""
-
-    goodput_s = 0.0
+        return 0.0
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def long_phase(self) -> tuple[str, float] | None:
+        """One whose length has nothing to do with a step's, in words, and the seconds since it began; None: it is none. Any thread may
+        ask."""
         return None
 
-    def move(self, seconds: float, from_phase: str, to_phase: str) -> None: ...
+    def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
+        """Moves seconds that were counted for one phase to another."""
+        return
 
-    def lose(self) -> None: ...
+    def lose(self) -> None:
+        """Counts what was computed since the last commit as lost."""
+        return
+
+
+class NoPhaseTimer(PhaseTimer):
+    """For a trainer that keeps no account."""
 
 
 class OnEvent(Protocol):

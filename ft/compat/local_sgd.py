@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ft.config import Schedule
 from ft.quantized import Feedback
 from ft.semi_sync import Fragment
-from ft.sync_schedule import Schedule
 
 if TYPE_CHECKING:
     from ft.compat.manager import Manager

@@ -8,7 +8,7 @@
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
 A healing group passes through the same phases with zeros; its commits are held
-(heal.py) until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group pass through the same phases,
+until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group pass through the same phases,
 since each branch depends on an answer of the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the
 forward and backward are finished, and the vote is no.
 
@@ -24,6 +24,10 @@ Choices that the rules leave open:
   One rank of each group sees the difference; it reports it as the `blame` of a commit vote that is yes, and its group's outcome tells all
   ranks. The step holds: the steps before it were summed with the same wrong weights. A group that has healed is no witness before it has
   been compared. Of step 0 there is one state only, which is right by definition.
+- The group's word that all ranks have a healed state says nothing about when to take it: they hear it at different places in the step. So
+  each later outcome says that it was decided after that word (Outcome.healed), and the first such one is the place. Where a rank waits for
+  the word alone, all of them do. Once a rank has an open heal, it asks for no quorum before that word: else one rank might ask as void,
+  another as whole.
 - A group that wants to leave while all others heal from it stays until one of them has been dealt slots, or they are gone.
 - A group without slots because it has just healed gives zeros and announces a change, to be dealt slots in the next step. A spare gives
   zeros and announces nothing: it is dealt slots when a quorum without some of the others makes room.
@@ -41,9 +45,8 @@ from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, NONE, at, find_divergent
-from ft.protocol.heal import Healing
 from ft.protocol.ledger import MAX_UNABLE, Ledger
-from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, Vote
+from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, State, Vote
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,23 @@ class LocalContribution:
     excused: bool = False  # the others know that this group's slots are of no use
 
 
+@dataclass
+class OpenHeal:
+    """A rank's heal, from the part that asks for it to the group's word on whether all ranks hold the whole state."""
+
+    quorum_id: int
+    attempt: int
+    reference: State  # what is to come
+    voted: bool = False
+    agreed: bool = False  # all ranks have it
+    state: dict[str, Any] = field(default_factory=dict)  # what has come
+
+    @property
+    def at(self) -> tuple[int, int, int]:
+        """As Step.at, for votes and outcomes on this heal."""
+        return self.quorum_id, self.attempt, self.reference[0]
+
+
 class Step:
     """Events: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving Tick Notice.
     Effects: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
@@ -142,7 +162,8 @@ class Step:
         self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
         self._digests = 0  # numbers in the tail of this step that are digests
         self._contribution = LocalContribution()
-        self._healing = Healing(config.group_rank)
+        self._heal: OpenHeal | None = None
+        self._heal_failed = False  # the last one was closed without a state, and the group is still behind
         self._held: list[tuple[StepControl, bool]] = []  # sums for the state that arrives; a quorum was due after them
         self._failure: m.ReduceFailed | None = None
         self.tail: StepControl | None = None  # of this attempt, once the sums have arrived
@@ -186,31 +207,31 @@ class Step:
     @property
     def healing(self) -> bool:
         """True while the state is arriving, and until it is loaded."""
-        return self._healing.open is not None
+        return self._heal is not None
 
     def votes_in_background(self, vote: Vote) -> bool:
         """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
-        return vote.kind == "healed" or self._healing.open is not None
+        return vote.kind == "healed" or self._heal is not None
 
     def is_for_all(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
         for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
-        return vote.kind == "commit" and self._healing.open is None and not self._apart
+        return vote.kind == "commit" and self._heal is None and not self._apart
 
     # ---- a step begins
 
     def _on_begin(self, event: m.Begin | None, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
-        healing, is_full = self._healing, len(self._held) >= self.config.heal_backlog
-        if healing.open and healing.open.agreed and (self._due or is_full):
+        is_full = len(self._held) >= self.config.heal_backlog
+        if self._heal and self._heal.agreed and (self._due or is_full):
             self._take_state()
             self._on_begin(None, now_s)
-        elif healing.open and (self._due or is_full):
+        elif self._heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
         elif self._due:
             self._ask("a quorum is due")
-        elif healing.failed and is_full:
+        elif self._heal_failed and is_full:
             self._fail("the heal failed, and no more steps can be held", now_s)
         else:
             self._attempt = 0
@@ -247,28 +268,25 @@ class Step:
         if part.heal:
             self._become_void(part)
         else:
-            self._agree_on_deal(part)
+            # The open deal is kept if all hold the same one, apart from slots that are dealt again; else all return theirs and make a new
+            # one. Kept gradients follow the slots.
+            if part.dealt:
+                self.ledger.redeal(part.participants)
+            else:
+                self.ledger.drop()
+                self.ledger.deal(part.participants)
+            if not self._contribution.tokens.keys() <= set(self._owned_slots()):
+                self._drop_gradients()
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
         self._out.append(m.Configure(part, self._attempt))
         early, self._early = self._early, []
         for notice in early:
             _ALWAYS[type(notice)](self, notice, now_s)
 
-    def _agree_on_deal(self, part: Part) -> None:
-        """Keeps the open deal if all hold the same one, apart from slots that are dealt again; else all return theirs and make a new one.
-        Kept gradients follow the slots."""
-        if part.dealt:
-            self.ledger.redeal(part.participants)
-        else:
-            self.ledger.drop()
-            self.ledger.deal(part.participants)
-        if not self._contribution.tokens.keys() <= set(self._owned_slots()):
-            self._drop_gradients()
-
     def _become_void(self, part: Part) -> None:
         """Drops this group's state: it is not the one from which the others continue."""
         self.void = True
-        self._healing.begin(part, self._attempt)
+        self._heal, self._heal_failed = OpenHeal(part.quorum_id, self._attempt, part.reference), False
         self._drop_gradients()
         self._drop_held()
 
@@ -282,14 +300,6 @@ class Step:
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
         self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else why
-
-    def _on_agreed(self, outcome: Outcome, now_s: float) -> None:
-        if outcome.healed and self._healing.open:
-            self._take_state()
-        if outcome.verdict == "yes":
-            self._start()
-        else:
-            self._fail(f"the process group does not stand: {outcome.reason}", now_s)
 
     # ---- forward, backward, reduction
 
@@ -422,19 +432,20 @@ class Step:
     # ---- the outcome
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
+        """The group's word on a heal, in any phase; that the process group stands, in AGREEING; on a commit, in VOTING."""
         if outcome.kind == "healed":
-            self._on_healed(outcome, now_s)
-        elif self.at == (outcome.quorum_id, outcome.attempt, outcome.step):
-            if self.phase is Phase.AGREEING and outcome.kind == "configured":
-                self._on_agreed(outcome, now_s)
-            elif self.phase is Phase.VOTING and outcome.kind == "commit":
-                self._on_decided(outcome, now_s)
-
-    def _on_decided(self, outcome: Outcome, now_s: float) -> None:
-        if outcome.verdict == "yes" and not self.void:  # void: of a heal that failed, other ranks may not have heard
-            self._apart = False
-        if outcome.healed and self._healing.open:
+            return self._on_healed(outcome, now_s)
+        expected = {Phase.AGREEING: "configured", Phase.VOTING: "commit"}.get(self.phase)
+        if outcome.kind != expected or self.at != (outcome.quorum_id, outcome.attempt, outcome.step):
+            return None
+        if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
+            self._apart = False  # void: of a heal that failed, other ranks may not have heard
+        if outcome.healed and self._heal:
             self._take_state()
+        if outcome.kind == "configured":
+            if outcome.verdict == "yes":
+                return self._start()
+            return self._fail(f"the process group does not stand: {outcome.reason}", now_s)
         part, tail = self.part, self.tail
         assert part is not None
         if outcome.verdict == "failed" or tail is None:
@@ -535,11 +546,11 @@ class Step:
             self._stop(
                 f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
             )
-        elif self._healing.open and not self._healing.open.agreed:
-            self._vote_on_heal(self._healing.give_up(why))
+        elif self._heal and not self._heal.agreed:
+            self._vote_on_heal("failed", why)
             self.phase, self.reason = Phase.CLOSING, why
         else:
-            if self._healing.open:
+            if self._heal:
                 self._take_state()
             self._close(why)
 
@@ -560,15 +571,33 @@ class Step:
     # ---- healing
 
     def _on_heal_ended(self, event: m.HealEnded, now_s: float) -> None:
-        self._vote_on_heal(self._healing.ended(event))
+        heal = self._heal
+        if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
+            return
+        heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
+        found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
+        if event.ok and found == heal.reference:
+            self._vote_on_heal("yes", "", event.blame)
+        else:
+            self._vote_on_heal("failed", event.reason or f"the state is {found}", event.blame)
+
+    def _vote_on_heal(self, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> None:
+        heal = self._heal
+        if heal and not heal.voted:
+            heal.voted = True
+            rank = self.config.group_rank
+            self._out.append(m.CastVote(Vote(rank, "healed", *heal.at, verdict, False, reason, blame)))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
         """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with
         the first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while
         another applies held steps, in collectives that need both."""
-        if not self._healing.hears(outcome):
+        heal = self._heal
+        if heal is None or heal.at != (outcome.quorum_id, outcome.attempt, outcome.step):
             return
-        if self._healing.failed:
+        heal.agreed = outcome.verdict == "yes"
+        if not heal.agreed:
+            self._heal, self._heal_failed = None, True
             self._wants_change, self.reason = "the heal failed", outcome.reason
         elif self.config.zeros_wait or self.phase in (Phase.AWAITING, Phase.CLOSING):
             self._take_state()
@@ -587,8 +616,9 @@ class Step:
     def _take_state(self) -> None:
         """Loads the quorum's state, then applies the steps that were held since, in order: this group is a holder from here on."""
         assert self.part is not None
-        state = self._healing.close()
-        self._load(state, keep_deal=True)
+        assert self._heal is not None
+        heal, self._heal = self._heal, None
+        self._load(heal.state, keep_deal=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
         self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
@@ -620,7 +650,7 @@ class Step:
 
     def _on_restored(self, event: m.Restored, now_s: float) -> None:
         self._drop_held()
-        self._healing.forget()
+        self._heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
         self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
         self.reason = f"restored from checkpoint {self.step}"
@@ -671,10 +701,6 @@ class Step:
             why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
             self._out.append(m.GiveUp(why))
             self._fail(why, now_s)
-
-    def _vote_on_heal(self, vote: Vote | None) -> None:
-        if vote:
-            self._out.append(m.CastVote(vote))
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why

@@ -69,7 +69,8 @@ def from_message(value_type: type[T], message: Message, **given: Any) -> T:
 
 def from_bytes(value_type: type[T], data: bytes, **given: Any) -> T:
     """Raises ValueError."""
-    return from_message(value_type, parse(_converter(value_type).message_type, data), **given)
+    converter = _converter(value_type)
+    return converter.decode(parse(converter.message_type, data), given)
 
 
 class _Converter:

@@ -12,10 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -30,7 +30,7 @@ from ft.process_groups.errors import GroupError
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.seam import from_checkpoint
+from ft.seam import GroupEnded, Stopped, from_checkpoint
 from training.progress import Progress
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
@@ -38,6 +38,8 @@ SLOT = 4  # sequences
 
 
 T = TypeVar("T", bound="Trained")
+G = TypeVar("G", bound="Trained")
+J = TypeVar("J", bound="GroupsOfJob[Any]")
 
 
 class Trained:
@@ -57,13 +59,25 @@ class Trained:
         assert not self.thread.is_alive(), f"{self.thread.name} hangs at {self.where()}"
         return self
 
+    @property
+    def core(self) -> Manager:
+        """The manager, behind torchft's names if it has them."""
+        return getattr(self.manager, "core", self.manager)
+
     def where(self) -> str:
         """It is, as far as its protocol goes."""
-        return str(self.manager.status().phase)
+        return str(self.core.status().phase)
 
     def kill(self) -> None:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
-        kill_server(self.manager)
+        server = self.core.membership.server
+        assert server
+        os.kill(server.pid, signal.SIGKILL)
+        until_s = time.monotonic() + LIMIT_S
+        # Where the trainer waits for an answer of the server, it may close before the stream says that the server is gone.
+        while not (self.core.status().server_gone or self.core.status().closed):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
 
     def run(self) -> None:
         try:
@@ -130,16 +144,8 @@ class Rank(Trained):
     def train(self) -> None:
         self.progress = Progress()
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
-        config = ReplicaGroupConfig(
-            name=self.name,
-            group_rank=self.group_rank,
-            world_size=self.world_size,
-            lighthouse=self.lighthouse,
-            host=self.host,
-            access=self.access,
-            times=self.times,
-            every_step=self.every_step,
-        )
+        names = ("group_rank", "world_size", "host", "access", "times", "every_step")
+        config = group_config(self.name, self.lighthouse, **{name: getattr(self, name) for name in names})
         options = ManagerOptions(**{"slot_size": SLOT, "dies_with_group": False, "init_sync": False, **self.options})
         self.manager = self.make(
             self.group(),
@@ -226,41 +232,59 @@ class Wrapped:
         return getattr(self.inner, name)
 
 
-def kill_server(manager: Manager) -> None:
-    """Of the group whose manager this is."""
-    server = manager.membership.server
-    assert server
-    os.kill(server.pid, signal.SIGKILL)
-    until_s = time.monotonic() + LIMIT_S
-    # where the trainer waits for an answer of the server, it may close before the stream says that the server is gone; then nobody does
-    while not (manager.status().server_gone or manager.status().closed):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
-class Job:
-    """Groups under the lighthouse at this address."""
+class GroupsOfJob(Generic[G]):
+    """Groups under the lighthouse at this address, each trained by a thread."""
 
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
-        self.ranks: list[Rank] = []
+        self.groups: list[G] = []
 
+    def start(self, group: G) -> G:
+        self.groups.append(group)
+        return group.start()
+
+    def join(self) -> None:
+        """Until all have ended, by themselves or killed."""
+        for group in self.groups:
+            group.join()
+            assert group.error is None or isinstance(group.error, GroupEnded | Stopped), repr(group.error)
+
+    def end(self) -> None:
+        """At the end of a test that has not failed."""
+        self.join()
+
+    def close(self) -> None:
+        for group in self.groups:
+            if hasattr(group, "manager"):
+                group.stop()
+
+
+@contextmanager
+def run_job(kind: Callable[[str], J], min_replicas: int, **more: Any) -> Iterator[J]:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, **more)
+    made = kind(lighthouse.address())
+    try:
+        yield made
+        made.end()
+    finally:
+        made.close()
+        lighthouse.shutdown()
+
+
+class Job(GroupsOfJob[Rank]):
     def group(self, name: str, *, size: int = 1, **more: Any) -> list[Rank]:
         """A group that is about to train: its ranks, started."""
         store = HashStore()
         ranks = [Rank(name, rank, size, self.lighthouse, store, **more) for rank in range(size)]
-        self.ranks += ranks
-        for rank in ranks:
-            rank.start()
-        return ranks
+        return [self.start(rank) for rank in ranks]
 
-    def check(self) -> None:
+    def end(self) -> None:
         """Equal steps, equal bits; and the weights are what the ledger says, each slot in them once."""
-        for rank in self.ranks:
-            for other in self.ranks:
+        for rank in self.groups:
+            for other in self.groups:
                 for step in rank.weights.keys() & other.weights.keys():
                     assert torch.equal(rank.weights[step], other.weights[step]), (rank.name, other.name, step)
-        for rank in self.ranks:
+        for rank in self.groups:
             if rank.error is None:
                 ledger = from_checkpoint(rank.manager.state_dict())["ledger"]
                 slots = set(range(0, ledger["position"], SLOT)) - set(ledger["holes"])
@@ -268,19 +292,12 @@ class Job:
                 last = rank.weights[max(rank.weights)]
                 assert torch.equal(last, torch.full_like(last, -float(total))), (rank.name, last[0], total)
 
-    def close(self) -> None:
-        for rank in self.ranks:
-            if hasattr(rank, "manager"):
-                rank.manager.close()
+
+def job(min_replicas: int = 2, **more: Any) -> AbstractContextManager[Job]:
+    return run_job(Job, min_replicas, **more)
 
 
-@contextmanager
-def job(min_replicas: int = 2, **more: Any) -> Iterator[Job]:
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, **more)
-    made = Job(lighthouse.address())
-    try:
-        yield made
-        made.check()
-    finally:
-        made.close()
-        lighthouse.shutdown()
+def group_config(name: str, lighthouse: str, **more: Any) -> ReplicaGroupConfig:
+    """Of a group of one rank, if nothing else is said."""
+    alone = {"group_rank": 0, "world_size": 1, "host": "127.0.0.1", "access": Access(), "times": m.Times()}
+    return ReplicaGroupConfig(name=name, lighthouse=lighthouse, **{**alone, **more})

@@ -3,26 +3,23 @@ algorithm in one loop without any of it, written from the papers, to hold them a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ft.compat.lighthouse_server import LighthouseServer
+from ft.config import Schedule
 from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, ManagerOptions
-from ft.membership import ReplicaGroupConfig
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
-from ft.rpc.access import Access
-from ft.seam import Commit, GroupEnded, Stopped, from_checkpoint
+from ft.seam import Commit, from_checkpoint
 from ft.semi_sync import cut
 from ft.semi_sync_manager import SemiSyncManager
-from ft.sync_schedule import Schedule
-from tests.ft.groups import Trained
+from tests.ft.groups import GroupsOfJob, Trained, group_config, run_job
 
 BATCH = 2  # sequences of a batch
 OUTER_LR, MOMENTUM = 0.7, 0.9
@@ -96,27 +93,13 @@ class Group(Trained):
     computed: list[tuple[int, int]] = field(default_factory=list)  # round, first slot: windows that were computed
     events: list[m.Event] = field(default_factory=list)
 
-    def join(self) -> Group:
-        super().join()
-        assert self.error is None or isinstance(self.error, GroupEnded | Stopped), repr(self.error)
-        return self
-
     def train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
-        config = ReplicaGroupConfig(
-            name=self.name,
-            group_rank=0,
-            world_size=1,
-            lighthouse=self.lighthouse,
-            host="127.0.0.1",
-            access=Access(),
-            times=m.Times(),
-        )
         window = BATCH * self.schedule.inner_steps
         self.manager = Manager(
             ProcessGroupGloo(),
-            config,
+            group_config(self.name, self.lighthouse),
             ManagerOptions(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
             gradients=FragmentGradients(quantized=self.quantized, bucket_bytes=self.bucket_bytes),
             seen=lambda now_s, event, out: self.events.append(event),
@@ -158,18 +141,13 @@ class Group(Trained):
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-class Job:
-    def __init__(self, lighthouse: str) -> None:
-        self.lighthouse = lighthouse
-        self.groups: list[Group] = []
-
+class Job(GroupsOfJob[Group]):
     def group(self, name: str, schedule: Schedule, rounds: int, **more: Any) -> Group:
-        group = Group(name, self.lighthouse, schedule, rounds, **more)
-        self.groups.append(group)
-        return group.start()
+        return self.start(Group(name, self.lighthouse, schedule, rounds, **more))
 
-    def check(self) -> None:
+    def end(self) -> None:
         """Whoever made the same round has the same outer weights, to the bit; and each window is in one round, all told."""
+        self.join()
         for one in self.groups:
             for other in self.groups:
                 for step in one.history.keys() & other.history.keys():
@@ -187,24 +165,9 @@ class Job:
                 window = ledger["slot_size"]
                 assert trained == sorted(set(range(0, ledger["position"], window)) - set(ledger["holes"]))
 
-    def close(self) -> None:
-        for group in self.groups:
-            if hasattr(group, "manager"):
-                group.manager.close()
 
-
-@contextmanager
-def job(min_replicas: int = 2) -> Iterator[Job]:
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, join_timeout_ms=30_000)
-    made = Job(lighthouse.address())
-    try:
-        yield made
-        for group in made.groups:
-            group.join()
-        made.check()
-    finally:
-        made.close()
-        lighthouse.shutdown()
+def job(min_replicas: int = 2) -> AbstractContextManager[Job]:
+    return run_job(Job, min_replicas, join_timeout_ms=30_000)
 
 
 # ------------------------------------------------------------------------------------------------ the papers

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ft.sync_schedule import Schedule
+from ft.config import Schedule
 from tests.ft.round_groups import Commit, Group
 
 SCHEDULE = Schedule(8, fragments=2, delay=1, alpha=0.5)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft import DiLoCo, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
+from ft import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
 from ft.compat.local_sgd import in_buckets
+from ft.config import Schedule
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
-from ft.sync_schedule import Schedule
-from tests.ft.groups import LIMIT_S, Trained, kill_server
+from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, run_job
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
 
 ROUNDING: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}  # fp32, through Adam
@@ -68,7 +68,7 @@ class Group(Trained):
     slots: dict[int, list[int]] = field(default_factory=dict)  # of the inner steps before
 
     def kill(self) -> None:
-        kill_server(self.manager.core)
+        super().kill()
         raise GroupEnded("killed")
 
     def stop(self) -> None:
@@ -104,33 +104,13 @@ class Group(Trained):
                     self.outer[step] = [p.detach().clone() for fragment in syncs.fragments for p in fragment.outer]
 
 
-class Job:
-    def __init__(self, lighthouse: str) -> None:
-        self.lighthouse, self.groups = lighthouse, list[Group]()
-
+class Job(GroupsOfJob[Group]):
     def group(self, name: str, make: Make, until: int, **more: Any) -> Group:
-        group = Group(name, len(self.groups), self.lighthouse, make, until, **more)
-        self.groups.append(group)
-        return group.start()
-
-    def join(self) -> None:
-        for group in self.groups:
-            group.join()
-            assert group.error is None or isinstance(group.error, GroupEnded), repr(group.error)
+        return self.start(Group(name, len(self.groups), self.lighthouse, make, until, **more))
 
 
-@contextmanager
-def job(min_replicas: int) -> Iterator[Job]:
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, join_timeout_ms=30_000)
-    made = Job(lighthouse.address())
-    try:
-        yield made
-        made.join()
-    finally:
-        for group in made.groups:
-            if hasattr(group, "manager"):
-                group.stop()
-        lighthouse.shutdown()
+def job(min_replicas: int) -> AbstractContextManager[Job]:
+    return run_job(Job, min_replicas, join_timeout_ms=30_000)
 
 
 # ------------------------------------------------------------------------------------------------ the papers

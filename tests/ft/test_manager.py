@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ft.manager import Manager, ManagerOptions
-from ft.membership import ReplicaGroupConfig
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.gloo import ProcessGroupGloo
@@ -24,21 +23,24 @@ from ft.protocol.compare import FIGURES
 from ft.protocol.ledger import Ledger
 from ft.protocol.step import Phase, Step, StepConfig, StepControl
 from ft.recording import RecordingManager
-from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
-from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, job, lose_the_sums
+from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, group_config, job, lose_the_sums
 
 
-def test_three_groups_train_as_one():
+@pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
+def test_three_groups_train_as_one(kind: type[ProcessGroup]):
+    """And who has closed leaves nothing on parameters that live on: hooks would keep its scratch, twice the gradients."""
     with job(min_replicas=3) as made:
-        ranks = [made.group(name, steps=5, together=3)[0] for name in "abc"]
+        ranks = [made.group(name, steps=5, together=3, group=kind)[0] for name in "abc"]
         for rank in ranks:
             assert rank.join().error is None
             assert {size for _, size, _ in rank.commits} == {3}
             assert rank.commits[-1][2] == (0, 1, 2)
         dealt = {slot for rank in ranks for _, slots in rank.computed for slot in slots}
         assert dealt == set(range(0, len(dealt) * SLOT, SLOT)), "which of them count, the weights tell"
+    hooks = [parameter._post_accumulate_grad_hooks for rank in ranks for parameter in rank.model.parameters()]  # type: ignore[attr-defined]
+    assert len(hooks) > 0 and not any(hooks)
 
 
 def test_initial_states_that_differ_become_one():
@@ -149,18 +151,6 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
         assert len(quorums) >= 2 and not a.seen_of(m.AbandonGeneration)
 
 
-def test_a_newcomer_heals_and_takes_part():
-    def waits(rank: Rank, step: int) -> None:
-        if step == 4:
-            newcomer.extend(made.group("b", steps=10, together=2))
-
-    newcomer: list[Rank] = []
-    with job(min_replicas=1) as made:
-        a = made.group("a", steps=10, together=2, at=waits)[0]
-        assert a.join().error is None and newcomer[0].join().error is None
-        assert newcomer[0].seen_of(m.LoadState) and min(newcomer[0].weights) > 4
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
     """The word of who sent it goes with the sums of the step in which it heals; its own would go with those of the next one."""
@@ -181,6 +171,8 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
         ranks = made.group("a", steps=10, together=2, size=size, at=comes, able=waits)
         assert [rank.join().error for rank in ranks] == [None] * size
         assert [rank.join().error for rank in newcomers] == [None] * size
+        for rank in newcomers:
+            assert rank.seen_of(m.LoadState) and min(rank.weights) > 4
         for rank in ranks:
             gave = [len(who) for _, members, who in rank.commits if members == 2]
             assert gave[:2] == [1, 2], "zeros once, and no step more"
@@ -244,14 +236,6 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
         assert stranger.thread.is_alive() and stranger.manager.status().phase is Phase.ASKING
         assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
-
-
-def test_baby_groups_do_the_same():
-    with job(min_replicas=2) as made:
-        ranks = [made.group(name, steps=3, group=ProcessGroupBabyGloo)[0] for name in "ab"]
-        for rank in ranks:
-            rank.join()
-            assert [size for _, size, _ in rank.commits] == [2] * 3
 
 
 def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
@@ -351,18 +335,9 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
     caplog.set_level("INFO", "pharos")
     state = {"step": 5, "commit_id": "c", "commit_quorum_id": 3, "ledger": {"position": 5 * SLOT}}
     with job(min_replicas=1) as made:
-        config = ReplicaGroupConfig(
-            name="a",
-            group_rank=0,
-            world_size=1,
-            lighthouse=made.lighthouse,
-            host="127.0.0.1",
-            access=Access(),
-            times=m.Times(),
-        )
         manager = Manager(
             ProcessGroupGloo(),
-            config,
+            group_config("a", made.lighthouse),
             ManagerOptions(slot_size=SLOT, dies_with_group=False),
             restore=lambda: manager.load_state_dict(to_checkpoint(state)),
         )
@@ -387,15 +362,6 @@ def test_a_generation_that_does_not_end_holds_up_no_close():
         assert a.join().error is None  # its last word is the manager's close
         closed.set()
         assert a.manager.group.reaper.wait(LIMIT_S) and ends == [True]
-
-
-def test_who_has_closed_leaves_nothing_on_parameters_that_live_on():
-    """The process may join again, with the same model: hooks of each manager before would keep its scratch, twice the gradients."""
-    with job(min_replicas=1) as made:
-        a = made.group("a", steps=2)[0]
-        assert a.join().error is None
-    hooks = [parameter._post_accumulate_grad_hooks for parameter in a.model.parameters()]  # type: ignore[attr-defined]
-    assert len(hooks) > 0 and not any(hooks)
 
 
 # ------------------------------------------------------------------------------------------------ weights that went wrong

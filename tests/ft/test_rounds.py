@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import threading
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from ft.config import Schedule
 from ft.fragment_gradients import FragmentGradients
 from ft.protocol.messages import name_of
 from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import cut
 from ft.semi_sync_manager import SemiSyncManager
-from ft.sync_schedule import Schedule
 from tests.ft.groups import LIMIT_S
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
 from training.checkpoint import ModelState
@@ -238,13 +238,8 @@ def test_a_checkpoint_between_two_rounds_is_refused():
 def test_weights_alone_are_a_beginning():
     """Of a run that never stepped by itself: outer and local weights begin from them."""
     model = Blocks()
-    manager: Any = SimpleNamespace(
-        gradients=FragmentGradients(),
-        attach=lambda parts: None,
-        register=lambda *state: None,
-        begin_step=lambda until: DataAssignment(0, ()),
-        slot_size=4,
-    )
+    manager = Mock(gradients=FragmentGradients(), slot_size=4)
+    manager.begin_step.return_value = DataAssignment(0, ())
     rounds = SemiSyncManager(manager, Schedule(4, fragments=2), nesterov)
     rounds.attach([model])
     given = {name: torch.randn_like(value) for name, value in model.state_dict().items()}

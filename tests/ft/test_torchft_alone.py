@@ -18,7 +18,7 @@ from ft.compat import manager as torchft_manager
 from ft.compat.manager import ReportingWork
 from ft.manager import Stopped
 from ft.process_groups.base import GroupWork
-from tests.ft.torchft_groups import LIMIT_S, Group, job
+from tests.ft.torchft_groups import LIMIT_S, Group
 
 A = 4.0  # the gradient
 
@@ -203,15 +203,6 @@ def test_a_future_that_never_fails(alone: Group):
     bad.set_exception(RuntimeError("broken"))
     assert wrapped.wait() == -1 and "broken" in str(alone.manager.errored())
     assert wrap(Future(), default=-1, timeout=timedelta(seconds=0)).wait() == -1
-
-
-def test_a_quorum_that_does_not_come_in_time():
-    with job(min_replicas=2) as made:
-        group = Group("a", A, 0, made.lighthouse.address())
-        group.train()
-        with pytest.raises(Stopped, match=r"no quorum: none within 0\.[12]"):
-            group.manager.start_quorum(timeout=timedelta(seconds=0.2))
-        group.manager.shutdown()
 
 
 def test_what_changes_nothing_is_said_once(

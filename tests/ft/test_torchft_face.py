@@ -40,8 +40,8 @@ def test_the_gradient_is_the_mean_and_the_states_are_one():
         torch.nn.utils.clip_grad_value_(group.ddp.parameters(), 8.0)
 
     with job(min_replicas=2) as made:
-        a = made.group("a", A, 6, body=body, start=100.0)
-        b = made.group("b", B, 6, body=body, start=-1.0)
+        a = made.group("a", A, 6, body=body, initial=100.0)
+        b = made.group("b", B, 6, body=body, initial=-1.0)
         made.join()
         assert seen["a"] == seen["b"] and seen["a"][0] == A, "the first holds the state, so the other gave nothing"
         assert seen["a"][2:] == [mean(A, B)] * 4  # it says that it has healed in the first tail that it can
@@ -83,7 +83,7 @@ def test_a_newcomer_takes_the_state_and_gives_from_then_on():
     with job() as made:
         a = made.group("a", A, FOR_EVER, body=follows)
         assert reached.wait(LIMIT_S)
-        b = made.group("b", B, FOR_EVER, body=follows, start=-7.0)
+        b = made.group("b", B, FOR_EVER, body=follows, initial=-7.0)
         made.join()
         assert a.refused == b.refused == []
         assert min(b.weights) > 4 and b.bodies[0] == min(b.weights), "no body on a state that is half there"
@@ -104,7 +104,7 @@ def test_a_group_waits_for_its_state_and_the_others_for_the_group():
         group.backward()
 
     with job(min_replicas=2) as made:
-        groups = [made.group(name, 1.0, 3, body=body, at=at, start=100.0 + place) for place, name in enumerate("ab")]
+        groups = [made.group(name, 1.0, 3, body=body, at=at, initial=100.0 + place) for place, name in enumerate("ab")]
         made.join()
         for group in groups:
             assert group.bodies == [1, 2, 3] and group.refused == []

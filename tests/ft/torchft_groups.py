@@ -7,8 +7,8 @@ tells whose gradients were in it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
-from ft.manager import GroupEnded
+from ft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from ft.protocol import messages as m
-from tests.ft.groups import Wrapped, kill_server
-
-LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
+from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, Wrapped, run_job
 
 
 class Sum(nn.Module):
@@ -36,7 +33,7 @@ class Sum(nn.Module):
 
 
 @dataclass
-class Group:
+class Group(Trained):
     """`body`: forward and backward, all between zero_grad and step. `at`: called before each step."""
 
     name: str
@@ -45,7 +42,7 @@ class Group:
     lighthouse: str
     body: Callable[[Group], None] = lambda group: group.backward()
     at: Callable[[Group], None] = lambda group: None
-    start: float = 0.0  # of the weights
+    initial: float = 0.0  # of the weights
     arguments: dict[str, Any] = field(default_factory=dict)
     wrap: bool = True  # in DistributedDataParallel
 
@@ -55,29 +52,15 @@ class Group:
     bodies: list[int] = field(default_factory=list)  # the step that each was for
     refused: list[int] = field(default_factory=list)  # steps that should_commit was False for
     events: list[m.Event] = field(default_factory=list)  # of the machine
-    error: BaseException | None = None
 
-    def run(self) -> None:
-        try:
-            self.train()
-        except GroupEnded as error:
-            self.error = error
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            if hasattr(self, "manager"):
-                self.manager.shutdown()
+    def stop(self) -> None:
+        self.manager.shutdown()
 
     def backward(self) -> None:
         self.ddp(self.value)["loss"].backward()
 
-    def kill(self) -> None:
-        """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
-        kill_server(self.manager.core)
-
     def train(self) -> None:
-        self.model = Sum(self.start)
+        self.model = Sum(self.initial)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
         self.manager = Manager(
             pg=ProcessGroupGloo(),
@@ -123,31 +106,18 @@ class Late(Wrapped):
 
 
 def fetch_late(group: Group, event: threading.Event) -> None:
-    healer = group.manager.core.healer
+    healer = group.core.healer
     healer.transport = Late(healer.transport, event)  # type: ignore[assignment]
 
 
-class Job:
-    def __init__(self, lighthouse: LighthouseServer) -> None:
-        self.lighthouse = lighthouse
-        self.groups: list[Group] = []
-        self.threads: list[threading.Thread] = []
-
+class Job(GroupsOfJob[Group]):
     def group(self, name: str, value: float, steps: int, **more: Any) -> Group:
         """Started."""
-        group = Group(name, value, steps, self.lighthouse.address(), **more)
-        thread = threading.Thread(target=group.run, name=name, daemon=True)
-        self.groups.append(group)
-        self.threads.append(thread)
-        thread.start()
-        return group
+        return self.start(Group(name, value, steps, self.lighthouse, **more))
 
     def join(self) -> None:
         """Until all have ended. Whoever made the same step has the same weights, to the bit, and counts the same batches."""
-        for group, thread in zip(self.groups, self.threads, strict=True):
-            thread.join(LIMIT_S)
-            assert not thread.is_alive(), f"{group.name} hangs in step {group.manager.current_step() + 1}"
-            assert group.error is None or isinstance(group.error, GroupEnded), group.error
+        super().join()
         for one in self.groups:
             for other in self.groups:
                 for step in one.weights.keys() & other.weights.keys():
@@ -165,15 +135,5 @@ def moves(group: Group) -> dict[int, float]:
     return found
 
 
-@contextmanager
-def job(min_replicas: int = 1, **more: Any) -> Iterator[Job]:
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas, **more)
-    made = Job(lighthouse)
-    try:
-        yield made
-        made.join()
-    finally:
-        for group in made.groups:
-            if hasattr(group, "manager"):
-                group.manager.shutdown()
-        lighthouse.shutdown()
+def job(min_replicas: int = 1, **more: Any) -> AbstractContextManager[Job]:
+    return run_job(Job, min_replicas, **more)

@@ -152,7 +152,7 @@ class TakesStateWhenTold(Step):
 
     def _on_healed(self, outcome: m.Outcome, now_s: float) -> None:
         super()._on_healed(outcome, now_s)
-        if self._healing.open and self._healing.open.agreed:
+        if self._heal and self._heal.agreed:
             self._take_state()
 
 
