@@ -6,6 +6,7 @@ A part is a section of an update and its items, in the order in which static/sta
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ft.dashboard.history import LANES, History
@@ -87,7 +88,7 @@ class Told:
 
     def _of_history(self, since: int, until: int) -> Parts:
         history = self._history
-        lists = {"points": history.points, "sizes": history.sizes, "events": history.events}
+        lists: dict[str, Iterable[Any]] = {"points": history.points, "sizes": history.sizes, "events": history.events}
         return {name: [x.to_json() for x in them if since < x.changed <= until] for name, them in lists.items()}
 
 
