@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_logits_never_exist_as_a_whole(loss: Any) -> None:
     assert whole.elements == B * T * V
     assert chunks.elements == max(V * C, 4 * V, B * T * C)  # the gradient of the weight is the largest
     assert look.elements == max(4 * V, B * T * C, V * C)
+
+
+def test_one_chunks_logits_and_their_gradient_are_freed_before_the_next_ones_are_made() -> None:
+    h, weight, labels = batch()
+    alive = list[weakref.ref[Tensor]]()
+
+    class Births(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.shape[-1:] == (V,) and len(x) != C]
+            if func.overloadpacket is torch.ops.aten.mm and made:  # the next chunk's logits
+                assert not [x for x in alive if x() is not None]
+            alive.extend(map(weakref.ref, made))
+            return result
+
+    with Births():
+        at_head(chunk_tokens=4)(h, weight, labels)
+    assert alive
 
 
 def test_no_gradient_is_made_that_nobody_wants() -> None:
