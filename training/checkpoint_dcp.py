@@ -201,7 +201,7 @@ class _DigestingFileSystem(FileSystem):
         name = Path(path).name
         try:
             with Path(path).open(mode) as raw:
-                stream = _DigestingStream(raw, self._aside)
+                stream = DigestingStream(raw, self._aside)
                 yield stream
                 self.records[name] = stream.digest.record(name)
         except OSError as error:
@@ -216,7 +216,7 @@ class _DigestingFileSystem(FileSystem):
         self.records[name] = replace(record, name=name)
 
 
-class _DigestingStream:
+class DigestingStream:
     """The part of a binary file that DCP uses."""
 
     def __init__(self, raw: IO[bytes], aside: ThreadPoolExecutor) -> None:

@@ -293,7 +293,7 @@ class Lighthouse:
         if roster.word_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._generation is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
-        decision = decide(self._view(now_s))
+        decision = decide(self.view(now_s))
         self.reason = decision.reason
         if decision.must_restore:
             self._emit(m.MustRestore(decision.must_restore, self._settled))
@@ -315,14 +315,14 @@ class Lighthouse:
 
     def _call_back(self, now_s: float) -> None:
         """Lets in who sits out where there is no quorum without; those whose heals failed only when it is clear that nobody else comes."""
-        roster, view, least = self.roster, self._view(now_s), self.config.min_replicas
+        roster, view, least = self.roster, self.view(now_s), self.config.min_replicas
         alone = view.healthy < least and view.waited_s >= view.join_timeout_s
         if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
             self._evaluate(now_s)
         elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
             self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
-    def _view(self, now_s: float) -> QuorumView:
+    def view(self, now_s: float) -> QuorumView:
         view = self.roster.view(now_s)
         view.settled = self._settled
         view.min_replicas = self.config.min_replicas

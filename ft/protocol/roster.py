@@ -88,7 +88,7 @@ class Roster:
         self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
         self.word_until_s = -math.inf  # an operator has said that others may take over: until then
-        self._order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
+        self.order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._healthy: dict[str, None] = {}
         self._reachable: dict[str, None] = {}
         self.candidates: OrderedDict[str, Member] = OrderedDict()  # this and the next two: in the order of their calls
@@ -124,7 +124,7 @@ class Roster:
     def place(self, replica_id: str) -> None:
         """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
         peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
-        alive = peer is not None and replica_id in self._order and not sits and replica_id not in self.odd
+        alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.odd
         theirs = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
         _keep(self._healthy, replica_id, counts)
@@ -146,13 +146,13 @@ class Roster:
 
     def see(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
         """A word of it has come: it is alive."""
-        back = replica_id not in self._order
+        back = replica_id not in self.order
         peer = self.peers.get(replica_id)
         if peer is None:
             peer = self.peers[replica_id] = Peer(kind, now_s)
         peer.seen_s = now_s
-        self._order[replica_id] = None
-        self._order.move_to_end(replica_id)
+        self.order[replica_id] = None
+        self.order.move_to_end(replica_id)
         if back:
             self.place(replica_id)
         return peer
@@ -162,7 +162,7 @@ class Roster:
         self.odd.pop(replica_id, None)
         if peer:
             peer.call = None
-            if replica_id not in self._order:
+            if replica_id not in self.order:
                 del self.peers[replica_id]
             self.place(replica_id)
 
@@ -172,7 +172,7 @@ class Roster:
         claim = self.claims.get(name)
         if peer and claim and claim.replica_id == replica_id:
             claim.seen_s = peer.seen_s
-        for kept in (self._order, self.sitting, self.odd):
+        for kept in (self.order, self.sitting, self.odd):
             kept.pop(replica_id, None)
         self._pardon(replica_id)
         if self.live.get(name) == replica_id:
@@ -185,7 +185,7 @@ class Roster:
     def mark_unhealthy(self, replica_id: str) -> None:
         """Unhealthy until it beats again."""
         if peer := self.peers.get(replica_id):
-            del self._order[replica_id]
+            del self.order[replica_id]
             self._pardon(replica_id)
             if peer.call is None:
                 del self.peers[replica_id]
@@ -317,8 +317,8 @@ class Roster:
         """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
         they were parted from are gone, or where it is `early` that they are wanted; or, of those whose heals failed, where nobody else is
         there, or `unhealed` says that they are wanted. True: there is one."""
-        here = {m.process_of(i) for i in self._order}
-        there = [i for i in self._order if i not in self.sitting]
+        here = {m.process_of(i) for i in self.order}
+        there = [i for i in self.order if i not in self.sitting]
         let_in = []
         for replica_id, (until_s, parted) in self.sitting.items():
             wanted = early or parted.isdisjoint(here) if parted else unhealed or not there
@@ -376,7 +376,7 @@ class Roster:
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Healthy ids of which nothing was heard for so long."""
         silent = []
-        for replica_id in self._order:
+        for replica_id in self.order:
             if now_s - self.peers[replica_id].seen_s < timeout_s:
                 break
             silent.append(replica_id)

@@ -64,7 +64,7 @@ class Job:
         self._lighthouse(m.StreamOpened(group.machine.replica_id))
         for rank in group.ranks:
             self._group(group, m.RankStream(rank.group_rank, True))
-            self.queue.append((self._rank, rank, m.Begin()))
+            self.queue.append((self.rank_event, rank, m.Begin()))
         return group
 
     def kill(self, name: str) -> None:
@@ -76,7 +76,7 @@ class Job:
     def steps(self, limit: int) -> None:
         self.limit = limit
         for rank in self.ranks():
-            self.queue.append((self._rank, rank, m.Begin()))
+            self.queue.append((self.rank_event, rank, m.Begin()))
         self.settle()
 
     def settle(self) -> None:
@@ -94,7 +94,7 @@ class Job:
     def heal(self) -> None:
         rank, part = self.heals.pop(0)
         rank.fetched = self.offers[part.quorum_id, part.sources[0].replica_rank, rank.group_rank]
-        self._rank(rank, m.HealEnded(part.quorum_id, True, rank.fetched[0]))
+        self.rank_event(rank, m.HealEnded(part.quorum_id, True, rank.fetched[0]))
 
     def tick(self, seconds: float) -> None:
         for _ in range(round(seconds * 10)):
@@ -103,7 +103,7 @@ class Job:
                 self._lighthouse(m.Beat(group.machine.replica_id))
                 self._group(group, m.BeatAnswered(self.now_s))
                 for rank in group.ranks:
-                    self._rank(rank, m.Tick())
+                    self.rank_event(rank, m.Tick())
             self._lighthouse(m.Tick())
             self.settle()
 
@@ -154,17 +154,17 @@ class Job:
             elif isinstance(effect, m.EndGroup):
                 raise AssertionError(effect.reason)
             elif isinstance(effect, m.AnswerRank):
-                self.queue.append((self._rank, rank, effect.part))
+                self.queue.append((self.rank_event, rank, effect.part))
             elif isinstance(effect, m.AnswerVote):
-                self.queue.append((self._rank, rank, effect.outcome))
+                self.queue.append((self.rank_event, rank, effect.outcome))
             elif isinstance(effect, m.NotifyRank):
-                self.queue.append((self._rank, rank, effect.notice))
+                self.queue.append((self.rank_event, rank, effect.notice))
             elif isinstance(effect, m.RestoreRank):
-                self.queue.append((self._rank, rank, m.WantsRestore(effect.settled)))
+                self.queue.append((self.rank_event, rank, m.WantsRestore(effect.settled)))
             elif isinstance(effect, m.FailRank):
                 raise AssertionError(effect.reason)
 
-    def _rank(self, rank: Rank, event: m.Event) -> None:
+    def rank_event(self, rank: Rank, event: m.Event) -> None:
         if isinstance(event, m.Begin) and rank.machine.step >= self.limit:
             return
         if isinstance(event, m.Reduced):
@@ -185,13 +185,13 @@ class Job:
             self.offers[part.quorum_id, part.replica_rank, rank.group_rank] = offer
         if part.heal:
             self.heals.append((rank, part))
-        self.queue.append((self._rank, rank, m.Configured(part.quorum_id, True)))
+        self.queue.append((self.rank_event, rank, m.Configured(part.quorum_id, True)))
 
     def _do_Compute(self, rank: Rank, effect: m.Compute) -> None:  # noqa: N802
         rank.computed.append(effect.slots)
         able = not self.useless & set(effect.slots)
         computed = m.Computed(tuple(10.0 for _ in effect.slots), 25.0, able)
-        self.queue.append((self._rank, rank, computed))
+        self.queue.append((self.rank_event, rank, computed))
 
     def _do_LaunchTail(self, rank: Rank, effect: m.LaunchTail) -> None:  # noqa: N802
         key = (effect.quorum_id, effect.step, effect.attempt, rank.group_rank)
@@ -204,19 +204,19 @@ class Job:
             total = tuple(sum(values) for values in zip(*(launch.tail for _, launch in column.values()), strict=True))
             for other, launch in column.values():
                 reduced = m.Reduced(launch.quorum_id, launch.attempt, launch.step, total)
-                self.queue.append((self._rank, other, reduced))
+                self.queue.append((self.rank_event, other, reduced))
 
     def _do_InterruptCollectives(self, rank: Rank, effect: m.InterruptCollectives) -> None:  # noqa: N802
         step = rank.machine
         failed = m.ReduceFailed(effect.quorum_id, step.at[1], step.at[2], effect.reason)
-        self.queue.append((self._rank, rank, failed))
+        self.queue.append((self.rank_event, rank, failed))
 
     def _do_CommitStep(self, rank: Rank, effect: m.CommitStep) -> None:  # noqa: N802
         sums = rank.held.pop(effect.step) if effect.held else rank.sums
         assert sums is not None
         rank.weights = hashlib.sha256(f"{rank.weights} {sums.tail[:-1]}".encode()).hexdigest()
         rank.commits.append(effect)
-        self.queue.append((self._rank, rank, m.Begin()))
+        self.queue.append((self.rank_event, rank, m.Begin()))
 
     def _do_HoldSums(self, rank: Rank, effect: m.HoldSums) -> None:  # noqa: N802
         assert rank.sums is not None
@@ -235,7 +235,7 @@ class Job:
     def _do_LoadCheckpoint(self, rank: Rank, effect: m.LoadCheckpoint) -> None:  # noqa: N802
         rank.weights = "initial"
         self.loads[m.name_of(rank.group.machine.replica_id)] += 1
-        self.queue.append((self._rank, rank, m.Restored(None)))
+        self.queue.append((self.rank_event, rank, m.Restored(None)))
 
     def _do_GiveUp(self, rank: Rank, effect: m.GiveUp) -> None:  # noqa: N802
         replica_id = rank.group.machine.replica_id

@@ -136,7 +136,7 @@ def test_the_only_holder_of_the_state_leaves_once_another_one_has_it(steps_betwe
         job.start(name)
     job.steps(5 + steps_between)
     b = job.groups["b"].ranks[0]
-    job._rank(b, m.Leaving())
+    job.rank_event(b, m.Leaving())
     job.steps(12)
     assert b.machine.step < 12 and not any(commit.leave for commit in b.commits), (
         "no more than two steps wait for those who heal"

@@ -22,8 +22,8 @@ from tests.simulator.cluster import Machines
 class NoMajority(Lighthouse):
     """Rule 5 is gone: less than half of the healthy groups may go on."""
 
-    def _view(self, now_s: float) -> QuorumView:
-        view = super()._view(now_s)
+    def view(self, now_s: float) -> QuorumView:
+        view = super().view(now_s)
         return replace(view, healthy=min(view.healthy, max(1, 2 * len(view.candidates) - 1)))
 
 
@@ -46,7 +46,7 @@ class EmptyShrink(Lighthouse):
     """The peer's: anybody may ask for a shrink, and the callers are counted before it, so that it may leave nobody."""
 
     def _evaluate(self, now_s: float) -> None:
-        view = self._view(now_s)
+        view = self.view(now_s)
         asked = any(member.shrink_only for member in view.candidates.values())
         enough = len(view.candidates) >= max(view.min_replicas, view.healthy // 2 + 1)
         if asked and enough and view.previous and not view.present:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.checkpoint_job import Job
-from training.checkpoint_dcp import _DigestingStream
+from training.checkpoint_dcp import DigestingStream
 
 _OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.rmdir"})
 
@@ -64,9 +64,9 @@ def kill_at(instant: int, folder: Path) -> None:
         if event == "os.remove" or (event in _OPERATIONS and str(folder) in str(args[0])):
             one_more()
 
-    write, writes = _DigestingStream.write, 0
+    write, writes = DigestingStream.write, 0
 
-    def watched_write(self: _DigestingStream, data: Any) -> int:
+    def watched_write(self: DigestingStream, data: Any) -> int:
         nonlocal writes
         writes += 1
         if writes % 200:
@@ -77,7 +77,7 @@ def kill_at(instant: int, folder: Path) -> None:
         one_more()
         return write(self, view[len(view) // 2 :])
 
-    _DigestingStream.write = watched_write  # type: ignore[method-assign]
+    DigestingStream.write = watched_write  # type: ignore[method-assign]
     sys.addaudithook(watch)
 
 

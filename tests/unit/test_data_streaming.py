@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -141,8 +140,8 @@ def test_a_stream_has_no_positions() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
-    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
-    monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     pytest.importorskip("datasets")
     (tmp_path / "data").mkdir()
     others = set(multiprocessing.active_children())  # another test's, for the whole session
