@@ -130,9 +130,8 @@ def _differences(config: Config, before: Document, world_size: int | None) -> It
     other_model = saved.get("model.name", config.model.name) != config.model.name
     old = {**_flat(type(config)(model=type(config.model)())), **saved}
     batch = old[BATCH]
-    if (
-        config.training.global_batch_size == -1 and batch != -1
-    ):  # what it came to when the run began; how it is cut may change
+    # -1: saved as what it came to when the run began; how it is cut may change
+    if config.training.global_batch_size == -1 and batch != -1:
         for key in (BATCH, "training.local_batch_size"):
             now.pop(key)
             saved.pop(key, None)

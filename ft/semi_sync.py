@@ -42,8 +42,8 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradients(self) -> list[Tensor]:
-        """This group's contribution to the mean, of the form of its shards: the way back from the local weights to the outer ones; without
-        an outer optimizer the local weights themselves."""
+        """This group's contribution to the mean, one tensor for each local shard: outer minus local weights; without an outer optimizer the
+        local weights themselves."""
         local = _shards(self.local)
         if self._optimizer is None:
             return [shard.clone() for shard in local]
@@ -51,8 +51,8 @@ class Fragment:
 
     @torch.no_grad()
     def step(self, means: Sequence[Tensor]) -> None:
-        """The outer step: `means` of all groups' pseudo-gradients, by parameter. Afterwards the local weights are the outer ones, but for
-        alpha of what they were."""
+        """The outer step: `means` of all groups' pseudo-gradients, by parameter. Afterwards local = (1 - alpha) * outer + alpha * what it
+        was."""
         local, outer = _shards(self.local), _shards(self.outer)
         went = [shard.clone() for shard in local] if self._alpha else []
         if self._optimizer is None:

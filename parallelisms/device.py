@@ -29,13 +29,10 @@ class Differences:
     least_loss_chunk: int = 0
     adds_products_in_fp32: bool = False  # a product of bf16 matrices is added to an fp32 one within its own kernel
     has_allocator: bool = False  # of torch's own, with counters, and a history that can be dumped
-    queues_work: bool = (
-        False  # an operation returns before it is computed: a measurement waits, and the host's thread is free
-    )
-    probe: tuple[int, torch.dtype] = (
-        256,
-        torch.float32,
-    )  # rows and dtype of the matrices by which tools/cluster measures speed
+    # an operation returns before it is computed: a measurement waits, and the host's thread is free
+    queues_work: bool = False
+    # rows and dtype of the matrices by which tools/cluster measures speed
+    probe: tuple[int, torch.dtype] = (256, torch.float32)
     largest_message: int = 1 << 20  # bytes, by which it measures links: eight ranks on a laptop keep within 500 MB
     words: str = "on CPUs"  # where ranks are, in a sentence
 

@@ -26,8 +26,7 @@ def apply_fsdp(
 ) -> None:
     """Communication groups: the embedding, every fsdp_blocks_per_group blocks, [norm + output], and the root for what is left.
 
-    Gradients come out as the plain sum over ranks: no division here, whoever commits the step divides once, by the global count of
-    valid tokens.
+    Gradients come out as the plain sum over ranks: training/optimizer.py divides once, by the global number of valid tokens.
     """
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)

@@ -1,7 +1,8 @@
 """Checkpoints: when the run is saved, and from which of them it goes on; model and optimizer as flat dictionaries under full names.
 
 Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_dcp.py moves states to files and back,
-checkpoint_files.py makes files appear at once or not at all. Nothing here knows fault tolerance: its ledger is one more state."""
+checkpoint_files.py makes files appear at once or not at all. Of fault tolerance it knows the writer's lease alone; the
+ledger is one more state."""
 
 from __future__ import annotations
 
@@ -111,8 +112,8 @@ class CheckpointConfig:
 class Checkpointer:
     """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one. Guarantees: a kill at
     any instant leaves the last published checkpoint whole, and the next start finds it; damaged ones are not loaded (while verify_digests
-    holds); a run that has checkpoints never begins from nothing unasked; all ranks raise alike. "model" must be among the states, as
-    exports and seeds hold it. Every method is called by all ranks."""
+    holds); a run that has checkpoints never begins from nothing unasked; all ranks raise the same error. `states` must
+    contain "model", which exports and seeds save. Every method is called by all ranks."""
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class Checkpointer:
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`claim`: others have the same folder, of whom one saves at a time; so what lies about is cleared away by the one that saves, and
-        not by one that loads. `in_thread`: starts work that nobody waits for. `on_stage`: is told before a save makes its folder ("begin"),
+        """`claim`: set where several groups share the folder: one saves at a time, and only that one removes leftovers, not one that
+        loads. `in_thread`: starts work that nobody waits for. `on_stage`: is told before a save makes its folder ("begin"),
         writes its files ("write") and gives them their name ("publish"); of the first and the last on rank 0."""
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
@@ -333,7 +334,7 @@ class Checkpointer:
             files.publish(self.folder, manifest, claim.name)
         except OSError as error:
             files.discard(self.folder, step, claim.name)
-            with suppress(OSError):  # what is unwell may not say which group saves by now, either
+            with suppress(OSError):  # failing storage may not be able to tell which group is the writer, either
                 if is_late():
                     return None
             good = files.newest(self.folder, but=self._damaged)

@@ -63,15 +63,15 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). Not `settled`: a group
-    saved it that went while it waited for others, who may have another history of this step."""
+    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). `settled` False: saved
+    by a group that was stopped while it waited for others, whose history of this step may differ."""
 
     step: int
     kind: str
     states: tuple[str, ...]
     world_size: int
     torch: str
-    config_digest: str
+    config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     settled: bool = True
 

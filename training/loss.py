@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, as a sum: whoever commits the step divides by the global count of valid tokens."""
+"""Next-token cross-entropy, as a sum: training/optimizer.py divides once, by the global number of valid tokens."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ class OptimizerStep:
         )
 
     def take(self, step: int, divisor: float) -> tuple[float, float]:
-        """The step that follows `step` others; gradients are sums over `divisor` tokens. Returns the norm of their mean and the learning
-        rate. Nothing moves where the norm is not finite, or `divisor` is 0."""
+        """Applies one optimizer step, after `step` others, to gradients that are sums over `divisor` tokens. Returns the norm of their
+        mean and the learning rate. Changes nothing where the norm is not finite, or `divisor` is 0."""
         with self._progress.phase("reduce"):
             grad_norm = gradient_norm(self._parameters).cpu().item()  # it decides what comes next
         if not (math.isfinite(grad_norm) and divisor):

@@ -162,9 +162,8 @@ class TensorPayload:
         start, end = self.manifest.span(chunk)
         view = bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         if (memory := self.direct(chunk, chunk)) is not None:
-            np.copyto(
-                np.asarray(view), np.asarray(memory)
-            )  # without the interpreter's lock, and without torch's threads
+            # without the interpreter's lock, and without torch's threads
+            np.copyto(np.asarray(view), np.asarray(memory))
             return view
         place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         pieces = self.manifest.pieces(start, end)

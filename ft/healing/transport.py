@@ -75,8 +75,8 @@ class StateSource:
     address: str
 
 
-# bytes received and verified, of how many; called from the transport's threads
 Sources = Sequence[StateSource]
+# called with (verified bytes, total bytes) from the transport's threads
 Progress = Callable[[int, int], None] | None
 
 

@@ -1,4 +1,4 @@
-"""Groups in a child process: whatever torch, a driver or a peer does to the child, this process only ever has to kill it.
+"""Process groups in a child process: a collective that hangs cannot be cancelled, but the child can be killed.
 
 The operations are those of gloo.py and nccl.py, started in the child by the same code. Tensors lie in memory that both map (shared.py). The
 child says when an operation has ended, physically; then the work and its future end here. To give up is to kill: the kernel closes its

@@ -43,8 +43,8 @@ from ft.protocol.messages import Shape
 
 # torch's own timeouts are off: nobody waits for them, and a pending operation ends when its sockets are shut or its process is killed.
 NEVER = timedelta(days=365)
-GRACE_S = 0.5  # past rendezvous_s, for who builds to say itself what is missing
-MOST_ENDING = 4  # generations that were given up and have not ended
+GRACE_S = 0.5  # past rendezvous_s, so that the thread that forms can report what is missing
+MOST_ENDING = 4  # abandoned generations that are still shutting down
 log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------ operations

@@ -200,10 +200,8 @@ class ForkServer:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
         try:
-            with (
-                theirs,
-                unsignalled(),
-            ):  # it is killed with its generation, or when this process ends, and by nobody else
+            # unsignalled: it is killed with its generation, or when this process ends, and by nobody else
+            with theirs, unsignalled():
                 self._process = process = subprocess.Popen(
                     [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
                     pass_fds=[descriptor],

@@ -130,10 +130,11 @@ STRANDED = Stranded(MOST_STRANDED)  # of this process
 
 
 class GlooEngine:
-    """Woken in an order that leaves hardly anybody behind. When a connection ends, gloo fails what waits for it, but forgets a send that it
-    could not write and a message that it has read half of: whoever waits for one waits until the backstop. So its connections are held
-    under descriptors of our own, and first only our end hears no more; what it has heard it still answers, and nothing that it writes
-    fails. Then a receive that nobody sends to runs out of time, at which gloo fails all that still waits. Only then the peers see the end.
+    """A native gloo group, ended in an order that leaves hardly any thread stuck. When a connection ends, gloo fails the operations that
+    wait for it, but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So
+    connections are held under descriptors of our own, and end in three steps: 1. the read side is shut: gloo still answers what it has
+    read, and no write fails; 2. a receive without a sender times out, at which gloo fails all pending work; 3. the connections are closed,
+    and peers see the end.
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
 

@@ -115,9 +115,8 @@ class SharedPoolOwner:
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
-        count = (
-            tensor.numel() * tensor.element_size()
-        )  # rounded up to a power of two, or whole MiB: buffers are kept by size
+        # rounded up to a power of two, or whole MiB: buffers are kept by size
+        count = tensor.numel() * tensor.element_size()
         size = (
             -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << max(0, count - 1).bit_length())
         )

@@ -5,8 +5,8 @@ is enough.
 Where the rules leave a choice:
 - The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
   job that was taken over, a lie) heals. So the line of quorums is the history, and a quorum carries the state that it chose.
-- "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and take it to its
-  grave; the others go on from the step before, which is what they all hold.
+- "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and then die; the
+  others go on from the step before, which is what they all hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door to the data: [training] in, a `Dataset` out, which gives one loader per split; the rest of training/data is behind it."""
+"""The entry point of the data: [training] in, a `Dataset` out, which gives one loader per split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Batches of the slots that a step was dealt, read ahead of the step. Owns no order and no position.
+"""Loads the batches of a step, ahead of it. A slot is one group's batch of a step, named by the position of its first sequence. Owns no
+order and no position.
 
 Letters: B local batch size, T seq_len."""
 

@@ -1,9 +1,9 @@
 """The endless order of training sequences: position -> tokens, a pure function, for any rank in any order.
 
-Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, back to back: a line of N tokens. It is cut
-into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets one
-further on. The last (N - 1) % seq_len tokens of a line are left out, other ones in each epoch. Their turn comes not in that order but in
-strides, so that a batch is spread over the epoch (`stride`)."""
+Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, concatenated to a stream of N tokens. It is
+cut into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets one
+further on. The last (N - 1) % seq_len tokens of the stream are left out, other ones in each epoch. Sequences are visited with a
+fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
 
 def stride(count: int) -> int:
     """The step from one sequence to the next in an epoch of `count`: about 0.618 of it, and coprime, so each has its turn. Neighbours in
-    the epoch's line are often pieces of one document, and a batch of them says one thing eight times: the small Llama of configs/llama.toml
+    the epoch's stream are often pieces of one document, so a batch of them is highly correlated: the small Llama of configs/llama.toml
     stood at 2.3 nats per token around step 750, and stands at 1.4 since a batch is spread evenly over the epoch (Fibonacci hashing: Knuth,
     The Art of Computer Programming, volume 3, 6.4)."""
     wanted = max(1, round(count * (math.sqrt(5) - 1) / 2))
