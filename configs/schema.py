@@ -66,9 +66,8 @@ class Config:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     comm: CommConfig = field(default_factory=CommConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
-    origin: Origin = field(
-        default_factory=Origin, compare=False, repr=False
-    )  # not a section: where the settings were written
+    # not a section: where the settings were written
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
 
     @property
     def run_folder(self) -> Path:

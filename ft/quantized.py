@@ -66,9 +66,8 @@ class CollectiveQueue:
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
         self._rank, self._ranks = group.rank(), group.size()
-        self._lock = (
-            threading.Lock()
-        )  # around the start of an exchange: a group that is given up forms anew, for others
+        # around the start of an exchange: a group that is given up forms anew, for others
+        self._lock = threading.Lock()
         self._error: Exception | None = None  # the first one: what comes later fails with it
         self._tasks: queue.SimpleQueue[tuple[GroupWork, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())

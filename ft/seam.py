@@ -40,9 +40,8 @@ class Commit:
     contributors: tuple[int, ...]  # replica ranks
     mean_loss: float  # nats per token, the same in every group
     quorum_size: int
-    slots: tuple[
-        tuple[int, str], ...
-    ]  # what went in, and whose gradients: slot and replica id, "solo" where there are no groups
+    # what went in, and whose gradients: slot and replica id, "solo" where there are no groups
+    slots: tuple[tuple[int, str], ...]
     holes: tuple[int, ...]  # slots that were dealt and have yet to be trained on, all of them
 
 

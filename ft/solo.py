@@ -27,9 +27,8 @@ class SoloManager:
         self.left, self.writes, self.confirmed_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = (
-            StepTotals  # the sums of one group are the sums
-        )
+        # the sums of one group are the sums
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         if name in self._registered:

@@ -70,9 +70,8 @@ class Head(nn.Linear):
     """The output projection [V, C]. Called with labels it gives the loss, so that the logits need not exist as a whole, and so that
     whoever shards the weight has it gathered exactly while the loss is computed."""
 
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = (
-        None  # hidden [B, T, C], weight [V, C], labels [B, T] -> sum
-    )
+    # hidden [B, T, C], weight [V, C], labels [B, T] -> sum
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:  # [B, T, C]
         if labels is None:

@@ -104,9 +104,8 @@ class Saver:
     def write(self, *, last: bool = False, settled: bool = True) -> None:
         """Raises CheckpointFailed and OSError."""
         self._sync()  # a checkpoint of a step whose figures a power cut has taken would miss them for ever
-        if (
-            last or not settled or self._manager.left
-        ):  # there is no next try: this one makes up for one that failed in the background
+        # there is no next try: this one makes up for one that failed in the background
+        if last or not settled or self._manager.left:
             with suppress(CheckpointFailed, OSError):
                 self._checkpointer.wait()
         self._checkpointer.save(self._manager.step, last=last, settled=settled)

@@ -238,9 +238,8 @@ class GlooEngine:
 def _fail_all(native: dist.ProcessGroup) -> None:
     """Whatever waits in this group of gloo's. A receive that times out is how gloo is told to."""
     for peer in range(native.size()):
-        with suppress(
-            RuntimeError
-        ):  # that nothing has come; or that this connection has ended, and another one has to serve
+        # that nothing has come; or that this connection has ended, and another one has to serve
+        with suppress(RuntimeError):
             if peer != native.rank():
                 native.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
 

@@ -54,9 +54,8 @@ class Group:
         self._returns = 0
         self._away = False  # lost, and not all ranks have asked since: no stream is open
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
-        self._called_s = self._answered_s = (
-            now_s  # the newest question's first try, and when the last answered beat was sent
-        )
+        # the newest question's first try, and when the last answered beat was sent
+        self._called_s = self._answered_s = now_s
         self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
         self._metadata: dict[int, str] = {}

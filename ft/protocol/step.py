@@ -58,9 +58,8 @@ class StepConfig:
     every_step: bool = False  # a quorum before each step, as torchft does
     heal_backlog: int = 2  # steps that may be held while the state arrives
     heal_grace_s: float = 30.0
-    zeros_wait: bool = (
-        False  # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
-    )
+    # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
+    zeros_wait: bool = False
     max_failures: int | None = None  # failed attempts in a row that are allowed; None: any number
     skip_unable: bool = False  # a slot that was unable too often is skipped, and does not end the job
     init_sync: bool = False  # initial states differ between groups: at step 0 all heal from one
@@ -505,9 +504,8 @@ class Step:
             self.settled = self.step
             self._out.append(m.Settled(self.step))
         self.step += 1
-        contributions = ",".join(
-            [str(round(count)) for count in tail.tokens]
-        )  # equal ones on an equal state: equal weights
+        # equal ones on an equal state: equal weights
+        contributions = ",".join([str(round(count)) for count in tail.tokens])
         text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
