@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 class LocalStep(NamedTuple):
     """This group's own part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
-    `step` others. `taken`: the gradients' norm and the learning rate, where the group has stepped by itself."""
+    `step` others. `taken`: norm and learning rate of the group's own optimizer step, with a semi_sync_method alone."""
 
     tokens_per_slot: list[float]  # valid ones
     loss_sum: float  # nats
@@ -164,7 +164,7 @@ class Run(Components):
         if commit is None:
             self.optimizer.zero_grad()
             return False
-        step = self.manager.step  # may be more than the deal's and one, where a group has healed since then
+        step = self.manager.step  # may exceed deal.step + 1, if this group has healed meanwhile
         grad_norm, lr = local.taken or self.optimizer_step.take(step - 1, commit.divisor)
         if not isfinite(grad_norm):
             raise self.nonfinite(local)

@@ -229,8 +229,8 @@ class Gradients:
 
     def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
         """Sends what has not gone yet, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.
-        zeros: so do all; what has gone is gone, and the tail is to say that it does not count. Returns at once. Raises RuntimeError for
-        gradients that cannot be summed, or that are lost (keep=False)."""
+        zeros: every parameter does. Buckets that were sent stay sent, so the tail must say that this contribution does not count. Returns
+        at once. Raises RuntimeError for gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
             attempt, step = self._attempt, self._step
             assert attempt is not None, "open comes first"
@@ -281,8 +281,8 @@ class Gradients:
         return tuple(on_host(attempt.tail).tolist())  # the host decides by it what comes next
 
     def give_up(self) -> Callable[[], None]:
-        """The attempt is none. Returns what gives its memory back, to be called when nothing writes to it any more. The originals stay, if
-        they are kept."""
+        """Abandons the attempt. Returns a callable that gives its memory back, for when nothing writes to it any more. Kept gradients
+        stay."""
         with self._lock:
             attempt, self._attempt, step = self._attempt, None, self._step
             if attempt is None:

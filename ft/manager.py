@@ -294,8 +294,8 @@ class Manager:
     def reduce(
         self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
-        """Returns when all sums have arrived, in whichever generation: a death meanwhile costs time, and no step. `kept`: another attempt
-        would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
+        """Returns when all sums have arrived. If a group dies meanwhile, a new generation repeats them; no step is lost. `kept`: another
+        attempt would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
         turn = self._turn
         if isinstance(turn, m.Compute | m.LaunchTail):
             assert self.part is not None
@@ -638,7 +638,7 @@ class Manager:
         finally:
             telemetry.stands = NOWHERE
         telemetry.waits.append(time.monotonic() - began_s)
-        # What it takes when nobody is late is the reduction's own; only beyond that others were waited for.
+        # The shortest recent wait counts as the reduction itself; only the excess is time spent waiting for other groups.
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
         return m.Reduced(*attempt, tail)
 
@@ -687,7 +687,7 @@ class Manager:
         self._attempt = None
 
     def _fence(self, effect: m.Fence) -> None:
-        """Takes as long as readers may and a copy takes: that is reported, for all others wait for this group, which does not hang."""
+        """May block up to 2 heal_grace_s (readers, then a copy). Reported, so that the lighthouse does not take this group for hung."""
         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
             self.healer.fence()
 

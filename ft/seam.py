@@ -108,14 +108,14 @@ class Seam(Protocol):
         ...
 
     def last_pass(self, slot: int) -> AbstractContextManager[None]:
-        """Around the last backward of each slot, in the order of the deal: what it completes may go out while it still runs. The gradients
-        that it leaves are the manager's until `commit`; those of the next slot's backwards may be added to them, or begin anew."""
+        """Wraps the last backward of each slot, in the order of the deal: finished gradients are reduced while it runs. Until `commit`
+        .grad is the manager's; backwards of the next slot may add to it, or start from None."""
         ...
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
-        """Settles who takes part, then what this group trains on. The same answer until `commit`. No slots: nothing is to be computed,
-        what others have summed is to be applied. After a try that did not hold: those that are still to be computed; the gradients of the
-        others are kept. until: this group leaves with the commit of that step, whenever it comes to it."""
+        """Joins the quorum if one is due, and returns this group's slots; the same ones until `commit`. No slots: nothing is to be
+        computed, and the sums of others are to be applied. After an attempt that failed: the slots that are still to be computed; the
+        gradients of the others are kept. until: this group leaves with the commit of that step, whenever it comes to it."""
         ...
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:

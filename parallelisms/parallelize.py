@@ -1,5 +1,5 @@
-"""THE ORDER in which a model becomes a parallel program: split into stages, cut the matrices, cut the sequence, checkpoint
-activations, compile each block, shard, take memory, draw the initial values.
+"""THE ORDER in which a model becomes a parallel program: pipeline split, loss head, float8, tensor parallel, context
+parallel, activation checkpoints, compile, master dtype, FSDP, materialise, initial values.
 
 `parallelize` always returns the same thing, so the training loop never asks how the model is laid out.
 """

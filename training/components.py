@@ -53,7 +53,7 @@ TRACES = (
 class Components:
     """The parts of one start of a run on one rank, made from the top down; train.Run is the loop over them."""
 
-    HEALED: tuple[str, ...] = ("model", "optimizer")  # of the states, what a group must receive to equal the others
+    HEALED: tuple[str, ...] = ("model", "optimizer")  # states that a healing group receives
 
     def __init__(
         self, config: Config, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
@@ -139,7 +139,7 @@ class Components:
     def build_manager(self) -> None:
         """The manager that decides whether a step holds."""
         config, settings, world = self.config, self.config.fault_tolerance, self.world
-        # A rank may wait for another one that is in either of these.
+        # Longer than a sum between groups and than the forming of a group: a peer rank may be in either.
         longest_s = max(settings.collective_s, config.comm.init_timeout_seconds)
         hosts = host_group(world, timeout_s=longest_s + BACKSTOP_S) if settings.enable else None
         manager = open_manager(
@@ -161,7 +161,7 @@ class Components:
         self.signals.when_asked_to_stop(self.manager.want_to_leave)
 
     def resume(self) -> None:
-        """Metrics and checkpoints, and the step that is gone on from."""
+        """Opens metrics and checkpoints, and loads the state to resume from."""
         config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
         first = self.world.global_rank == 0
         if first:
@@ -178,7 +178,7 @@ class Components:
         states: dict[str, Stateful] = {
             **self.weights(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
-            "ledger": self.manager,
+            "ledger": self.manager,  # step, commit ids and ledger of the data; the key is the checkpoint format's
             "meter": self.meter,
             "data": DataState(self.data),
             "loader": self.loader,
@@ -208,11 +208,15 @@ class Components:
             tell=self.report_storage if first else lambda words: None,
             say=self.log.info,
         )
-        self.exported = self.checkpointer.exported_step() or 0  # a finished run may hold nothing else of its end
+        self.exported = (
+            self.checkpointer.exported_step() or 0
+        )  # a finished run may have kept its exported weights alone
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
         healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
-        if not (finished or healed):  # healed, or see `restore`
+        if not (
+            finished or healed
+        ):  # with replica groups another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)

@@ -67,7 +67,9 @@ class LRSchedulerConfig:
 
 
 def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
-    """One optimizer over all parts. Its state tensors are sharded as the parameters are."""
+    """One optimizer over all parts. Its state tensors are sharded as the parameters are.
+
+    Another optimizer: a name in OptimizerConfig, a class here and the arguments that it takes; its state must be per parameter."""
     named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
     rule = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
     return rule(

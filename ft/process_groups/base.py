@@ -510,8 +510,8 @@ class ProcessGroup(Collectives):
             then()
 
     def interrupt(self, reason: str, quorum_id: int | None = None) -> None:
-        """Wakes who waits, as `abandon` does, but leaves the generation to its owner, who knows what its buffers are good for and is to
-        abandon it. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
+        """Wakes all waits, as `abandon` does, but keeps the generation: its owner, which knows the use of its buffers, must still call
+        `abandon`. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
         is still to be configured or long gone; None: whatever there is."""
         with self._state:
             group_init, generation = self._forming, self._generation

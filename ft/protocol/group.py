@@ -67,9 +67,9 @@ class Group:
         self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
         self._lighthouse_says = ""  # why it lets this group wait
-        self._round: dict[int, RankCall] = {}  # of the calls that were asked, those answered last: by self.quorum, or
-        self._restores: int | None = None  # ... by the word to load a checkpoint, for this step was settled
-        self._goes = False  # ... or by the word to go
+        self._round: dict[int, RankCall] = {}  # the calls that were answered last: with self.quorum, unless one of
+        self._restores: int | None = None  # ... these two is set: load a checkpoint, of this settled step; or
+        self._goes = False  # ... leave
         self._answered_as = ""  # the id that they were answered under
         self._votes: dict[Ballot, dict[int, Vote]] = {}
         self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome

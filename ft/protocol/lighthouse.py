@@ -110,7 +110,7 @@ class Lighthouse:
 
     @property
     def _highest_id(self) -> int:
-        """That may have been given out: there may have been quorums of which no member is left to tell, or has yet to wake."""
+        """Upper bound of the ids ever issued; after a lost state file there may have been quorums of which no member can tell."""
         return self._last_id + (LEAP if self._forgot and self._last_id else 0)
 
     def __contains__(self, replica_id: str) -> bool:

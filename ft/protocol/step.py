@@ -7,27 +7,26 @@
                            VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
-A healing group passes through the same phases with zeros; its commits are held
-until its state has arrived, and when too many are held it waits (AWAITING). All ranks of a group pass through the same phases,
-since each branch depends on an answer of the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the
-forward and backward are finished, and the vote is no.
+A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
+heal_backlog steps kept it waits (AWAITING). All ranks of a group pass through the same phases, since each branch depends on an answer of
+the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are finished, and
+the vote is no.
 
 Choices that the rules leave open:
-- A group marks a slot that it cannot use by UNABLE, so all ledgers count alike, also those that were not there before. It has one sum for
-  all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
+- A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also a newly healed group's. It has
+  one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
 - With slots_per_step the slots of a group that died are dealt to the others in the same step. They compute what was added, and no more.
-- A deal is made when its quorum is answered, or at the commit before, unless that commit's tail announced a change. So the holders of a
-  state hold the same deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
+- Slots are dealt when the quorum is answered, or already at the commit before if no change was announced in its tail. So the holders of a
+  state hold one deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
 - commit_id depends on the tokens per slot alone: whole numbers, exact in fp32. The last bits of the loss depend on its place in the
   bucket, which differs between the ranks of a group.
 - Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
   One rank of each group sees the difference; it reports it as the `blame` of a commit vote that is yes, and its group's outcome tells all
   ranks. The step holds: the steps before it were summed with the same wrong weights. A group that has healed is no witness before it has
   been compared. Of step 0 there is one state only, which is right by definition.
-- The group's word that all ranks have a healed state says nothing about when to take it: they hear it at different places in the step. So
-  each later outcome says that it was decided after that word (Outcome.healed), and the first such one is the place. Where a rank waits for
-  the word alone, all of them do. Once a rank has an open heal, it asks for no quorum before that word: else one rank might ask as void,
-  another as whole.
+- Ranks hear that all ranks of the group have the state at different points of a step. So they load it at the first outcome that the group
+  has decided afterwards (Outcome.healed), or at once where they wait for it alone, as then all do. With a heal open, a rank asks for no
+  quorum before that: else one might ask as void, another with the state.
 - A group that wants to leave while all others heal from it stays until one of them has been dealt slots, or they are gone.
 - A group without slots because it has just healed gives zeros and announces a change, to be dealt slots in the next step. A spare gives
   zeros and announces nothing: it is dealt slots when a quorum without some of the others makes room.

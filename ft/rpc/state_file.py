@@ -1,7 +1,7 @@
 """The lighthouse's memory across restarts: one JSON file that is always whole.
 
-An id that was seen must not come again. So a new id is on disk before its quorum is answered; a quorum that keeps its id (members that ask
-again at a later step) is written within a second, for all that is lost with it is how far the job has come, which members report anyway.
+Quorum ids never repeat: a new id is on disk before its quorum is answered; a quorum that keeps its id (members that ask again at a later
+step) is written within a second, for all that is lost with it is how far the job has come, which members report anyway.
 
 A disk that is full, read-only or slow stops no job: the file stands for RESERVED ids more than it says. Up to there quorums are answered
 without it, and whoever starts from the file gives out none of them (`reserved`). What such a restart has not read are the newest members:

@@ -221,7 +221,7 @@ class LoadCheckpoint(Effect):
 
 @dataclass(frozen=True)
 class Settled(Effect):
-    """No other history has another version of this step. A checkpoint that records its own history need not wait for it."""
+    """Step `step` is final: no restart yields another version of it. A checkpoint that records its own history need not wait for it."""
 
     step: int
 
