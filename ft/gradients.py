@@ -369,10 +369,9 @@ class Gradients:
         """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values if that
         failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
 
-        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then
-        `feedback`, which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of
-        integers and for a tensor some of whose elements are one in memory, RuntimeError where no attempt is open for it, or slots are
-        apart."""
+        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then `feedback`,
+        which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of integers and for a
+        tensor with overlapping memory, RuntimeError where no attempt is open for it, or slots are apart."""
         if self._apart:
             raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -381,7 +380,7 @@ class Gradients:
             raise ValueError(f"a quantised sum of a tensor of {tensor.dtype}: only of real floating point numbers")
         if torch._debug_has_internal_overlap(local_of(tensor)) == 1:  # as torch itself asks before it writes into one
             raise ValueError(
-                f"a sum of a tensor of shape {tuple(tensor.shape)}, some of whose elements are one in memory: nearest: its clone()"
+                f"a sum of a tensor of shape {tuple(tensor.shape)}, with overlapping memory: nearest: its clone()"
             )
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_pass

@@ -296,7 +296,7 @@ class Checkpointer:
         try:
             partial = self._ranks.first(begin)
             if partial is None:
-                return self._log.info("checkpoint: step %d not saved: another group is to save by now", step)
+                return self._log.info("checkpoint: step %d not saved: another group is the checkpoint writer now", step)
             self._on_stage("write")
             report = SaveReport(dcp.write(states, partial, group=self._ranks.group, planner=planner))
         except OSError as error:
@@ -374,7 +374,7 @@ class Checkpointer:
             return []
         except OSError as error:  # it may hold this run's checkpoints
             why = f"checkpoint: {self.folder} cannot be read: {files.reason(error)}"
-            raise CheckpointFailed(f"{why}; nothing begins anew over it") from None
+            raise CheckpointFailed(f"{why}; refusing to start a new run over it") from None
         return files.list_steps(self.folder)
 
     def _load_own(self, steps: Sequence[int]) -> int:
@@ -398,7 +398,7 @@ class Checkpointer:
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
             rest = "set another load_step" if wanted >= 0 else "rename it to begin from nothing"
-            raise CheckpointFailed(f"checkpoint: none in {self.folder} that could be used is whole ({listed}); {rest}")
+            raise CheckpointFailed(f"checkpoint: none in {self.folder} that could be used is intact ({listed}); {rest}")
         # There is no full checkpoint. The weights alone are a beginning only as the seed.
         if candidates[-1] != 0 or (wanted < 0 and len(steps) > 1):
             newest = candidates[0]
@@ -463,7 +463,7 @@ class Checkpointer:
         everywhere = set.intersection(*ranks.gather(fit.unknown))  # a rank may hold a part of the model only
         # once each: ranks that hold parts of one tensor say the same of it
         misfits = list(dict.fromkeys(misfit for listed in ranks.gather(fit.misfits) for misfit in listed))
-        misfits += [f"{name} is there and not here" for name in sorted(everywhere)]
+        misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
             request = initial or f'checkpoint.folder = "{config.folder}": {path}'

@@ -288,7 +288,7 @@ def _begin(names: Iterable[str], part: str) -> bool:
 def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:
     """Why the checkpoint's `saved` cannot go into `value`; "" if it can."""
     if saved is None:
-        return f"{name} is here and not there"
+        return f"{name} is in this run but not in the checkpoint"
     if not isinstance(value, torch.Tensor) or not isinstance(saved, TensorStorageMetadata):
         return ""
     if saved.size != value.size():

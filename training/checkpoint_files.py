@@ -91,7 +91,7 @@ class Manifest:
             if body["format"] != FORMAT:
                 raise Damaged(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
             if body.pop("checksum") != checksum(body):
-                raise Damaged(f"{MANIFEST}: its checksum does not fit")
+                raise Damaged(f"{MANIFEST}: checksum mismatch")
             files = tuple(
                 FileRecord(file["name"], file["size_bytes"], tuple(file["digests"])) for file in body["files"]
             )

@@ -149,11 +149,13 @@ class StateManifest:
                     f"the header's tensors have {manifest.total_bytes} bytes, of {MAX_TOTAL_BYTES} at most"
                 )
             if manifest.encode() != data:
-                raise FormatError("the header is not what its own contents would be written as")
+                raise FormatError("the header is not in canonical form")
         except FormatError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise FormatError(f"the header is no JSON of ours: {str(error)[:200] or type(error).__name__}") from None
+            raise FormatError(
+                f"the header is not valid JSON of this format: {str(error)[:200] or type(error).__name__}"
+            ) from None
         return manifest
 
 

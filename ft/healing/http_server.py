@@ -69,7 +69,7 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
         raise BadRequest(400, "no HTTP request")
     fields = {field[1].lower(): field[2] for field in found if field}
     if len(fields) != len(found):
-        raise BadRequest(400, "a field stands twice")
+        raise BadRequest(400, "duplicate header field")
     if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
         raise BadRequest(413, "a request has no body here")
     if not access.permits(fields.items()):

@@ -148,7 +148,7 @@ class SourceConnection:
         while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows belongs into tensors
             head += self.read(1)
             if len(head) > MAX_HEAD_BYTES:
-                raise SourceFailed("no end of its reply's head")
+                raise SourceFailed("the head of its reply is too long")
         status, length = parse_reply(head)
         if status in (200, 206):
             return length
@@ -184,7 +184,7 @@ class SourceConnection:
         seal = self.read(SEAL_BYTES)
         self._seal = self._seal or seal
         if not hmac.compare_digest(self._seal, seal):
-            raise SourceFailed("its offer is another than the one it began with")
+            raise SourceFailed("the source changed its offer during the transfer")
 
     def hang_up(self, why: str) -> None:
         self.ended = self.ended or why
@@ -320,7 +320,7 @@ class HttpFetch:
                 self._header = header
                 self._open = set(range(self._body.manifest.chunks))
             elif header != self._header:
-                raise SourceFailed("its state is another than the first source's")
+                raise SourceFailed("its header differs from the first source's")
             return self._body
 
     def _compare(self, source: StateSource, digests: bytes) -> None:

@@ -143,7 +143,7 @@ class PgFetch:
         if damaged:
             raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {ROUNDS} times")
         if self._receive(SEAL_BYTES) != seal:
-            raise RuntimeError("its offer is another than the one it began with")
+            raise RuntimeError("the source changed its offer during the transfer")
         with contextlib.suppress(RuntimeError):  # a courtesy: all is verified
             self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, self._tag).wait()
         return self._into.values_of(manifest)

@@ -191,7 +191,7 @@ class Rendezvous:
         """Returns each member's word under that name, by rank, once all have spoken. Raises RendezvousFailed."""
         if self.store.compare_set(f"{name}/{self.rank}", "", mine).decode() != mine:
             raise RendezvousFailed(
-                f"rank {self.rank} is in this store already: each generation needs a prefix of its own, each member a rank"
+                f"rank {self.rank} has already joined under this prefix: use a new prefix for each generation and a rank for each member"
             )
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         try:

@@ -342,7 +342,7 @@ def test_a_source_that_offers_anew_under_the_same_number(world: World):
         commit(group)
         source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
 
-    with pytest.raises(HealFailed, match="its offer is another than the one it began with"):
+    with pytest.raises(HealFailed, match="the source changed its offer during the transfer"):
         heal(world.transport("j"), joiner, source, progress=progress)
     assert not joiner.loaded
 

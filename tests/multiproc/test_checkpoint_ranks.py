@@ -165,7 +165,9 @@ def test_model_parts_are_joined_by_name(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_stages, tmp_path)
     assert pool.run(1, load_stages, tmp_path, [range(4)]) == [3]
     assert pool.run(2, load_stages, tmp_path, [range(3), range(3, 4)]) == [3, 3]
-    with pytest.raises(AssertionError, match=r"ValueError: .*model\.layers\.3\.bias is there and not here"):
+    with pytest.raises(
+        AssertionError, match=r"ValueError: .*model\.layers\.3\.bias is in the checkpoint but not in this run"
+    ):
         pool.run(2, load_stages, tmp_path, [range(2), range(1, 3)])
 
 
@@ -179,7 +181,7 @@ def load_with_more_on_the_last_rank(folder: Path) -> str:
 
 def test_what_does_not_fit_one_rank_is_refused_by_all(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_stages, tmp_path)
-    line = "model.weight is here and not there"
+    line = "model.weight is in this run but not in the checkpoint"
     assert pool.run(2, load_with_more_on_the_last_rank, tmp_path) == [line] * 2
 
 

@@ -244,8 +244,8 @@ def refusal(folder: Path, parallelism: ParallelismConfig, vocab_size: int, n_lay
 @pytest.mark.parametrize(
     ("vocab_size", "n_layers", "names", "said"),
     [
-        (61, 1, ("1.attention.wk", "1.attention.wo", "1.attention.wq"), "is there and not here"),
-        (61, 3, ("2.attention_norm", "2.attention.wq", "2.attention.wk"), "is here and not there"),
+        (61, 1, ("1.attention.wk", "1.attention.wo", "1.attention.wq"), "is in the checkpoint but not in this run"),
+        (61, 3, ("2.attention_norm", "2.attention.wq", "2.attention.wk"), "is in this run but not in the checkpoint"),
         (60, 2, (), "[61, 32] there and [60, 32] here"),
     ],
 )
@@ -280,6 +280,6 @@ def test_a_stream_is_taken_up_by_as_many_data_parallel_ranks_in_any_layout(pool:
     for layout in (LAYOUTS["fsdp2"], LAYOUTS["fsdp2 tp2"]):
         for dp_rank, place in pool.run(ranks_of(layout), load_place, tmp_path, layout):
             assert place == f"record {dp_rank}"
-    text = "loader.rank 0 of 4 is here and not there; loader.rank 1 of 4 is here and not there; "
+    text = "loader.rank 0 of 4 is in this run but not in the checkpoint; loader.rank 1 of 4 is in this run but not in the checkpoint; "
     for _, place in pool.run(4, load_place, tmp_path, LAYOUTS["hsdp4"]):
         assert place.startswith(text)

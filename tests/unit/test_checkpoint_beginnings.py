@@ -179,5 +179,7 @@ def test_a_folder_that_storage_does_not_show_now_is_not_taken_for_an_empty_one(
 
     monkeypatch.setattr(os, "scandir", stale)
     monkeypatch.setattr(os, "listdir", stale)
-    with pytest.raises(CheckpointFailed, match=r"cannot be read: Stale file handle .*; nothing begins anew over it$"):
+    with pytest.raises(
+        CheckpointFailed, match=r"cannot be read: Stale file handle .*; refusing to start a new run over it$"
+    ):
         Job(tmp_path).checkpointer.load()

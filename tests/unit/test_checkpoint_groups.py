@@ -41,7 +41,7 @@ def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path):
     b.at["publish"] = lambda: a.checkpointer.save(4)
     b.checkpointer.save(6)
     assert steps_in(tmp_path) == [2, 4, 6] and names(tmp_path) == ["step-2", "step-4", "step-6"]
-    assert a.log.infos[-1] == "checkpoint: step 4 not saved: another group is to save by now"
+    assert a.log.infos[-1] == "checkpoint: step 4 not saved: another group is the checkpoint writer now"
     resumed = Job(tmp_path)
     assert resumed.checkpointer.load() == 6 and same(resumed.everything(), b.everything())
 

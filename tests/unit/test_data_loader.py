@@ -126,10 +126,10 @@ def test_a_later_load_abandons_the_earlier_one() -> None:
         next(earlier)
         later = loader.load([0, 4])
         assert [batch.positions for batch in later] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-        with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+        with pytest.raises(RuntimeError, match=r"^stale iterator: "):
             next(earlier)
         unread = loader.load([0])
-    with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+    with pytest.raises(RuntimeError, match=r"^stale iterator: "):
         next(unread)
 
 
@@ -188,7 +188,7 @@ def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
                 for number in LAUNCHER_SIGNALS:  # a scheduler's, for the rank
                     os.kill(pid, number)
         assert flat(working.load([8, 12])) == flat(loader.load([8, 12]))
-        with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+        with pytest.raises(RuntimeError, match=r"^stale iterator: "):
             next(abandoned)
         with pytest.raises(RuntimeError, match=r"^reading training data failed: .*AssertionError") as caught:
             next(working.load([-8]))

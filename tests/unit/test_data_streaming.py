@@ -115,7 +115,7 @@ def test_a_later_load_and_close_abandon_the_earlier() -> None:
     later = loader.load([8])
     loader.close()
     for batches in (earlier, later):
-        with pytest.raises(RuntimeError, match=r"^these batches were abandoned: "):
+        with pytest.raises(RuntimeError, match=r"^stale iterator: "):
             next(batches)
 
 

@@ -93,7 +93,7 @@ class BatchSource(ABC):
 
     def _take(self, run: int, read: Callable[[], Batch]) -> Batch:
         if run != self._run:
-            raise RuntimeError("these batches were abandoned: the loader was closed, or asked for others since")
+            raise RuntimeError("stale iterator: the loader was closed, or load() was called again")
         try:
             batch = read()
         except StopIteration:
