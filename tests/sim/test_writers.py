@@ -176,7 +176,7 @@ class Bug(NamedTuple):
 BUGS = (
     Bug(finishes_without_a_look, 0, "has finished, and step"),
     Bug(tries_no_more, 135, "a save was due"),
-    Bug(makes_up_for_nobody, 38, "a save was due"),
+    Bug(makes_up_for_nobody, 56, "a save was due"),
     Bug(names_it_before_its_manifest, 3, "is torn"),
     Bug(makes_room_first, 5, "is gone"),
     Bug(drops_rows, 45, "steps are committed"),

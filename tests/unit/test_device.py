@@ -82,9 +82,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Files outside parallelisms/device.py and ft/device.py that ask for a kind of device, how often, and why there.
 ELSEWHERE = {
     "models/ops.py": (2, "knows of torch alone: a CPU or not"),
-    "training/checkpoint_dcp.py": (2, "whether a copy comes from elsewhere than host memory, whatever device that is"),
+    "configs/check.py": (2, "which settings are CUDA's alone"),
     "tools/explain/memory.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
-    "tools/explain/report.py": (4, "advice about GPUs, in words"),
+    "tools/explain/report.py": (3, "advice about GPUs, in words"),
     "tools/explain/command.py": (2, "the values of --device"),
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/capture.py": (1, "whether memory can be read as Python's, whatever device it is"),
