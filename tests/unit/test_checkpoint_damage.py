@@ -39,7 +39,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped manifest": (lambda p: flip_a_bit(p / "checkpoint/step-4/manifest.json"), r"manifest\.json: "),
     "changed manifest": (
         lambda p: change_manifest(p / "checkpoint/step-4/manifest.json"),
-        r"manifest\.json: its checksum",
+        r"manifest\.json: checksum mismatch",
     ),
     "empty folder": (
         lambda p: [f.rename(p / f.name) for f in (p / "checkpoint/step-4").iterdir()],
@@ -125,7 +125,7 @@ def test_where_none_is_whole_the_run_does_not_begin_from_nothing(tmp_path: Path)
     flip_a_bit(data_file(tmp_path, 2))
     data_file(tmp_path, 4).unlink()
     with pytest.raises(
-        CheckpointFailed, match=r"none .* is whole \(step 4: __0_0.distcp: missing; step 2: __0_0.distcp: by"
+        CheckpointFailed, match=r"none .* is intact \(step 4: __0_0.distcp: missing; step 2: __0_0.distcp: by"
     ):
         Job(tmp_path).checkpointer.load()
 
