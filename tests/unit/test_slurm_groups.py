@@ -55,6 +55,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_r
     program(tmp_path / "srun", "echo $*")
     step = SlurmStep("1", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 1, nodes)
     step.start()
+    assert step.process and step.process.wait(30) == 0
     step.end()
     assert "--nodes=2 " in (words := (tmp_path / "log").read_text()) and "--nodelist=n4,n5 " in words
     assert step.env["RDZV_ENDPOINT"].startswith("10.0.0.4:") and step.env["NNODES"] == "2"
