@@ -1,4 +1,4 @@
-"""What a drilled job can have of its own (Linux, root), so that it can be taken away: a network namespace for each group, joined by one
+"""Machines of a drilled job (Linux, root), parts of which can be taken away: a network namespace for each group, joined by one
 bridge, whose cables can be cut; and disks that can be full, one for the run, one for what belongs to its groups and its lighthouse.
 """
 

@@ -48,7 +48,7 @@ def until(
     what: str, holds: Callable[[], T], limit_s: float, *, look: Callable[[], object] = int,
     failure: Callable[[str], Exception] = Failed, poll_s: float = POLL_S,
 ) -> T:  # fmt: skip
-    """What `holds` gives once that is true; `look` is called before each time, and may raise. Raises `failure` where it takes too long."""
+    """Waits until `holds` gives a true value; `look` is called before each try, and may raise. Raises `failure` where it is late."""
     end_s = time.monotonic() + limit_s
     while True:
         look()
@@ -83,7 +83,7 @@ def memory_bytes(field: str, pid: int | str = "self") -> int:
 
 
 def reset_peak() -> int:
-    """What this process holds now, from which on its peak is counted (Linux; proc(5), clear_refs)."""
+    """Returns the memory that this process holds now, and counts its peak from here on (Linux; proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return memory_bytes("VmRSS")
 
@@ -181,7 +181,7 @@ def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Those of metrics.jsonl; a line that is not whole yet, or never will be, is none."""
+    """Rows of metrics.jsonl; a line that is not whole yet, or never will be, is none."""
     journal = run / "metrics.jsonl"
     lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -189,7 +189,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class DiaryLine:
-    """Of ft/recording.py; of replica.py from `digest` on: `weight` is that of all, and nan where they differ."""
+    """A line of ft/recording.py; of replica.py from `digest` on: `weight` is that of all, and nan where they differ."""
 
     event: str
     at_s: float

@@ -155,7 +155,7 @@ def serve(member: object, ready: Any = None) -> None:
 
 
 def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 0) -> dict[str, list[T]]:
-    """What each side gives, one a round, after `warm` rounds that do not count. Every other runs backwards: nobody is always first."""
+    """Answers of each side, one a round, after `warm` rounds that do not count. Every other runs backwards: nobody is always first."""
     given: dict[str, list[T]] = {name: [] for name in sides}
     for index in range(warm + rounds):
         for name in list(sides)[:: -1 if index % 2 else 1]:

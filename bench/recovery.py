@@ -226,8 +226,8 @@ def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides
 
 
 @dataclass
-class Storm:
-    """What came of a time of kills. Steps and lost ones are of that time."""
+class StormCase:
+    """Outcome of a time of kills. Steps and lost ones are of that time."""
 
     steps: int
     kills: int
@@ -249,7 +249,7 @@ class Storm:
 Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups those that a kill may take
 
 
-def stormy(side: JobSide, options: argparse.Namespace, groups: int, victims: Victims) -> Storm:
+def stormy(side: JobSide, options: argparse.Namespace, groups: int, victims: Victims) -> StormCase:
     draw, kills = random.Random(options.seed), 0
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
         job.start()
@@ -266,7 +266,7 @@ def stormy(side: JobSide, options: argparse.Namespace, groups: int, victims: Vic
         job.steps(STEADY, groups)
         ends, seconds = job.finish(), time.monotonic() - began_s
     commits = sorted(line.at_s for group in job.groups for line in group.since(began_s, "commit"))
-    return Storm(steps, kills, lost, seconds, ends, job.groups, max(b - a for a, b in pairwise(commits)))
+    return StormCase(steps, kills, lost, seconds, ends, job.groups, max(b - a for a, b in pairwise(commits)))
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:

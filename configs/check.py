@@ -124,7 +124,7 @@ def _compiled_blocks(config: Config) -> bool:
 
 
 def _layouts(config: Config, device_type: str) -> Iterator[str]:
-    """What the layout asks of the sequence, of other techniques, and of the device."""
+    """Checks that the sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     # Ranks have as many tokens each: of context parallelism in one piece or two, of tensor parallelism in between blocks

@@ -76,7 +76,7 @@ class _Attempt:
 
 @dataclass
 class _StepState:
-    """What all attempts of one step share."""
+    """State that all attempts of one step share."""
 
     kept: dict[int, Tensor] = field(default_factory=dict)  # gradients, by number
     is_kept: bool = False  # they are all there: a launch had them

@@ -94,7 +94,7 @@ class ManagerOptions(StepConfig):
 
 @dataclass(frozen=True)
 class ManagerStatus:
-    """Where a manager is, at one moment: for logs, and for tests."""
+    """State of a manager at one moment: for logs, and for tests."""
 
     phase: Phase
     step: int  # of the machine's state, VOID where it has none; the trainer's, `Manager.step`, may be behind by held steps

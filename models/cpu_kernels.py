@@ -25,7 +25,7 @@ def _row_blocks(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-class CausalAttention(Function):
+class BlockedCausalAttention(Function):
     """Exact attention by blocks of queries. The backward computes the probabilities again.
 
     The scores leave the product rounded to q's dtype, as in any unfused attention; their softmax is in fp32. Heads that
@@ -114,7 +114,7 @@ def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
-class RMSNorm(Function):
+class BlockedRMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = weight.numel()
@@ -146,7 +146,7 @@ class RMSNorm(Function):
         return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
 
 
-class CrossEntropySum(Function):
+class BlockedCrossEntropySum(Function):
     """The gradient is made with the loss, while the row's softmax is in cache; the backward only scales it."""
 
     @staticmethod

@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Zhang and Sennrich 2019, arXiv 1910.07467.
     """
     if _in_blocks(x):
-        return cast(Tensor, cpu_kernels.RMSNorm.apply(x, weight, eps))
+        return cast(Tensor, cpu_kernels.BlockedRMSNorm.apply(x, weight, eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -61,7 +61,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D], [B, K, S, D]
     grouped = q.shape[1] != k.shape[1]
     if (t == s <= _BLOCKS_UP_TO or 1 < t < s) and _in_blocks(q):
-        out = cast(Tensor, cpu_kernels.CausalAttention.apply(q, k, v))
+        out = cast(Tensor, cpu_kernels.BlockedCausalAttention.apply(q, k, v))
     elif t == s:
         # On Hopper and Blackwell torch itself tries cuDNN's attention first, the fastest there, from cuDNN 9.15.1 on, which the wheels of
         # torch 2.11 for CUDA 13 have: check_prefer_cudnn_attention and priority_order, from line 78 of
@@ -97,7 +97,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
     """
     logits, labels = logits.flatten(0, -2), labels.flatten()  # [N, V], [N]
     if _in_blocks(logits):
-        return cast(Tensor, cpu_kernels.CrossEntropySum.apply(logits, labels, ignore_index))
+        return cast(Tensor, cpu_kernels.BlockedCrossEntropySum.apply(logits, labels, ignore_index))
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignore_index)
 
 

@@ -154,7 +154,7 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
 
 
 class RunLock:
-    """Of a run's folder: two starts at once would take each other's checkpoints for leftovers. Held from construction to `close`, or to the
+    """Locks a run's folder: two starts at once would take each other's checkpoints for leftovers. Held until `close`, or to the
     death of the process, however it dies. Raises ValueError if another has it."""
 
     def __init__(self, run_folder: Path) -> None:

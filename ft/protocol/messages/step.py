@@ -147,7 +147,7 @@ class WeightsDiffer(Effect):
 
 @dataclass(frozen=True)
 class InterruptCollectives(Effect):
-    """What waits on this generation (rendezvous, collective) is to end now, by Configured(ok=False) or ReduceFailed; compute goes on."""
+    """Every wait on this generation (rendezvous, collective) is to end now, by Configured(ok=False) or ReduceFailed; compute goes on."""
 
     quorum_id: int
     reason: str
