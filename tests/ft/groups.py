@@ -43,7 +43,7 @@ J = TypeVar("J", bound="GroupsOfJob[Any]")
 
 
 class Trained:
-    """What a thread trains. `train` makes its manager."""
+    """A rank that a thread trains. `train` makes its manager."""
 
     name: str
     manager: Any
@@ -298,6 +298,6 @@ def job(min_replicas: int = 2, **more: Any) -> AbstractContextManager[Job]:
 
 
 def group_config(name: str, lighthouse: str, **more: Any) -> ReplicaGroupConfig:
-    """Of a group of one rank, if nothing else is said."""
+    """Settings of a group, of one rank unless said otherwise."""
     alone = {"group_rank": 0, "world_size": 1, "host": "127.0.0.1", "access": Access(), "times": m.Times()}
     return ReplicaGroupConfig(name=name, lighthouse=lighthouse, **{**alone, **more})

@@ -148,7 +148,7 @@ def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
 
 
 class Unlike(Manager):
-    """Of a state with another tensor than the sources have: always, or once it is told so, for one heal."""
+    """Has a state with another tensor than the sources have: always, or once it is told so, for one heal."""
 
     def __init__(self, *what: Any, always: bool = True, **more: Any) -> None:
         super().__init__(*what, **more)

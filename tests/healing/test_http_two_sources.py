@@ -19,7 +19,7 @@ from tests.healing.states import equal, large
 
 
 def bodies(number: int, wait: Callable[[], Any]) -> Callable[[bytes], None]:
-    """What a proxy is to do: before the source hears of its stripe of that number, `wait`."""
+    """Orders of a proxy: before the source hears of its stripe of that number, `wait`."""
     asked: list[bytes] = []
 
     def hears(data: bytes) -> None:

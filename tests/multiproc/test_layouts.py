@@ -100,7 +100,7 @@ def step(case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> Callable[[Case], dict[str, Any]]:
-    """What one process computes for the model of a case."""
+    """Results of one process for the model of a case."""
     known: dict[Case, dict[str, Any]] = {}
 
     def alone(case: Case) -> dict[str, Any]:
@@ -164,7 +164,7 @@ CASES = {
 
 
 def errors(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Of the gradients, relative."""
+    """Relative error of the gradients."""
     pairs = {name: (result["gradients"][name], value) for name, value in expected["gradients"].items()}
     return {name: float((got - value).norm() / value.norm()) for name, (got, value) in pairs.items()}
 
