@@ -316,7 +316,7 @@ def test_a_prefix_serves_once():
         if number == 0:
             assert rendezvous.gather("first") == ["first"]
         else:
-            with pytest.raises(RendezvousFailed, match="in this store already"):
+            with pytest.raises(RendezvousFailed, match="rank 0 has already joined under this prefix"):
                 rendezvous.gather("second")
 
 
