@@ -11,6 +11,6 @@ use_python requirements.lock requirements-dev.lock
 # The machine's cores are shared by the ranks that tests start, so no process takes them all.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$root"
-# The first tier runs two tests at a time; everything, and what is named, one after the other.
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile
+# A tier runs two tests at a time (tests/conftest.py: those that may not); what is named, one after the other.
+[[ $# -gt 0 && "$*" != --all ]] || set -- -n 2 --dist loadfile --no-loadscope-reorder "$@"
 exec "$python" -m pytest "$@"
