@@ -21,8 +21,6 @@ import json
 import os
 import random
 import sys
-import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -33,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 import torch
 
 from bench.drill_job import DrillJob
-from bench.job import ROOT
-from bench.pairs import parser
-from bench.resume import TINY, checkpoint, checkpoint_digests, checkpoint_values, differences, logged
+from bench.resume import LOGGED, TINY, apart, asked, checkpoint, checkpoint_values, logged
+from bench.resume import compare as compare_runs
 
 INTERVAL = 20  # steps between checkpoints: one follows the last kill
 KEEP, REDUCE = "--fault_tolerance.keep_global_batch=true", "--fault_tolerance.deterministic_reduce=true"
@@ -106,53 +103,33 @@ def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequen
     with DrillJob([*argv, f"--job.name={name}-calm"], case.groups) as job:
         calm = until_saved(job, last)
     compared, differing = compare(killed, calm, last)
-    differ = f"{len(differing)} differences in all"
-    result = f"weights differ by up to {apart(killed, calm, last):.0e}, {differ}" if differing else "equal"
+    result = "equal"
+    if differing:
+        far = apart(*(checkpoint_values(checkpoint(run, last)) for run in (killed, calm)))
+        result = f"weights differ by up to {far:.0e}, {len(differing)} differences in all"
     return f"killed: {', '.join(kills)}; {last} steps", compared, result, case.equal is not bool(differing)
 
 
 def compare(one: Path, other: Path, step: int) -> tuple[str, list[str]]:
-    """The comparison of two runs at that step: names that were compared, and those that differ."""
-    runs, kinds = (one, other), ("model.", "optimizer.")
-    digests = [checkpoint_digests(checkpoint(run, step), kinds) for run in runs]
-    rows = [{s: row[1:] for s, row in logged(run).items() if s <= step} for run in runs]  # all but the loss
-    ledgers = [json.loads(checkpoint_values(checkpoint(run, step))["ledger.ledger"]) for run in runs]
-    differing = differences(*digests) + [f"logged step {s}" for s in differences(*rows)]
-    differing += [f"ledger.{key}" for key in ("position", "holes", "skipped") if ledgers[0][key] != ledgers[1][key]]
-    return f"{len(digests[0])} tensors and entries, {len(rows[0])} steps, ledger", differing
+    """The comparison of two runs at that step, but for their losses: how much was compared, and the names that differ."""
+    compared, differing = compare_runs(one, other, step, ("model.", "optimizer."), LOGGED[1:])
+    mine, others = (json.loads(checkpoint_values(checkpoint(run, step))["ledger.ledger"]) for run in (one, other))
+    differing += [f"ledger.{key}" for key in ("position", "holes", "skipped") if mine[key] != others[key]]
+    return f"{compared.replace('entries', 'tensors and entries')}, ledger", differing
 
 
-def apart(one: Path, other: Path, step: int) -> float:
-    """The largest difference of a weight."""
-    values, others = (checkpoint_values(checkpoint(run, step)) for run in (one, other))
-    weights = [name for name, value in values.items() if name.startswith("model.") and value.is_floating_point()]
-    return max((values[name] - others[name]).abs().max().item() for name in weights)
-
-
-def main(arguments: Sequence[str]) -> int:
-    flags = parser(
-        (__doc__ or "").splitlines()[0],
-        config=str(ROOT / "configs" / "llama.toml"),
-        seed=(0, "of the kills"),
-        quick=(False, "two groups, one kill, both options alone"),
-        keep=(Path, "a folder to leave the runs in"),
-        write=(Path, "a file for the table"),
-    )
-    flags.add_argument("settings", nargs="*", help="settings of the runs, after --")
-    chosen = flags.parse_args(arguments)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
+def main(argv: Sequence[str]) -> int:
     rows, right = [("options", "groups x ranks", "history", "compared", "result")], True
-    with tempfile.TemporaryDirectory(prefix="pharos-bits-") as temporary:
-        folder = chosen.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for case in QUICK if chosen.quick else CASES:
-            history, compared, result, as_it_must = prove(case, folder, chosen.config, chosen.seed, chosen.settings)
+    flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "a file for the table")}
+    with asked(__doc__ or "", argv, **flags) as (options, folder):
+        for case in QUICK if options.quick else CASES:
+            history, compared, result, as_it_must = prove(case, folder, options.config, options.seed, options.settings)
             verdict = result if as_it_must else f"WRONG: {result}"
             rows.append((case.what, f"{case.groups} x {case.ranks}", history, compared, verdict))
             print(" | ".join(rows[-1]), flush=True)
             right = right and as_it_must
-    if chosen.write and right:
-        chosen.write.write_text(page(rows), encoding="utf-8")
+    if options.write and right:
+        options.write.write_text(page(rows), encoding="utf-8")
     return 0 if right else 1
 
 

@@ -14,13 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.pairs import parser  # noqa: E402
-from training.metrics_writer import LeaderMetricsWriter  # noqa: E402
-from training.scribe import Scribe  # noqa: E402
-from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks  # noqa: E402
+from bench.pairs import parser
+from training.metrics_writer import LeaderMetricsWriter
+from training.scribe import Scribe
+from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks
 
 FIGURES = {
     "loss": 2.123456789, "grad_norm": 1.3, "lr": 3e-4, "tokens": 123456789, "tokens_per_s": 12345.6, "memory_gib": 12.3,

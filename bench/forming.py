@@ -25,11 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import Forked, memory_bytes, obey  # noqa: E402
-from bench.pairs import parser, spread, table  # noqa: E402
+from bench.job import Forked, memory_bytes, obey
+from bench.pairs import parser, spread, table
 
 KINDS = ("gloo", "baby_gloo")
 RENDEZVOUS_S = 120.0

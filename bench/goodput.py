@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -51,13 +51,7 @@ GOALS = {"restart": {4: 1.3, 100: 2.0}, "torchft": {4: 1.35, 100: 2.0}}  # ours 
 STARTUP_GOAL, CALM_GOAL = 2.0, 1.02
 
 
-@dataclass(frozen=True)
-class Way:
-    """How the job goes on after a kill."""
-
-    name: str
-    side: JobSide
-    checkpoint_s: float = 0.0
+Ways = dict[str, JobSide]  # how the job goes on after a kill
 
 
 @dataclass
@@ -142,11 +136,12 @@ class Restarts(Storm):
         return len(steps) - len(set(steps))
 
 
-def storm(way: Way, megabytes: float, options: argparse.Namespace) -> GoodputRun:
+def storm(side: JobSide, megabytes: float, options: argparse.Namespace) -> GoodputRun:
     """Raises Failed."""
     draw = random.Random(options.seed)
-    with RecoveryJob(way.side, PROCESSES, megabytes=megabytes, step_ms=options.step_ms) as job:
-        made = Restarts(job, options.startup_s, way.checkpoint_s) if way.checkpoint_s else Storm(job, options.startup_s)
+    with RecoveryJob(side, PROCESSES, megabytes=megabytes, step_ms=options.step_ms) as job:
+        restarts = side.name == "restart"
+        made = Restarts(job, options.startup_s, side.checkpoint_s) if restarts else Storm(job, options.startup_s)
         made.start()
         job.steps(STEADY, PROCESSES)
         began_s, kills, own, step = time.monotonic(), 0, 0, max(group.step for group in job.groups)
@@ -166,30 +161,24 @@ def storm(way: Way, megabytes: float, options: argparse.Namespace) -> GoodputRun
         return GoodputRun(time.monotonic() - began_s, made.tokens(step), kills, own, made.redone(began_s))
 
 
-def storms(ways: Sequence[Way], megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
+def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
     """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
-    runs: dict[str, list[GoodputRun]] = {way.name: [] for way in ways}
+    runs: dict[str, list[GoodputRun]] = {name: [] for name in ways}
     turns = list(ways)
     for _ in range(options.rounds):
-        for way in turns:
-            runs[way.name] += _turn(way, megabytes, options)
+        for name in turns:
+            try:
+                run = storm(ways[name], megabytes, options)
+                runs[name].append(run)
+            except Failed as error:
+                run = error
+            print(f"{megabytes:g} MB, {name}: {run}", file=sys.stderr)
         rates = {name: max((run.rate for run in of), default=0.0) for name, of in runs.items()}
-        best = sorted((way for way in turns if way.checkpoint_s), key=lambda way: rates[way.name], reverse=True)[:2]
-        turns = [way for way in reversed(turns) if not way.checkpoint_s or way in best]
-    due = {way.name: options.rounds if way in turns else 1 for way in ways}
-    rows = [[f"{megabytes:g} MB", way.name, *figures(runs[way.name], due[way.name])] for way in ways]
+        best = sorted((name for name in turns if ways[name].checkpoint_s), key=rates.__getitem__, reverse=True)[:2]
+        turns = [name for name in reversed(turns) if not ways[name].checkpoint_s or name in best]
+    due = {name: options.rounds if name in turns else 1 for name in ways}
+    rows = [[f"{megabytes:g} MB", name, *figures(runs[name], due[name])] for name in ways]
     return rows, verdicts(runs, megabytes, startup=options.startup_s > 0)
-
-
-def _turn(way: Way, megabytes: float, options: argparse.Namespace) -> list[GoodputRun]:
-    """One, or none where it failed."""
-    try:
-        run = storm(way, megabytes, options)
-    except Failed as error:
-        print(f"{megabytes:g} MB, {way.name}: {error}", file=sys.stderr)
-        return []
-    print(f"{megabytes:g} MB, {way.name}: {run}", file=sys.stderr)
-    return [run]
 
 
 def figures(runs: Sequence[GoodputRun], rounds: int) -> list[str]:
@@ -239,32 +228,14 @@ def calm_job(side: str) -> Iterator[list[Worker]]:
         else:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
-                env |= {
-                    "MASTER_ADDR": "localhost",
-                    "MASTER_PORT": str(free.getsockname()[1]),
-                    "WORLD_SIZE": str(PROCESSES),
-                }
+                port = str(free.getsockname()[1])
+            env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(PROCESSES)}
             places = [{"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(PROCESSES)]
         command = [sys.executable, __file__, "--worker", side, folder]
         team = [cleanup.enter_context(closing(Worker(side, command, {**env, **place}))) for place in places]
         for worker in team:
             worker.answer()
         yield team
-
-
-class CalmRank:
-    """Steps of train.py's own, on request."""
-
-    def __init__(self, step: Any) -> None:
-        self.step = step
-
-    def steps(self, count: int, rank: int = 0) -> dict[str, float]:
-        """Seconds of one."""
-        began = time.perf_counter()
-        for _ in range(count):
-            while not self.step():
-                pass
-        return {"s": (time.perf_counter() - began) / count}
 
 
 def calm_rank(side: str, folder: str) -> None:
@@ -276,17 +247,24 @@ def calm_rank(side: str, folder: str) -> None:
     from training.signals import Signals
 
     # as long as it takes, without a pause: validation and checkpoints are not in train_step
-    argv = [
-        str(ROOT / "configs" / "llama.toml"),
-        f"--job.dump_folder={folder}",
-        "--training.steps=1000000",
-        *SETTINGS[side],
-    ]
-    config, log = load(argv), Log(global_rank=launched_rank(), stream=sys.stderr)
+    settings = [f"--job.dump_folder={folder}", "--training.steps=1000000", *SETTINGS[side]]
+    config, log = (
+        load([str(ROOT / "configs" / "llama.toml"), *settings]),
+        Log(global_rank=launched_rank(), stream=sys.stderr),
+    )
     log.attach_to("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
-        rank = CalmRank(Run(config, Environment.read(os.environ), world, signals, log, cleanup).train_step)
-        serve(rank, rank.steps(1))
+        step = Run(config, Environment.read(os.environ), world, signals, log, cleanup).train_step
+
+        def steps(count: int, rank: int = 0) -> dict[str, float]:
+            """Seconds of one."""
+            began = time.perf_counter()
+            for _ in range(count):
+                while not step():
+                    pass
+            return {"s": (time.perf_counter() - began) / count}
+
+        serve(SimpleNamespace(steps=steps), steps(1))
 
 
 def calm(options: argparse.Namespace) -> list[str]:
@@ -329,11 +307,9 @@ def main(argv: Sequence[str]) -> int:
         text, heading = "\n".join(calm(options)), "Without kills"
         what = f"{machine}, {options.rounds} rounds of {options.steps} steps"
     else:
-        ways = [
-            Way("ours", JobSide("ours")),
-            *(Way(f"restart, every {s} s", JobSide("restart"), s) for s in CHECKPOINTS_S),
-        ]
-        ways += [Way("torchft", JobSide("torchft", options.peer))] if options.peer else []
+        ways = {"ours": JobSide("ours")}
+        ways |= {f"restart, every {s} s": JobSide("restart", checkpoint_s=s) for s in CHECKPOINTS_S}
+        ways |= {"torchft": JobSide("torchft", options.peer)} if options.peer else {}
         rows, said = list[list[str]](), list[str]()
         for megabytes in map(float, options.mb.split(",")):
             more, words = storms(ways, megabytes, options)

@@ -256,11 +256,12 @@ def longest_gap(diaries: Iterable[Diary], from_s: float, to_s: float = math.inf)
 
 @dataclass(frozen=True)
 class JobSide:
-    """The implementation under test: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint when one
-    dies."""
+    """The implementation under test: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint, which
+    is made every `checkpoint_s`, when one dies."""
 
     name: str
     python: str = sys.executable
+    checkpoint_s: float = 0.0
 
     def lighthouse(self, folder: Path, bind: str) -> list[str]:
         """Default times, one group is enough: a killed one must not hold the others. Empty: this side has none."""

@@ -24,11 +24,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import Forked, until  # noqa: E402
-from bench.pairs import parser  # noqa: E402
+from bench.job import Forked, until
+from bench.pairs import parser
 
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
 MOMENT_S = 0.006  # the latest moment of a kill, from the launch of the last bucket

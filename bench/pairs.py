@@ -130,15 +130,6 @@ def workers(commands: Mapping[str, Sequence[str]], **env: str) -> Iterator[list[
         yield made
 
 
-@contextmanager
-def members(program: str, count: int) -> Iterator[list[Worker]]:
-    """Processes of one side that need each other: `program --worker`, which calls `serve`. Each is named by its rank."""
-    with workers(
-        {str(rank): [sys.executable, program, "--worker"] for rank in range(count)}, OMP_NUM_THREADS="1"
-    ) as team:
-        yield team
-
-
 def ask_all(members: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
     """All at once; each is told its rank, too."""
     with ThreadPoolExecutor(len(members)) as threads:

@@ -21,7 +21,6 @@ Exit code 0 if all hold, 1 if not, 2 for bad input.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -29,11 +28,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from math import inf, isfinite
 from operator import attrgetter
 from pathlib import Path
@@ -196,7 +194,6 @@ def row(verdict: ParityVerdict) -> tuple[str, ...]:
 def main(argv: Sequence[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     options, began = _options(argv[:cut]), time.monotonic()
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     with tempfile.TemporaryDirectory(prefix="pharos-parity-") as folder:
         try:
             task = _task(options.config, argv[cut + 1 :], Path(folder))
@@ -208,25 +205,19 @@ def main(argv: Sequence[str]) -> int:
             print(f"parity: {error}", file=sys.stderr)
             return 2
         facts = _facts(task, options.ranks)
-        say("; ".join(f"{key} {value}" for key, value in facts.items()))
+        print("; ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
         with closing(Pool(max(options.ranks))) as pool:
             pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
             verdicts = list[ParityVerdict]()
-            for verdict in _run(Proof(task, pool), chosen, say):
+            for verdict in _run(Proof(task, pool), chosen):
                 verdicts.append(verdict)
                 if options.write:  # each time: what is stopped leaves what it has seen
                     options.write.write_text(_page(verdicts, facts, _end(verdicts, chosen, began)), encoding="utf-8")
     failed = [verdict for verdict in verdicts if verdict.problems]
     for verdict in failed:
-        say("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
+        print("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
     end = _end(verdicts, chosen, began)
-    if options.json:
-        records = [
-            {**dict(zip(HEAD, row(one), strict=True)), "ranks": one.case.world_size, "problems": one.problems}
-            for one in verdicts
-        ]
-        print(json.dumps({"facts": facts, "cases": records, "end": end}, indent=1))
-    say(end)
+    print(end)
     return 1 if failed else 0
 
 
@@ -244,7 +235,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
     parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
     parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=words)
-    parser.add_argument("--json", action="store_true", help="all figures to stdout, the lines to stderr")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
     return parser.parse_args(argv)
 
@@ -280,15 +270,15 @@ def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
     return Task(config.model, config.optimizer, training.seq_len, SEQUENCES, training.seed, folder)
 
 
-def _run(proof: Proof, chosen: Sequence[ParityCase], say: Callable[..., None]) -> Iterator[ParityVerdict]:
-    """Says a line for each as it is done."""
+def _run(proof: Proof, chosen: Sequence[ParityCase]) -> Iterator[ParityVerdict]:
+    """Prints a line for each as it is done."""
     longest = Deviation("step 1: layers.0.attention_norm.weight", 0.0, GRADIENT_BOUND)
     blank = [row(ParityVerdict(case, longest, ())) for case in chosen]
     widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
-    say(_line("", HEAD, widths))
+    print(_line("", HEAD, widths), flush=True)
     for number, case in enumerate(chosen, start=1):
         verdict = proof.verdict(case)
-        say(_line(f"{number}/{len(chosen)}", row(verdict), widths))
+        print(_line(f"{number}/{len(chosen)}", row(verdict), widths), flush=True)
         yield verdict
 
 

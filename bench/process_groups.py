@@ -17,22 +17,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.pairs import ask_all, in_turns, members, parser, ratio, serve, spread, table
-from bench.reduce import MeetingMember
+import torch
+import torch.distributed as dist
+
+from bench.pairs import ask_all, in_turns, parser, ratio, spread, table
+from bench.reduce import MeetingMember, meeting
 
 SIDES = ("plain", "gloo", "baby_gloo, shared", "baby_gloo, copied")
 
 
 def main(argv: Sequence[str]) -> int:
     options = parser(__doc__, megabytes=100, members=(3, "that sum"), rounds=9).parse_args(argv)
-
-    from ft.process_groups import store
-
-    server = store.serve()
-    with members(__file__, options.members) as team:
-        ask_all(
-            team, "meet", store=f"127.0.0.1:{server.port}/sums", size=len(team), bytes=options.megabytes * 1_000_000
-        )
+    with meeting(__file__, options.members, count=options.megabytes * 250_000) as team:
 
         def slowest(side: str) -> float:
             return max(answer["s"] for answer in ask_all(team, "sum", side=side))
@@ -45,35 +41,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 class CollectiveMember(MeetingMember):
-    def meet(self, store: str, rank: int, size: int, bytes: int) -> dict[str, Any]:
-        import torch
-        import torch.distributed as dist
-
-        gloo, baby = self.join(store, rank, size)
-        count = bytes // 4
-        self.sides: dict[str, tuple[Any, Any]] = {
+    def begin(self, count: int) -> None:
+        self.sides: dict[str, tuple[Any, torch.Tensor]] = {
             "plain": (dist.group.WORLD, torch.ones(count)),
-            "gloo": (gloo, torch.ones(count)),
-            "baby_gloo, shared": (baby, baby.empty(count).fill_(1.0)),
-            "baby_gloo, copied": (baby, torch.ones(count)),
+            "gloo": (self.gloo, torch.ones(count)),
+            "baby_gloo, shared": (self.baby, self.baby.empty(count)),
+            "baby_gloo, copied": (self.baby, torch.ones(count)),
         }
-        return {}
 
-    def sum(self, side: str, rank: int) -> dict[str, Any]:
-        import torch.distributed as dist
-
+    def sum(self, side: str, rank: int) -> dict[str, float]:
         group, value = self.sides[side]
         value.fill_(1.0)
         dist.barrier()
         start_s = time.perf_counter()
         group.allreduce([value]).wait()
         spent_s = time.perf_counter() - start_s
-        assert value[0] == value[-1] == dist.get_world_size()
+        assert value[0] == value[-1] == self.size
         return {"s": spent_s}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--worker"]:
-        serve(CollectiveMember())
-    else:
-        sys.exit(main(sys.argv[1:]))
+    CollectiveMember.serve() if sys.argv[1:] == ["--worker"] else sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     make recovery PEER=PYTHON                   all of it, two hours; or one by one, with other figures:
     python bench/recovery.py kill          three groups, one is killed and started again: --mb 4,100,400 --kinds gloo,baby --faults 5
-    python bench/recovery.py stop          one is stopped and goes on later: --who group,trainer
+    python bench/recovery.py stop          one is stopped and goes on later, with all that it has started and the trainer alone
     python bench/recovery.py storm         steps in two minutes of kills, beside two minutes without: --every 20 --minutes 2
     python bench/recovery.py lighthouse    the lighthouse is killed and started again two seconds later
     python bench/recovery.py staggered     20 starts of three to five groups, in any order and at any time
@@ -42,14 +42,14 @@ HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
 
 @dataclass
 class RecoveryFault:
-    """One fault and what followed. Seconds."""
+    """One fault and what followed. Seconds, or median steps before it."""
 
     steady_s: float  # median step before it
-    noise_s: float  # longest step before it, of as many as are looked at afterwards
+    noise: float  # longest step before it, of as many as are looked at afterwards, in median steps
     gap_s: float  # the survivors' longest, between two commits
     refused: int  # their attempts that came to nothing
-    rejoined_s: float  # from the restarted group's `start` line, or from SIGCONT, to the first commit with all
-    longest_s: float  # the others' longest step in that time and after it
+    back_s: float  # from the restarted group's `start` line, or from SIGCONT, to the first commit with all
+    longest: float  # the others' longest step in that time and after it, in median steps
 
 
 # ------------------------------------------------------------------------------------------------ figures from logs
@@ -60,9 +60,9 @@ def refused(groups: Sequence[Diary], from_s: float) -> int:
     return max(len(group.since(from_s, "abort")) for group in groups)
 
 
-def equal(ends: Sequence[DiaryLine]) -> bool:
-    """All groups' weights, bit for bit, after the same step."""
-    return len({line.state for line in ends}) == 1
+def weights(ends: Sequence[DiaryLine]) -> str:
+    """Compares those of all groups, bit for bit, after the same step."""
+    return "equal" if len({line.state for line in ends}) == 1 else "differ"
 
 
 # ------------------------------------------------------------------------------------------------ faults
@@ -74,13 +74,13 @@ def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, again: Callabl
     """After a fault: the others go on; `again` mends it, and returns since when; all are together."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     commits = [line for line in others[0].since(0.0, "commit") if line.at_s < at_s][-STEADY:]
-    steady_s = gaps([line for line in commits if line.contributors == count])
+    steps_s = gaps([line for line in commits if line.contributors == count])
     job.steps(STEADY, count - 1, others)
-    gap_s, lost = longest_gap(others, at_s), refused(others, at_s)
+    gap_s, lost, steady_s = longest_gap(others, at_s), refused(others, at_s), statistics.median(steps_s)
     again_s = again()
     back_s = next(line.at_s for line in victim.since(again_s, "commit") if line.contributors == count) - again_s
-    longest_s = longest_gap(others, again_s)
-    return RecoveryFault(statistics.median(steady_s), max(steady_s), gap_s, lost, back_s, longest_s)
+    longest = longest_gap(others, again_s) / steady_s
+    return RecoveryFault(steady_s, max(steps_s) / steady_s, gap_s, lost, back_s, longest)
 
 
 def kill(job: RecoveryJob, victim: ReplicaGroup) -> RecoveryFault:
@@ -130,41 +130,36 @@ def faults(
     restart is bounded, too. Bounds are for ours."""
     draws = {side.name: random.Random(options.seed) for side in sides}  # the same victims on each side
 
-    def job_of(side: JobSide) -> tuple[list[RecoveryFault], str, bool]:
-        incidents = list[RecoveryFault]()
+    def job_of(side: JobSide) -> tuple[list[RecoveryFault], str]:
+        seen = list[RecoveryFault]()
         try:
             with RecoveryJob(side, 3, megabytes=megabytes, step_ms=options.step_ms, kind=kind) as job:
                 job.start()
                 job.steps(STEADY, 3)
                 for _ in range(options.faults):
-                    incidents.append(fault(job, draws[side.name].choice(job.groups)))
-                return incidents, "", equal(job.finish())
+                    seen.append(fault(job, draws[side.name].choice(job.groups)))
+                return seen, weights(job.finish())
         except Failed as error:
             print(f"{side.name}, {what}: {error}", file=sys.stderr)
-            return incidents, str(error), True
+            return seen, "failed"
 
-    rows = []
-    for side, (name, jobs) in zip(
-        sides, in_turns({side.name: partial(job_of, side) for side in sides}, options.rounds).items(), strict=True
-    ):
-        seen = [incident for incidents, _, _ in jobs for incident in incidents]
-        failed, same = sum(bool(words) for _, words, _ in jobs), all(equal_ for _, _, equal_ in jobs)
-        steady_s = statistics.median([one.steady_s for one in seen] or [nan])
-        median_s = statistics.median([one.gap_s for one in seen] or [nan])
-        slower, noise = (
-            max([getattr(one, figure) / one.steady_s for one in seen], default=nan)
-            for figure in ("longest_s", "noise_s")
+    rows, turns = [], in_turns({side.name: partial(job_of, side) for side in sides}, options.rounds)
+    for side in sides:
+        seen, ends = [one for faults, _ in turns[side.name] for one in faults], [end for _, end in turns[side.name]]
+        failed, lost = ends.count("failed"), sum(one.refused for one in seen)
+        steady_s, median_s = (
+            statistics.median([getattr(x, of) for x in seen] or [nan]) for of in ("steady_s", "gap_s")
         )
-        gap_s, back_s = (max([getattr(one, of) for one in seen], default=nan) for of in ("gap_s", "rejoined_s"))
-        lost = sum(one.refused for one in seen)
-        figures = [f"{1e3 * steady_s:.0f}", f"{gap_s:.2f}", f"{median_s:.2f}", str(lost), f"{back_s:.2f}"]
-        ends = f"{failed} failed" if failed else "equal" if same else "differ"
-        bounds = {"gap": (gap_s, gap_bound(steady_s)), "lost": (lost, 0), "failed": (failed, 0)}
-        bounds["weights differ"] = (not same, 0)
+        gap_s, back_s, longest, noise = (
+            max([getattr(x, of) for x in seen], default=nan) for of in ("gap_s", "back_s", "longest", "noise")
+        )
+        end = "differ" if "differ" in ends else "equal"
+        bounds = {"gap": (gap_s, gap_bound(steady_s)), "lost": (lost, 0), "failed": (failed, 0), **same(end)}
         if back:
-            bounds |= {"back": (back_s, 1.5 + 2 * steady_s), "longest": (slower, 1.3)}
-        figures += [f"{slower:.2f}x", f"{noise:.2f}x", ends, verdict(side, bounds)]
-        rows.append([f"{name}, {what}", str(len(seen)), *figures])
+            bounds |= {"back": (back_s, 1.5 + 2 * steady_s), "longest": (longest, 1.3)}
+        figures = [f"{1e3 * steady_s:.0f}", f"{gap_s:.2f}", f"{median_s:.2f}", str(lost), f"{back_s:.2f}"]
+        figures += [f"{longest:.2f}x", f"{noise:.2f}x", f"{failed} failed" if failed else end, verdict(side, bounds)]
+        rows.append([f"{side.name}, {what}", str(len(seen)), *figures])
     print(table(HEADER, rows), file=sys.stderr)
     return rows
 
@@ -175,6 +170,10 @@ def verdict(side: JobSide, bounds: dict[str, tuple[float, float]]) -> str:
         return ""
     missed = [f"{name} {bound:.3g}" for name, (figure, bound) in bounds.items() if not figure <= bound]
     return f"missed: {', '.join(missed)}" if missed else "reached"
+
+
+def same(weights: str) -> dict[str, tuple[float, float]]:
+    return {"weights differ": (weights == "differ", 0)}
 
 
 def kills(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
@@ -189,10 +188,10 @@ def kills(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 def stops(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     rows, bound = [], lambda _: HEARTBEAT_TIMEOUT_S + 1.0
-    for who in options.who.split(","):
+    for who in ("group", "trainer"):
         for kind in options.kinds.split(","):
             what, fault = f"{kind}, {who} stopped", partial(stop, whole=who == "group")
-            rows += faults(sides, options, what, kind, options.stop_mb, fault, bound, back=False)
+            rows += faults(sides, options, what, kind, 4.0, fault, bound, back=False)
     print(table(HEADER, rows))
 
 
@@ -205,7 +204,7 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     def row(side: JobSide) -> list[str]:
         calm, steps = stormy(side, options, 3, lambda groups: []), stormy(side, options, 3, list)
         good = steps.steps / calm.steps
-        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (steps.lost, 0), "weights differ": (not steps.equal, 0)}
+        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (steps.lost, 0), **same(steps.weights)}
         figures = [str(calm.steps), str(steps.steps), str(steps.kills), f"{good:.2f}", str(steps.lost), steps.weights]
         return [*figures, verdict(side, bounds)]
 
@@ -238,12 +237,8 @@ class StormCase:
     longest_s: float  # in which nobody committed
 
     @property
-    def equal(self) -> bool:
-        return equal(self.ends)
-
-    @property
     def weights(self) -> str:
-        return "equal" if self.equal else "differ"
+        return weights(self.ends)
 
 
 Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups those that a kill may take
@@ -277,7 +272,7 @@ def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
         wrong, last = unaccounted(seen.groups, seen.ends), seen.ends[0].step
         for words in wrong[:20]:
             print(f"{side.name}: {words}", file=sys.stderr)
-        bounds = verdict(side, {"unaccounted": (len(wrong), 0), "weights differ": (not seen.equal, 0)})
+        bounds = verdict(side, {"unaccounted": (len(wrong), 0), **same(seen.weights)})
         figures = [str(seen.kills), str(last), f"{last / seen.seconds:.1f}", f"{seen.longest_s:.2f}", str(seen.lost)]
         return [*figures, str(len(wrong)), seen.weights, bounds]
 
@@ -341,13 +336,8 @@ def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
             stopped = sum(not group.since(time.monotonic() - 10, "commit") for group in job.groups)
             gap_s = inf if stopped else longest_gap(job.groups, at_s)
             lost = refused(job.groups, at_s)
-            ends = "" if stopped else "equal" if equal(job.finish()) else "differ"
-        bounds = {
-            "gap": (gap_s, 1.0),
-            "lost": (lost, 0),
-            "stopped": (stopped, 0),
-            "weights differ": (ends == "differ", 0),
-        }
+            ends = "" if stopped else weights(job.finish())
+        bounds = {"gap": (gap_s, 1.0), "lost": (lost, 0), "stopped": (stopped, 0), **same(ends)}
         return [f"{gap_s:.2f}", str(lost), str(stopped), ends, verdict(side, bounds)]
 
     print_rows(["", "longest gap s", "lost", "groups that stopped", "weights", "bounds"], row, sides * options.rounds)
@@ -400,28 +390,20 @@ def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delay
 # ------------------------------------------------------------------------------------------------ the command line
 
 WHAT = {
-    "kill": kills,
-    "stop": stops,
-    "storm": storm,
-    "lighthouse": lighthouse,
-    "staggered": staggered,
-    "killstorm": killstorm,
-}
+    "kill": kills, "stop": stops, "storm": storm, "lighthouse": lighthouse, "staggered": staggered, "killstorm": killstorm,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
     flags = parser(
         __doc__,
         peer=(str, "a Python that has torchft"),
-        alone=(False, "the peer without us"),
         rounds=(2, "turns of each side"),
         faults=(5, "in each turn"),
         seed=(1, "of victims and delays"),
         step_ms=50.0,
         mb=("4,100,400", "kill: sizes of the model"),
-        stop_mb=(4.0, "stop: size of the model"),
         kinds=("gloo,baby", "process groups, of kill, stop and staggered"),
-        who=("group,trainer", "stop: whom"),
         every=(float, "seconds between kills; storm: 20, killstorm: 6"),
         minutes=(float, "storm: 2, killstorm: 3"),
         starts=(20, "staggered: how many"),
@@ -430,8 +412,7 @@ def main(argv: Sequence[str]) -> int:
     options = flags.parse_args(argv)
     options.every = options.every or (20 if options.what == "storm" else 6)
     options.minutes = options.minutes or (2 if options.what == "storm" else 3)
-    sides = [] if options.alone else [JobSide("ours")]
-    sides += [JobSide("torchft", options.peer)] if options.peer else []
+    sides = [JobSide("ours"), *([JobSide("torchft", options.peer)] if options.peer else [])]
     print(f"{options.what}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     WHAT[options.what](sides, options)
     return 0

@@ -16,15 +16,25 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from bench.job import LOOPBACK, cpu_s
-from bench.pairs import ask_all, in_turns, members, parser, ratio, serve, spread, table
+from bench.pairs import Worker, ask_all, in_turns, parser, ratio, serve, spread, table, workers
+from ft.gradients import Gradients
+from ft.process_groups.baby import ProcessGroupBabyGloo
+from ft.process_groups.gloo import ProcessGroupGloo
+from ft.process_groups.store import StoreClient
+from ft.process_groups.store import serve as serve_store
 
 SIDES = ("plain", "kept", "kept, fused", "not kept", "not kept, fused", "baby", "baby, fused")
 LR = 0.1
@@ -38,23 +48,17 @@ def main(argv: Sequence[str]) -> int:
         tensors=8,
         rounds=7,
         steps=(4, "per side and round"),
-        sides=";".join(SIDES),
     ).parse_args(argv)
-
-    from ft.process_groups import store
-
-    server, sides = store.serve(), options.sides.split(";")
-    with members(__file__, options.members) as team:
-        sizes = {"elements": int(options.megabytes * 1e6 / 4), "tensors": options.tensors}
-        ask_all(team, "meet", store=f"127.0.0.1:{server.port}", size=options.members, **sizes)
+    sizes = {"elements": int(options.megabytes * 1e6 / 4), "tensors": options.tensors}
+    with meeting(__file__, options.members, **sizes) as team:
         steps = partial(ask_all, team, "steps", count=options.steps)
-        answers = in_turns({side: partial(steps, side=side) for side in sides}, options.rounds, warm=1)
+        answers = in_turns({side: partial(steps, side=side) for side in SIDES}, options.rounds, warm=1)
     spent, cpu = (
         {side: [over(answer[figure] for answer in turn) for turn in turns] for side, turns in answers.items()}
         for figure, over in (("s", max), ("cpu_s", sum))
     )
     rows = []
-    for side in sides:
+    for side in SIDES:
         cpu_ms, by_cpu = f"{1e3 * statistics.median(cpu[side]):.0f}", str(ratio(cpu[side], cpu["plain"]))
         rows.append([side, spread(spent[side], ".0f", 1e3), str(ratio(spent[side], spent["plain"])), cpu_ms, by_cpu])
     what = f"{options.megabytes:g} MB in {options.tensors} tensors, {options.members} members, {options.rounds} rounds"
@@ -62,57 +66,60 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@contextmanager
+def meeting(program: str, members: int, **about: int) -> Iterator[list[Worker]]:
+    """Processes that have met, by rank: each is `program --worker`, which serves a MeetingMember. `about`: for its `begin`."""
+    store, command = serve_store(), [sys.executable, program, "--worker"]
+    with workers({str(rank): command for rank in range(members)}, OMP_NUM_THREADS="1") as team:
+        ask_all(team, "meet", store=f"127.0.0.1:{store.port}", size=members, about=about)
+        yield team
+
+
 class MeetingMember:
     """One that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
 
-    def join(self, store: str, rank: int, size: int) -> tuple[Any, Any]:
-        import torch
-        import torch.distributed as dist
+    gloo: Any
+    baby: Any
 
-        from ft.process_groups.baby import ProcessGroupBabyGloo
-        from ft.process_groups.gloo import ProcessGroupGloo
-        from ft.process_groups.store import StoreClient
-
+    @classmethod
+    def serve(cls) -> None:
         torch.set_num_threads(1)
-        interface = os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]
+        serve(cls())
+
+    def meet(self, store: str, rank: int, size: int, about: dict[str, int]) -> dict[str, Any]:
+        self.size, interface = size, LOOPBACK["GLOO_SOCKET_IFNAME"]
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
         mine = StoreClient(f"{store}/plain", 120.0)
         mine.connect()
         dist.init_process_group("gloo", store=mine, rank=rank, world_size=size)
-        gloo, baby = (
-            kind(rendezvous_s=120.0, interface=interface) for kind in (ProcessGroupGloo, ProcessGroupBabyGloo)
-        )
-        for name, group in (("gloo", gloo), ("baby", baby)):
+        self.gloo = ProcessGroupGloo(rendezvous_s=120.0, interface=interface)
+        self.baby = ProcessGroupBabyGloo(rendezvous_s=120.0, interface=interface)
+        for name, group in (("gloo", self.gloo), ("baby", self.baby)):
             group.configure(f"{store}/{name}", rank, size)
-        return gloo, baby
+        self.begin(**about)
+        return {}
+
+    def begin(self, **about: int) -> None:
+        """Once all have met."""
+        raise NotImplementedError
 
 
 class ReduceMember(MeetingMember):
-    def meet(self, store: str, rank: int, size: int, elements: int, tensors: int) -> dict[str, Any]:
-        import torch
-        from torch import nn
-
-        from ft.gradients import Gradients
-
-        gloo, baby = self.join(store, rank, size)
-        self.size = size
+    def begin(self, elements: int, tensors: int) -> None:
         self.parameters: list[Any] = [nn.Parameter(torch.zeros(elements // tensors)) for _ in range(tensors)]
         self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
         self.sides: dict[str, tuple[Any, Gradients]] = {
-            "kept": (gloo, Gradients()),
-            "not kept": (gloo, Gradients(keep=False)),
-            "baby": (baby, Gradients(shared=True)),
+            "kept": (self.gloo, Gradients()),
+            "not kept": (self.gloo, Gradients(keep=False)),
+            "baby": (self.baby, Gradients(shared=True)),
         }
         for _, gradients in self.sides.values():
             gradients.attach(self.parameters)
-        return {}
 
-    def steps(self, side: str, count: int, rank: int) -> dict[str, Any]:
-        import torch
-        import torch.distributed as dist
-
+    def steps(self, side: str, count: int, rank: int) -> dict[str, float]:
         name, _, fused = side.partition(", ")
-        sum_up: Callable[[], None] = self.plain if name == "plain" else lambda: self.ours(*self.sides[name])
-        child = None if name == "plain" else getattr(self.sides[name][0], "child", None)
+        group, gradients = self.sides.get(name, (None, None))
+        child = getattr(group, "child", None)
         pids = [os.getpid(), *([child.pid] if child else [])]
         spent, before = [], [parameter.detach().clone() for parameter in self.parameters]
         began_s = sum(map(cpu_s, pids))
@@ -120,7 +127,10 @@ class ReduceMember(MeetingMember):
             dist.barrier()  # nobody begins before the others have ended
             start_s = time.perf_counter()
             self.optimizer.zero_grad()
-            sum_up()
+            if gradients is None:
+                self.plain()
+            else:
+                self.ours(group, gradients)
             self.update(fused=bool(fused))
             spent.append(time.perf_counter() - start_s)
         used_s = (sum(map(cpu_s, pids)) - began_s) / count
@@ -129,9 +139,6 @@ class ReduceMember(MeetingMember):
         return {"s": statistics.median(spent), "cpu_s": used_s}
 
     def plain(self) -> None:
-        import torch
-        import torch.distributed as dist
-
         works = []
         for parameter in self.parameters:
             parameter.grad = torch.ones_like(parameter)
@@ -139,9 +146,7 @@ class ReduceMember(MeetingMember):
         for work in works:
             work.wait()
 
-    def ours(self, group: Any, gradients: Any) -> None:
-        import torch
-
+    def ours(self, group: Any, gradients: Gradients) -> None:
         gradients.open(group, self.size)
         with gradients.last_pass():
             for parameter in reversed(self.parameters):  # as a backward does
@@ -161,7 +166,4 @@ class ReduceMember(MeetingMember):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--worker"]:
-        serve(ReduceMember())
-    else:
-        sys.exit(main(sys.argv[1:]))
+    ReduceMember.serve() if sys.argv[1:] == ["--worker"] else sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ the way. Prints a table; exit code 0 if all of it holds, 1 if not.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import random
@@ -47,6 +48,7 @@ START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
 # one has gone, that is wider than the bound for losses, relative to them. Seen: 7e-6 and 9e-8 after 40 steps.
 WEIGHT_BOUND = 1e-3
 LOSS_BOUND = 1e-5
+LOGGED = ("loss", "grad_norm", "lr", "tokens")
 
 TINY = """
 --model.dim 64 --model.n_layers 2 --model.n_heads 4 --model.n_kv_heads 2 --model.hidden_dim 128
@@ -121,10 +123,6 @@ class Runs:
             time.sleep(delay_s)
         return process.returncode == -signal.SIGKILL and not self.checkpoint(name, 2 * self.steps).exists()
 
-    def forget(self, name: str) -> None:
-        """The run never was."""
-        shutil.rmtree(self.folder / name)
-
     def output(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
 
@@ -136,9 +134,8 @@ class Runs:
         return int(lines[-1]["step"]) if lines else None
 
 
-def logged(run: Path) -> dict[int, tuple[float, ...]]:
+def logged(run: Path, keys: Sequence[str] = LOGGED) -> dict[int, tuple[float, ...]]:
     """The part of each step's line that must be equal: all but the times."""
-    keys = ("loss", "grad_norm", "lr", "tokens")
     return {line["step"]: tuple(line[key] for key in keys) for line in rows(run) if "loss" in line}
 
 
@@ -177,63 +174,77 @@ def kill_and_go_on(
         if runs.kill_after_checkpoint(name, precision, dice.uniform(0, seconds)):
             history.append(f"killed in step {(runs.last_step(name) or 0) + 1}")
         else:  # it was quicker than the first, and ended
-            runs.forget(name)
+            shutil.rmtree(runs.folder / name)
             history.clear()
     runs.finish(name, precision)
-    return ResumeCase(precision, ", ".join(history), *compare(runs, precision, name))
-
-
-def compare(runs: Runs, precision: str, name: str) -> tuple[str, str]:
-    """The comparison with the undisturbed run, and the first differences."""
-    expected, found = (checkpoint_digests(runs.checkpoint(n, 2 * runs.steps)) for n in (precision, name))
-    logs = [logged(runs.folder / n) for n in (precision, name)]
-    differing = differences(expected, found) + [f"logged step {step}" for step in differences(*logs)]
-    compared = f"{len(expected)} entries, {len(logs[0])} steps"
+    compared, differing = compare(runs.folder / precision, runs.folder / name, 2 * runs.steps)
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    return compared, ", ".join(differing[:3]) + more
+    return ResumeCase(precision, ", ".join(history), compared, ", ".join(differing[:3]) + more)
+
+
+def compare(
+    one: Path, other: Path, step: int, kinds: tuple[str, ...] = ("",), keys: Sequence[str] = LOGGED
+) -> tuple[str, list[str]]:
+    """The comparison of two runs at that step: how much was compared, and the names that differ. kinds: of entries of the checkpoint, as
+    in `checkpoint_digests`; keys: of each step's line."""
+    digests = [checkpoint_digests(checkpoint(run, step), kinds) for run in (one, other)]
+    lines = [{at: row for at, row in logged(run, keys).items() if at <= step} for run in (one, other)]
+    differing = differences(*digests) + [f"logged step {at}" for at in differences(*lines)]
+    return f"{len(digests[0])} entries, {len(lines[0])} steps", differing
+
+
+def apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """The largest difference of a weight."""
+    weights = [name for name, value in values.items() if name.startswith("model.") and value.is_floating_point()]
+    return max((values[name] - others[name]).abs().max().item() for name in weights)
 
 
 def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
     """One layout to step n, another from there; compared with one process all the way, in float32."""
     name, what = f"{before} then {after}".replace(" ", "-"), f"float32, {before} then {after}"
     while not runs.kill_after_checkpoint(name, "float32", 0, before):
-        runs.forget(name)
+        shutil.rmtree(runs.folder / name)
     history = f"killed in step {(runs.last_step(name) or 0) + 1}"
     runs.finish(name, "float32", after)
     places = (("float32", runs.steps), ("float32", 2 * runs.steps), (name, 2 * runs.steps))
     start, expected, found = (checkpoint_values(runs.checkpoint(*place)) for place in places)
     problems = [key for key in expected if key.startswith("ledger.") and found.get(key) != expected[key]]
     cursor = "another" if problems else "equal"
-    weights = [key for key in expected if key.startswith("model.") and expected[key].is_floating_point()]
-    moved = max((expected[key] - start[key]).abs().max().item() for key in weights)
-    apart = max((expected[key] - found[key]).abs().max().item() for key in weights) / moved
+    far = apart(expected, found) / apart(expected, start)
     alone, others = (logged(runs.folder / run) for run in ("float32", name))
     loss = max(abs(alone[step][0] - others[step][0]) / abs(alone[step][0]) for step in alone)
-    problems += [f"weights {apart:.1e} of their way apart, allowed {WEIGHT_BOUND:.0e}"] if apart > WEIGHT_BOUND else []
+    problems += [f"weights {far:.1e} of their way apart, allowed {WEIGHT_BOUND:.0e}"] if far > WEIGHT_BOUND else []
     problems += [f"losses {loss:.1e} apart, allowed {LOSS_BOUND:.0e}"] if loss > LOSS_BOUND else []
-    compared = f"cursor {cursor}, weights {apart:.0e} and losses {loss:.0e} apart"
+    compared = f"cursor {cursor}, weights {far:.0e} and losses {loss:.0e} apart"
     return ResumeCase(what, history, compared, ", ".join(problems), "within rounding")
 
 
-def main(arguments: Sequence[str]) -> int:
-    flags = parser(
-        (__doc__ or "").splitlines()[0],
+@contextmanager
+def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argparse.Namespace, Path]]:
+    """The command line of a proof about runs, and the folder that they lie in."""
+    made = parser(
+        doc.splitlines()[0],
         config=str(ROOT / "configs" / "llama.toml"),
-        steps=(int, "n; the runs have 2n"),
-        seed=(0, "of the instants of the kills"),
-        quick=(False, "n = 6, bfloat16 alone, one instant, one kill"),
+        seed=(0, "of the kills"),
         keep=(Path, "a folder to leave the runs in"),
+        **flags,
     )
-    flags.add_argument("settings", nargs="*", help="settings of the runs, after --")
-    chosen = flags.parse_args(arguments)
+    made.add_argument("settings", nargs="*", help="settings of the runs, after --")
+    options = made.parse_args(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
-    with tempfile.TemporaryDirectory(prefix="pharos-resume-") as temporary:
-        folder = chosen.keep or Path(temporary)
+    with tempfile.TemporaryDirectory(prefix="pharos-runs-") as temporary:
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        steps = chosen.steps or (6 if chosen.quick else 40)
-        config = str(shutil.copy(chosen.config, folder))  # an edit meanwhile must not make it another run
-        runs = Runs(folder, config, steps, chosen.settings)
-        cases = prove(runs, random.Random(chosen.seed), quick=chosen.quick)
+        yield options, folder
+
+
+def main(argv: Sequence[str]) -> int:
+    flags = {"steps": (int, "n; the runs have 2n"), "quick": (False, "n = 6, bfloat16 alone, one instant, one kill")}
+    with asked(__doc__ or "", argv, **flags) as (options, folder):
+        steps = options.steps or (6 if options.quick else 40)
+        config = str(shutil.copy(options.config, folder))  # an edit meanwhile must not make it another run
+        runs = Runs(folder, config, steps, options.settings)
+        cases = prove(runs, random.Random(options.seed), quick=options.quick)
     lines = [(case.what, case.history, case.compared, case.problem or case.verdict) for case in cases]
     print(table(("what", "history", "compared", "result"), lines))
     return 1 if any(case.problem for case in cases) else 0

@@ -1,6 +1,6 @@
 """The cost of a thin link between groups: the same training with gradients summed in every step, and with groups that step by themselves.
 
-    python bench/semi_sync.py [--megabits 20] [--steps 128] [--sync-steps 16] [--groups 2] [--write docs/semi_sync.svg] [--out FOLDER]
+    python bench/semi_sync.py [--megabits 20] [--steps 128] [--sync-steps 16] [--groups 2] [--write docs/semi_sync.svg]
 
 Each group is a machine of its own (a network namespace), whose cable carries --megabits a second each way (tbf). All ways train the same
 model from the same weights on as many tokens, one way after the other. Tokens per second are of the whole job, from its first line of
@@ -11,7 +11,6 @@ machine is to be idle otherwise. Exit code: 0 where summing now and then is the 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -60,20 +59,16 @@ def main(argv: Sequence[str]) -> int:
         sync_steps=(16, "a multiple of 4"),
         groups=2,
         write=(Path, "the picture"),
-        out=(Path, "folder to keep the runs in"),
     )
     arguments = flags.parse_args(argv)
     if arguments.sync_steps % 4 or arguments.steps % arguments.sync_steps:
         flags.error(f"--sync-steps {arguments.sync_steps}: must be a multiple of 4, and --steps a multiple of it")
-    folder = arguments.out or Path(tempfile.mkdtemp(prefix="semi-sync-"))
     try:
-        results = [run(way, extra, folder, arguments) for way, extra in ways(arguments.sync_steps).items()]
+        with tempfile.TemporaryDirectory(prefix="semi-sync-") as folder:
+            results = [run(way, extra, folder, arguments) for way, extra in ways(arguments.sync_steps).items()]
     except (Failed, RuntimeError, ValueError) as error:
         print(f"semi_sync: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    finally:
-        if not arguments.out:
-            shutil.rmtree(folder, ignore_errors=True)
     each = results[0]
     lines = []
     for one in results:
@@ -101,7 +96,7 @@ def ways(sync_steps: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-def run(way: str, extra: Sequence[str], folder: Path, arguments: argparse.Namespace) -> Result:
+def run(way: str, extra: Sequence[str], folder: str, arguments: argparse.Namespace) -> Result:
     """Raises Failed where it does not come to its end."""
     name = "".join(letter if letter.isalnum() else "-" for letter in way)
     argv = [

@@ -23,20 +23,19 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "bench"))]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.job import FORKED_S, Forked, memory_bytes, obey, until  # noqa: E402
-from bench.pairs import parser  # noqa: E402
+from bench.job import FORKED_S, Forked, memory_bytes, obey, until
+from bench.pairs import parser
 
 KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
 PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
@@ -50,7 +49,6 @@ SETTINGS = {"MALLOC_ARENA_MAX": "2", "TORCH_FR_BUFFER_SIZE": "0"}
 LOGS = ("metrics.jsonl", "samples.jsonl", "soak.jsonl")  # these grow, by a row for each step or look
 FLAT = 2  # a count may differ by so many from look to look: a call under way, a connection that is made anew
 KB_PER_CHANGE = 1.0
-PAST = 6000  # commits and heals that a group tells of, once something went wrong
 LEAST = 8  # looks that a life needs for a verdict
 
 
@@ -83,12 +81,8 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     def evict() -> None:
         operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString())
 
-    def past() -> None:
-        rows = "".join(f"{json.dumps(it)}\n" for it in group.past)
-        (folder / f"past-{name}.jsonl").write_text(rows)
-
     orders = {"look": lambda: {"home": held(), "server": group.held()}, "leave": lambda: group.manager.leave()}
-    obey(talk, {**orders, "where": group.where, "evict": evict, "cut": group.cut, "past": past})
+    obey(talk, {**orders, "where": group.where, "evict": evict, "cut": group.cut})
 
 
 def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
@@ -108,9 +102,8 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
     from training.sinks import open_sinks
     from training.writer_lease import WriterLease
 
-    class _Silent(Log):
-        def info(self, message: str, *args: object) -> None:
-            """Each checkpoint is one of many."""
+    def sinks(first: int | None) -> Any:
+        return open_sinks(folder, resumed_step=first)
 
     class Group:
         """One group over all its memberships, trained by a thread."""
@@ -118,7 +111,6 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def __init__(self) -> None:
             self.lives, self.problem = 0, ""
             self.commits: dict[int, str] = {}  # of the last steps
-            self.past = deque[tuple[object, ...]](maxlen=PAST)  # what it did last, for whoever asks why
             self.manager: Manager
             self.there = threading.Event()
             threading.Thread(target=self._run, name=f"train-{name}", daemon=True).start()
@@ -159,28 +151,28 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                 self.problem = f"{type(error).__name__}: {error}"
 
         def _take_part(self) -> None:
-            scribe = Scribe(lambda words: None)
-            with closing(scribe):
-                relay = LeaderMetricsWriter(
-                    folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
-                )
-                with closing(relay):
-                    config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
-                    options = ManagerOptions(init_sync=False, dies_with_group=False)
-                    group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
-                    manager = Manager(group, config, options, restore=lambda: checkpointer.load())
-                    states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
-                    manager.register("model", model.state_dict, self._heal)
-                    manager.register("figures", relay.state_dict, relay.load_state_dict)
-                    manager.attach([model])
-                    checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
-                    claim = WriterLease(folder, lambda: manager.writes)
-                    checkpointer = Checkpointer(checkpoints, folder, states, log=_Silent(), claim=claim)
-                    with closing(checkpointer), closing(manager):
-                        self.manager, self.size = manager, 0
-                        self.there.set()
-                        self._train(manager, relay, checkpointer)
-                        self.lives += 1
+            """A life, until it leaves or is evicted."""
+            with ExitStack() as cleanup:
+                scribe = cleanup.enter_context(closing(Scribe(lambda words: None)))
+                relay = LeaderMetricsWriter(folder, lambda: manager.writes, sinks, scribe)
+                cleanup.enter_context(closing(relay))
+                config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+                options = ManagerOptions(init_sync=False, dies_with_group=False)
+                group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
+                manager = Manager(group, config, options, restore=lambda: checkpointer.load())
+                states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
+                manager.register("model", model.state_dict, self._heal)
+                manager.register("figures", relay.state_dict, relay.load_state_dict)
+                manager.attach([model])
+                checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
+                claim = WriterLease(folder, lambda: manager.writes)
+                checkpointer = Checkpointer(checkpoints, folder, states, log=Log(global_rank=1), claim=claim)
+                cleanup.enter_context(closing(checkpointer))
+                cleanup.enter_context(closing(manager))
+                self.manager, self.size = manager, 0
+                self.there.set()
+                self._train(manager, relay, checkpointer)
+                self.lives += 1
 
         def _train(self, manager: Manager, relay: LeaderMetricsWriter, checkpointer: Checkpointer) -> None:
             while not manager.left:
@@ -195,13 +187,9 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
                             parameter -= parameter.grad * 1e-6
                     step, self.size = manager.step, commit.quorum_size
                     self.commits[step] = manager.commit_id
-                    part, slots = manager.part, [slot for slot, _ in commit.slots]
-                    who = part and [part.quorum_id, part.replica_id, part.heal, *part.members]
-                    what = ("commit", step, manager.commit_id[:8], slots, who, commit.contributors)
-                    self.past.append((time.time(), *what))
                     self.commits.pop(min(self.commits) if len(self.commits) > 64 else -1, None)
                     relay.write("journals", step, {"loss": commit.mean_loss})
-                    relay.write("records", step, {"slots": slots})
+                    relay.write("records", step, {"slots": [slot for slot, _ in commit.slots]})
                     if checkpointer.due(step):
                         checkpointer.save(step)
                 model.zero_grad()
@@ -209,7 +197,6 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
         def _heal(self, state: dict[str, Any]) -> None:
             """Has not gone on from its own last commit, of which the others may have another version."""
             model.load_state_dict(state)
-            self.past.append((time.time(), "heal", max(self.commits, default=0)))
             self.commits.pop(max(self.commits, default=0), None)
 
     return Group()
@@ -348,7 +335,7 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
         groups = job.together(0)
         quorum = first = next(iter(groups.values()))["quorum"]
         looked = done.changes
-        looks, told = 0, False
+        looks = 0
         while looked < changes:
             due = done.orders.get("kill", 0) < kills * (done.changes + 1) / changes
             looks_now = done.changes >= min(looked + SAMPLE, changes)
@@ -359,10 +346,6 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
             except RuntimeError as error:
                 return [*job.problems, f"after {done.changes} changes, the last of them {kind}: {error}"]
             job.compare(groups)
-            if not told and (job.problems or (looks_now and not all(line.holds for line in judge_logs(folder)))):
-                told = True
-                for one in job.homes.values():  # leaves what each did last in the folder, as past-NAME.jsonl
-                    one.ask("past")
             now = next(iter(groups.values()))["quorum"]
             writer = "".join(name for name, group in groups.items() if group["writes"])
             done.writers, job.writer = done.writers + (writer != job.writer), writer

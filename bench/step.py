@@ -47,10 +47,7 @@ def main(argv: Sequence[str]) -> int:
         steps=(3, "steps of a turn"),
         device="cpu",
         threads=(len(os.sched_getaffinity(0)), "CPUs and threads of every side"),
-        **SIZES,
     )
-    flags.add_argument("--sides", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    flags.add_argument("--settings", nargs="+", default=[], help="only these, by their names in the table")
     flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment of every side")
     options = flags.parse_args(argv)
     workers, first_steps = _start(options)
@@ -70,10 +67,8 @@ def _start(options: argparse.Namespace) -> tuple[list[Worker], dict[str, float]]
     cpus = sorted(os.sched_getaffinity(0))[: options.threads]
     env = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
     env |= dict(pair.split("=", 1) for pair in options.env)
-    sizes = {name: getattr(options, name) for name in SIZES}
-    chosen = [(one, name) for one in options.sides for name in SETTINGS[one] if name in (options.settings or [name])]
-    for side, setting in chosen:
-        arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": cpus}
+    for side, setting in ((side, setting) for side, settings in SETTINGS.items() for setting in settings):
+        arguments = {"side": side, "setting": setting, "sizes": SIZES, "device": options.device, "cpus": cpus}
         python = sys.executable if side == OURS else options.peer_python
         command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
         worker = Worker(f"{side} {setting}", command, env)
@@ -88,7 +83,7 @@ def _start(options: argparse.Namespace) -> tuple[list[Worker], dict[str, float]]
 
 def _report(answers: dict[str, list[Any]], options: argparse.Namespace, first_steps: dict[str, float]) -> str:
     """The table, fastest first, and one line for each of our settings."""
-    tokens = options.steps * options.batch * options.seq
+    tokens = options.steps * SIZES["batch"] * SIZES["seq"]
     speeds = {name: [tokens / answer["seconds"] for answer in given] for name, given in answers.items()}
     memory = {name: given[-1]["memory_mib"] for name, given in answers.items()}
     median = {name: statistics.median(figures) for name, figures in speeds.items()}
