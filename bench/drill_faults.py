@@ -94,7 +94,7 @@ def half(job: DrillJob, dice: random.Random) -> Hurt:
 def kill_server(job: DrillJob, dice: random.Random) -> Hurt:
     """Its ranks end with it, and come back."""
     name = job.pick(dice)
-    signal_all([job.server(name)], signal.SIGKILL)
+    signal_all(job.server(name), signal.SIGKILL)
     return Hurt(f"the server of group {name}", {name})
 
 
@@ -165,24 +165,13 @@ def _stopped(job: DrillJob, pids: Collection[int], seconds: float) -> None:
     signal_all(pids, signal.SIGCONT)
 
 
-def stop(job: DrillJob, dice: random.Random) -> Hurt:
-    """Longer than the heartbeat timeout."""
+def stop(
+    job: DrillJob, dice: random.Random, *, of: str = "group", pids: Callable[[DrillJob, str], Sequence[int]]
+) -> Hurt:
+    """Longer than the heartbeat timeout. Without its ranks, a group's server still sends heartbeats."""
     name = job.pick(dice)
-    _stopped(job, job.processes(name), STOP_S)
-    return Hurt(f"group {name}", {name})
-
-
-def stop_trainer(job: DrillJob, dice: random.Random) -> Hurt:
-    """The group's server still beats."""
-    name = job.pick(dice)
-    _stopped(job, job.ranks_of(name), STOP_S)
-    return Hurt(f"the ranks of group {name}", {name})
-
-
-def stop_server(job: DrillJob, dice: random.Random) -> Hurt:
-    name = job.pick(dice)
-    _stopped(job, [job.server(name)], STOP_S)
-    return Hurt(f"the server of group {name}", {name})
+    _stopped(job, pids(job, name), STOP_S)
+    return Hurt(f"{of} {name}", {name})
 
 
 def slow(job: DrillJob, dice: random.Random) -> Hurt:
@@ -332,7 +321,12 @@ KINDS = {
     "kill": Kind({"kill": kill}),
     "kill_rank": Kind({"kill_rank": kill_rank}),
     "all": Kind({"all": kill_all}, least=1),
-    "stop": Kind({"stop": stop, "stop trainer": stop_trainer}),
+    "stop": Kind(
+        {
+            "stop": partial(stop, pids=DrillJob.processes),
+            "stop trainer": partial(stop, of="the ranks of group", pids=DrillJob.ranks_of),
+        }
+    ),
     "slow": Kind({"slow": slow}),
     "lighthouse": Kind({"lighthouse killed": lighthouse, "lighthouse stopped": stop_lighthouse}, least=1),
     "partition": Kind(
@@ -345,7 +339,12 @@ KINDS = {
     "add": Kind({"add": add}, least=1),
     "hang": Kind({"hang": hang}),
     "half": Kind({"half": half}, least=3),
-    "server": Kind({"server killed": kill_server, "server stopped": stop_server}),
+    "server": Kind(
+        {
+            "server killed": kill_server,
+            "server stopped": partial(stop, of="the server of group", pids=DrillJob.server),
+        }
+    ),
     "joiner": Kind({"joiner": joiner}),
     "writer": Kind({"writer": writer}),
     "wrong": Kind({"wrong": wrong}, least=1),

@@ -158,10 +158,9 @@ class DrillJob:
         starts = [[line.pid for line in lines if line.event == "start"] for lines in self.diaries[name].ranks]
         return [pids[-1] for pids in starts if pids]
 
-    def server(self, name: str) -> int:
-        """The process of the group's server."""
-        [pid] = [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
-        return pid
+    def server(self, name: str) -> list[int]:
+        """The process of the group's server, alone."""
+        return [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
 
     def kill(self, *names: str) -> float:
         """All processes of these groups. Returns when."""
@@ -235,18 +234,18 @@ class DrillJob:
     def ended(self) -> None:
         """Until all have finished by themselves, however many steps that takes: each has its time."""
         self.gone |= set(self.groups)
-        over, before = False, list[int]()
+        before = list[int]()
+
+        def over() -> bool:
+            return all(group.code == 0 for group in self.groups.values())
 
         def news() -> bool:
-            nonlocal over, before
-            over, steps = (
-                all(group.code == 0 for group in self.groups.values()),
-                [d.step for d in self.diaries.values()],
-            )
+            nonlocal before
+            steps = [diary.step for diary in self.diaries.values()]
             before, same = steps, steps == before
-            return over or not same
+            return over() or not same
 
-        while not over:
+        while not over():
             self.until("another step, or the end of all groups", news)
 
     def failure(self, what: str) -> Failed:

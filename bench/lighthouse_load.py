@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc.aio
 
-from bench.job import Forked, LighthouseProcess, cpu_s, our_lighthouse, their_lighthouse
+from bench.job import Forked, LighthouseProcess, cpu_s, our_lighthouse
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
@@ -65,14 +65,6 @@ QUORUM, WATCH = "/pharos.Lighthouse/Quorum", "/pharos.Lighthouse/Watch"
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
     """One that never takes anybody for silent, unless said otherwise."""
     return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": NEVER_MS, **flags}))
-
-
-def theirs(min_replicas: int, python: str) -> LighthouseProcess:
-    return LighthouseProcess(their_lighthouse(min_replicas, python))
-
-
-def bare(groups: int, answer_bytes: int) -> LighthouseProcess:
-    return LighthouseProcess([sys.executable, "-c", BARE, str(groups), str(answer_bytes)])
 
 
 def connect(address: str, channels: int) -> list[Any]:
@@ -162,7 +154,8 @@ async def bare_side(groups: int, like: LoadSide) -> LoadSide:
     """The same calls, and answers as long, to a server that does nothing."""
     if not like.answer:
         await like.round()
-    return LoadSide(bare(groups, len(like.answer)), like.path, like.requests)
+    server = LighthouseProcess([sys.executable, "-c", BARE, str(groups), str(len(like.answer))])
+    return LoadSide(server, like.path, like.requests)
 
 
 def pharos_call(call: m.Call, roster: str = "") -> bytes:

@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench import lighthouse_load as load
-from bench.job import cpu_s, memory_bytes
+from bench.job import LighthouseProcess, cpu_s, memory_bytes, their_lighthouse
 from bench.pairs import Ratio, parser, ratio, table
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.serving import room_for_connections
@@ -83,7 +83,7 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
         for name in ("ours", "known"):
             sides[f"bare, as {name}"] = await load.bare_side(groups, sides[name])
         if peer:
-            sides["torchft"] = load.torchft_side(load.theirs(groups, peer), groups)
+            sides["torchft"] = load.torchft_side(LighthouseProcess(their_lighthouse(groups, peer)), groups)
         turns = await in_turns(sides, pairs, max(5, min(100, 4000 // groups)))
         theirs = [turn.round_s for turn in turns.get("torchft", [])]
         for name, side in turns.items():
