@@ -47,39 +47,36 @@ WATCH = """(what) => {
 }"""
 
 
-class PageJob:
+class PageJob(Herd):
     """A lighthouse and its groups, in a quorum."""
 
-    def __init__(self, groups: int, folder: Path) -> None:
-        self.groups, self.token = groups, secrets.token_urlsafe(18)
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count, self.token = count, secrets.token_urlsafe(18)
         (folder / "token").write_text(self.token)
-        self.server = load.ours(groups, http="127.0.0.1:0", token_file=folder / "token")
+        self.server = load.ours(count, http="127.0.0.1:0", token_file=folder / "token")
         self.page = self.server.line()
-        self.herd = Herd(f"http://{self.server.address}", self.token)
-        unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(groups)]
-        few = groups < 100
+        super().__init__(f"http://{self.server.address}", self.token)
+        unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(count)]
+        few = count < 100
         self.ids = [f"{i}:{x}" if few else f"rack{i // 25:02}-{i % 25:02}:{x}" for i, x in enumerate(unique)]
-        self.herd.open(self.ids)
-        self.herd.form()
+        self.open(self.ids)
+        self.form()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.herd.beat()
+            self.beat()
             time.sleep(0.3)  # so that the curve has a length
-
-    def lose(self, place: int) -> None:
-        self.herd.lose(self.ids[place])
 
     def come_back(self, place: int, share: float) -> None:
         """Under a new id; so much of the state has come."""
         self.ids[place] = f"{self.ids[place].partition(':')[0]}:{secrets.token_hex(4)}"
-        self.herd.open([self.ids[place]])
-        self.herd.form(failed=True)
-        self.herd.heal(self.ids[place], share)
+        self.open([self.ids[place]])
+        self.form(failed=True)
+        self.heal(self.ids[place], share)
         self.train(1)
 
     def close(self) -> None:
-        self.herd.close()
+        super().close()
         self.server.close()
 
 
@@ -120,15 +117,15 @@ def _measure(browser: Any, job: PageJob) -> list[str]:
     for place in range(DEATHS):
         page.evaluate(WATCH, "tr[data-health='lost']")
         began_ms = time.time() * 1000
-        job.lose(place % job.groups)
+        job.lose(job.ids[place % job.count])
         deaths.append(_seen(page) - began_ms)
-        job.come_back(place % job.groups, 1.0)
+        job.come_back(place % job.count, 1.0)
         page.evaluate(WATCH, "#counts:not(:has([data-health='lost'], [data-health='healing']))")
         _seen(page)
     page.context.close()
     begin, largest, step = _bytes(job)
     figures = (spread(all_of, ".0f") for all_of in (usable, deaths))
-    return [str(job.groups), *figures, *(f"{size / 1000:.1f}" for size in (begin, largest, step))]
+    return [str(job.count), *figures, *(f"{size / 1000:.1f}" for size in (begin, largest, step))]
 
 
 def _open(browser: Any, job: PageJob, scheme: str, width: int) -> tuple[Any, float]:
@@ -136,8 +133,8 @@ def _open(browser: Any, job: PageJob, scheme: str, width: int) -> tuple[Any, flo
     page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
     page.goto(f"{job.page}/")
     page.fill("#token", job.token)
-    few = f"#table tbody tr:nth-child({job.groups})"
-    page.evaluate(WATCH, few if job.groups < 100 else f"#grid span:nth-child({job.groups})")
+    few = f"#table tbody tr:nth-child({job.count})"
+    page.evaluate(WATCH, few if job.count < 100 else f"#grid span:nth-child({job.count})")
     began_ms = page.evaluate("() => { document.querySelector('#log-in form').requestSubmit(); return Date.now(); }")
     return page, _seen(page) - began_ms
 
@@ -170,7 +167,7 @@ def _bytes(job: PageJob) -> tuple[int, int, int]:
                     return total
 
     begin = until_id()
-    job.herd.beat(1000)
+    job.beat(1000)
     step = max(until_id() for _ in range(3))
     connection.close()
     return begin, max(sizes), step
@@ -178,23 +175,23 @@ def _bytes(job: PageJob) -> tuple[int, int, int]:
 
 def _picture(browser: Any, job: PageJob, folder: Path) -> None:
     """One group healing, one lost, after a life with some faults."""
-    first, second, third = (0, 1, 2) if job.groups == 3 else (417, 733, 88)
+    first, second, third = (0, 1, 2) if job.count == 3 else (417, 733, 88)
     job.train(24)
-    job.lose(third)
+    job.lose(job.ids[third])
     job.train(3)
     job.come_back(third, 0.4)
     job.train(3)
-    job.herd.heal(job.ids[third], 1.0)
+    job.heal(job.ids[third], 1.0)
     job.train(12)
-    words = f"after step {job.herd.step} rank 0 of group {job.ids[second].partition(':')[0]} holds other weights"
-    job.herd.tell(job.ids[0], "corruption", f"{words} than the same rank of 2 others")
+    words = f"after step {job.step} rank 0 of group {job.ids[second].partition(':')[0]} holds other weights"
+    job.tell(job.ids[0], "corruption", f"{words} than the same rank of 2 others")
     job.train(10)
-    job.lose(second)
+    job.lose(job.ids[second])
     job.train(2)
     job.come_back(second, 0.625)
-    job.lose(first)
+    job.lose(job.ids[first])
     job.train(8)
-    for picture, (scheme, width) in PICTURES[job.groups].items():
+    for picture, (scheme, width) in PICTURES[job.count].items():
         page, _ = _open(browser, job, scheme, width)
         page.evaluate(WATCH, "#heal-list progress[value='62']")
         _seen(page)

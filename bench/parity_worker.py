@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
 from models.contract import ModelConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
-from parallelisms.parallelize import Parallelized, parallelize
+from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp
 from training.checkpoint import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
@@ -161,10 +160,17 @@ def beside(task: Task, case: ParityCase) -> Seen:
     rank.load_weights(0)
     loaded = ModelState(rank.parallel.parts).state_dict()
     drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local(value), drawn[name]))
-    steps = tuple(rank.train())
+    steps = list[StepSeen]()
+    for step in range(len(rank.truth)):
+        steps.append(rank.forward_backward(step))
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+    seen = Seen(rank.coordinate, drawn_differently, tuple(steps))
     if case.optimizer == "SGD":
-        return Seen(rank.coordinate, drawn_differently, steps)
-    return Seen(rank.coordinate, drawn_differently, steps, tuple(rank.moves()), rank.last_step_again())
+        return seen
+    moves = tuple(rank.moves())
+    rank.load_weights(len(steps) - 1)
+    return replace(seen, moves=moves, again=rank.forward_backward(len(steps) - 1))
 
 
 class Rank:
@@ -175,17 +181,11 @@ class Rank:
         self.group = dist.group.WORLD if case.world_size > 1 else None
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
-        self.parallel = self._build(build_mesh(case.degrees, "cpu"))
-        self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
-
-    def _build(self, mesh: DeviceMesh) -> Parallelized:
-        """The case's model, as train.py builds it."""
-        task, case = self.task, self.case
         with torch.device("meta"):
             model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
-        return parallelize(
+        self.parallel = parallelize(  # as train.py does
             model,
-            mesh,
+            build_mesh(case.degrees, "cpu"),
             cross_entropy_sum,
             case.layout,
             local_batch_size=case.local_batch_size(task.global_batch_size),
@@ -193,19 +193,7 @@ class Rank:
             device=torch.device("cpu"),
             seed=task.seed,
         )
-
-    def train(self) -> Iterator[StepSeen]:
-        """All steps, one after the other, from the weights as they are."""
-        for step in range(len(self.truth)):
-            yield self._forward_backward(step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def last_step_again(self) -> StepSeen:
-        """Its gradients from the weights that the truth had before it."""
-        last = len(self.truth) - 1
-        self.load_weights(last)
-        return self._forward_backward(last)
+        self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
 
     def moves(self) -> list[Compared]:
         """The way from the seed checkpoint to the weights as they are."""
@@ -231,7 +219,7 @@ class Rank:
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
         state.load_state_dict(fit.states["model"])
 
-    def _forward_backward(self, step: int) -> StepSeen:
+    def forward_backward(self, step: int) -> StepSeen:
         """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
         task, case = self.task, self.case
         inputs, labels = batch(task, case.vocab_size, step)

@@ -111,16 +111,9 @@ def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: 
 def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
     """torchtitan 0.2's llama3; blocks and loss are compiled, as its own trainer does."""
     llama3 = "torchtitan.models.llama3.model"
-    arguments = import_module(f"{llama3}.args").TransformerModelArgs(
-        dim=sizes["dim"],
-        n_layers=sizes["layers"],
-        n_heads=sizes["heads"],
-        n_kv_heads=sizes["kv_heads"],
-        vocab_size=sizes["vocab"],
-        max_seq_len=sizes["seq"],
-        multiple_of=sizes["hidden"],  # rounds two thirds of 4 * dim up to the width asked for
-        ffn_dim_multiplier=None,
-    )
+    # multiple_of rounds two thirds of 4 * dim up to the width asked for
+    names = "dim n_layers n_heads n_kv_heads multiple_of vocab_size max_seq_len"
+    arguments = import_module(f"{llama3}.args").TransformerModelArgs(**_named(sizes, names), ffn_dim_multiplier=None)
     with torch.device(device), torch.no_grad():
         model = import_module(f"{llama3}.model").Transformer(arguments)
         model.init_weights()
@@ -139,17 +132,8 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
 def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
     """LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
     peer = import_module("transformers")
-    config = peer.LlamaConfig(
-        hidden_size=sizes["dim"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        vocab_size=sizes["vocab"],
-        intermediate_size=sizes["hidden"],
-        max_position_embeddings=sizes["seq"],
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size max_position_embeddings"
+    config = peer.LlamaConfig(**_named(sizes, names), tie_word_embeddings=False, attn_implementation="sdpa")
     with torch.device(device):
         model = peer.LlamaForCausalLM(config)
     if "checkpoint" in setting:
@@ -158,6 +142,12 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
     backend = _backend(setting)
     forward = torch.compile(model, backend=backend) if backend else model
     return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
+
+
+def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
+    """A peer's names of our sizes, in this order."""
+    ours = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab", "seq")
+    return dict(zip(names.split(), (sizes[size] for size in ours), strict=True))
 
 
 def _peer_step(
