@@ -65,18 +65,14 @@ KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same
 class DrillRequest(argparse.Namespace):
     """The command line, and `overrides`, `kinds`, `under`: a command that becomes the one behind it."""
 
-    @property
-    def most_groups(self) -> int:
-        """That there are at any time: each of them is dealt a slot in every step."""
-        return self.groups + ("add" in self.kinds)
-
     def argv(self, name: str, **last: int) -> list[str]:
         """Arguments of a job: our defaults, unless something else was asked for; no key may be given twice."""
         asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
         fewest = {"fault_tolerance.min_replica_size": 2} if "capacity" in self.kinds else {}
         ours = DEFAULTS | fewest | {key.replace("__", "."): value for key, value in last.items()}
         if KEEP not in asked:
-            ours |= {KEEP: "true", "fault_tolerance.slots_per_step": self.most_groups}
+            most = self.groups + ("add" in self.kinds)  # groups that there are at any time: a slot for each
+            ours |= {KEEP: "true", "fault_tolerance.slots_per_step": most}
         defaults = [f"--{key}={value}" for key, value in ours.items() if key not in asked]
         return [self.config, *defaults, *self.overrides, f"--job.name={Path(self.config).stem}-{name}-{self.seed}"]
 
@@ -170,8 +166,11 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
         verdicts.append(rules.figures_complete(job.run))
     if not asked.no_twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
+        steps = rules.steps_for(job.run, rules.looks(job.run)[-1][0], slots) + 2 * LOOK_STEPS
         try:
-            verdicts.append(rules.loss_of_twin(job.run, run_twin(asked, job.run, slots)))
+            with open_job(asked, "twin", training__steps=steps) as twin:
+                twin.ended()
+            verdicts.append(rules.loss_of_twin(job.run, twin.run))
         except Failed as why:
             verdicts.append(Verdict(rules.AS_GOOD, False, f"the twin: {why}"))
     if FINISH in kinds:
@@ -250,15 +249,6 @@ def finish(asked: DrillRequest) -> Verdict:
     return Verdict("nobody finished before the last checkpoint stood", not problem, words)
 
 
-def run_twin(asked: DrillRequest, run: Path, slots: int) -> Path:
-    """A job that nothing happens to, until it has seen as many tokens; its folder."""
-    tokens = rules.looks(run)[-1][0]
-    steps = rules.steps_for(run, tokens, slots) + 2 * LOOK_STEPS
-    with open_job(asked, "twin", None, training__steps=steps) as job:
-        job.ended()
-    return job.run
-
-
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:
     """Cells of its row, seconds but for the first two and the step."""
     next_s, gap_s = rules.next_commit_s(job.diaries, incident), rules.longest_gap_s(job.diaries, incident)
@@ -267,13 +257,9 @@ def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:
 
 
 def report(
-    asked: DrillRequest,
-    job: DrillJob,
-    incidents: Sequence[Incident],
-    left_out: dict[str, str],
-    verdicts: Sequence[Verdict],
-    began_s: float,
-) -> None:
+    asked: DrillRequest, job: DrillJob, incidents: Sequence[Incident], left_out: dict[str, str],
+    verdicts: Sequence[Verdict], began_s: float,
+) -> None:  # fmt: skip
     header = ["fault", "target", "at s", "step", "next commit s", "longest gap s", "all back s"]
     lines = [figures(job, incident, began_s) for incident in incidents]
     print(table(header, lines))

@@ -46,7 +46,7 @@ def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: 
             found = list(_lost(diaries[name], incident, trained))
             taken += found.count("")
             problems += [f"{incident.kind}: group {name} {what}" for what in found if what]
-            steps.append(len(_commits(diaries[name], incident)))
+            steps.append(len(diaries[name].since(incident.at_s, "commit", to_s=incident.back_s)))
     words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps from a survivor that had all sums; "
     words += f"at least {min(steps, default=0)} steps while a fault lasted and healed"
     return Verdict("survivors went on, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
@@ -54,7 +54,7 @@ def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: 
 
 def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
     """In words; empty ones for a step that it has from another, with its own gradients."""
-    lines = [line for line in diary.since(incident.at_s, *EVENTS) if line.at_s <= incident.back_s]
+    lines = diary.since(incident.at_s, *EVENTS, to_s=incident.back_s)
     before = [line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s]
     step = before[-1] if before else 0  # not the highest: when all had died, they went back to a checkpoint
     for line in lines:
@@ -70,14 +70,8 @@ def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
 
 
 def trained_by(run: Path) -> Trained:
-    return {
-        row.step: {owner.partition(":")[0] for owner in row.slots.values()}
-        for row in samples.read(run / samples.FILE_NAME)
-    }
-
-
-def _commits(diary: Diary, incident: Incident) -> list[DiaryLine]:
-    return [line for line in diary.since(incident.at_s, "commit") if line.at_s <= incident.back_s]
+    found = samples.read(run / samples.FILE_NAME)
+    return {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in found}
 
 
 def next_commit_s(diaries: Diaries, incident: Incident) -> float:
@@ -142,9 +136,8 @@ def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
     ranks = range(len(next(iter(diaries.values())).ranks))
     for name in incident.live:
         for rank in ranks:
-            for line in diaries[name].since(incident.at_s, "commit", rank=rank):
-                if line.at_s <= incident.back_s:
-                    seen[rank, line.step, line.commit_id, line.digest].add(name)
+            for line in diaries[name].since(incident.at_s, "commit", rank=rank, to_s=incident.back_s):
+                seen[rank, line.step, line.commit_id, line.digest].add(name)
     whole = [rank for (rank, *_), names in seen.items() if names == incident.live]
     return min(whole.count(rank) for rank in ranks)
 
@@ -210,9 +203,8 @@ def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTole
     """Every fault that has a bound kept it."""
     told, missed = list[str](), list[str]()
     for incident in incidents:
-        for words, is_, at_most in (
-            BOUNDS[incident.kind](diaries, incident, settings) if incident.kind in BOUNDS else ()
-        ):
+        bound = BOUNDS.get(incident.kind, lambda *_: ())
+        for words, is_, at_most in bound(diaries, incident, settings):
             said = f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}"
             (told if is_ <= at_most else missed).append(said)
     words = "; ".join([*(f"NOT {miss}" for miss in missed), *told]) or "no fault that has a bound"
@@ -245,9 +237,7 @@ def _pair(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
     before_s = [at_s for at_s in commits if at_s < incident.at_s][-1:]
     waits = [after - before for before, after in pairwise([*before_s, *while_s, mended_s])]
     yield "seconds without a step of anybody", max(waits), limit_s
-    quiet = [
-        n for n in incident.live if not any(x.at_s <= mended_s for x in diaries[n].since(mended_s - QUIET_S, "commit"))
-    ]
+    quiet = [name for name in incident.live if not diaries[name].since(mended_s - QUIET_S, "commit", to_s=mended_s)]
     yield "groups that sit out", len(quiet), 1
     yield "seconds from the repair until all are together", incident.back_s - mended_s, BACK_S
 

@@ -151,13 +151,12 @@ class HealingSide:
             arrive()
 
 
-Figures = dict[
-    str, list[tuple[float, float, float]]
-]  # by kind, of each turn: GB/s; MB above steady, of source and joiner
+Turn = tuple[float, float, float]  # GB/s; MB above steady, of source and joiner
 
 
-def measure(kinds: Sequence[str], turns: int, gb: float, device: str = "cpu") -> Figures:
-    figures: Figures = {kind: [] for kind in kinds}
+def measure(kinds: Sequence[str], turns: int, gb: float, device: str = "cpu") -> dict[str, list[Turn]]:
+    """By kind."""
+    figures: dict[str, list[Turn]] = {kind: [] for kind in kinds}
     commands = {role: [sys.executable, __file__, "--worker", role, str(gb), device] for role in ("source", "joiner")}
     with workers(commands, OMP_NUM_THREADS="1") as (source, joiner):
         for turn in range(turns + 1):  # the first warms up and is dropped

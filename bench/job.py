@@ -231,8 +231,8 @@ class Diary:
             self._read_to[rank] += len(whole)
             lines += [DiaryLine(**json.loads(line)) for line in whole.splitlines()]
 
-    def since(self, at_s: float, *events: str, rank: int = 0) -> list[DiaryLine]:
-        return [line for line in self.ranks[rank] if line.at_s >= at_s and line.event in events]
+    def since(self, at_s: float, *events: str, rank: int = 0, to_s: float = math.inf) -> list[DiaryLine]:
+        return [line for line in self.ranks[rank] if at_s <= line.at_s <= to_s and line.event in events]
 
     @property
     def step(self) -> int:
@@ -277,14 +277,14 @@ class ReplicaGroup(Diary):
     def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
         super().__init__(name, folder / name)
         self.folder.mkdir()
-        self._out, self._command = folder / f"{name}.out", command
+        self.out, self._command = folder / f"{name}.out", command
         self._env = {**env, "REPLICA_GROUP_ID": name}
         self.process: subprocess.Popen[str] | None = None
         self.started_s = 0.0
 
     def start(self, **env: str) -> None:
         self.started_s = time.monotonic()
-        with self._out.open("a") as out:
+        with self.out.open("a") as out:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, env={**self._env, **env},
                 start_new_session=True,
@@ -323,12 +323,6 @@ class ReplicaGroup(Diary):
         """end=STEP: it ends after that step. kill="child" or "group": it dies in its next sum."""
         assert self.process and self.process.stdin
         print(json.dumps(order), file=self.process.stdin, flush=True)
-
-    def last_words(self) -> str:
-        code = self.process.poll() if self.process else None
-        state = "runs" if code is None else f"ended with code {code}"
-        said = self._out.read_text(errors="replace").strip().splitlines() if self._out.exists() else []
-        return f"group {self.name} {state} at step {self.step}: {' | '.join(said[-4:])}"
 
 
 class RecoveryJob:
@@ -389,7 +383,14 @@ class RecoveryJob:
         self.until("", lambda: time.monotonic() >= end_s, seconds + 1, lives=())
 
     def failure(self, what: str) -> Failed:
-        return Failed("\n  ".join([what, *(group.last_words() for group in self.groups)]))
+        """With the last words of each group."""
+        words = [what]
+        for group in self.groups:
+            code, out = group.process.poll() if group.process else None, group.out
+            state = "runs" if code is None else f"ended with code {code}"
+            said = out.read_text(errors="replace").strip().splitlines() if out.exists() else []
+            words.append(f"group {group.name} {state} at step {group.step}: {' | '.join(said[-4:])}")
+        return Failed("\n  ".join(words))
 
     def steps(self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
         """Until each of them (all) has committed so many more steps, of so many groups each."""

@@ -74,7 +74,8 @@ def cases(task: Task, world_size: int) -> list[ParityCase]:
 def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Option, ...]]]:
     following = {axis: cycle(options) for axis, options in OPTIONS.items()}
     recomputation = cycle((*RECOMPUTATION, PLAIN))
-    for degrees in _all_degrees(world_size):
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    for degrees in (Degrees(*sizes) for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == world_size):
         if not _legal(task, degrees, ()):
             continue
         yield degrees, ()
@@ -86,14 +87,6 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Optio
         choices = ((option,) for option in alone) if len(axes) < 2 else draws
         legal = (options for options in choices if _legal(task, degrees, options))
         yield from ((degrees, options) for options in (legal if len(axes) < 2 else islice(legal, 1)))
-
-
-def _all_degrees(world_size: int) -> Iterator[Degrees]:
-    """Every product of five degrees that makes world_size."""
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    for sizes in product(divisors, repeat=len(AXES)):
-        if prod(sizes) == world_size:
-            yield Degrees(*sizes)
 
 
 def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:

@@ -88,8 +88,9 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
         theirs = [turn.round_s for turn in turns.get("torchft", [])]
         for name, side in turns.items():
             beside = ratio([turn.round_s for turn in side], theirs) if theirs and name != "torchft" else None
-            answer = str(len(sides[name].answer))
-            rows.append([f"{groups} groups, {name}", *_figures(side), answer, *_verdict(name, groups, beside)])
+            answer, bound = str(len(sides[name].answer)), BOUNDS.get(name, {}).get(groups)
+            verdict = f"{bound:g}x {_reached(beside, bound)}" if beside and bound else ""
+            rows.append([f"{groups} groups, {name}", *_figures(side), answer, str(beside or ""), verdict])
         print(f"{groups} groups done", file=sys.stderr)
     print(table([*FIGURES, "bytes an answer", "beside torchft's", "bound"], rows))
     return 0
@@ -131,17 +132,9 @@ async def watched(groups: int, watchers: int, pairs: int) -> int:
 
 
 def _figures(turns: list[load.LoadTurn]) -> list[str]:
-    milliseconds = [
-        f"{1e3 * statistics.median(getattr(x, name) for x in turns):.2f}" for name in ("round_s", "server_s", "load_s")
-    ]
+    names = ("round_s", "server_s", "load_s")
+    milliseconds = (f"{1e3 * statistics.median(getattr(x, name) for x in turns):.2f}" for name in names)
     return [*milliseconds, f"{statistics.median(x.load_busy for x in turns):.0%}"]
-
-
-def _verdict(name: str, groups: int, beside: Ratio | None) -> list[str]:
-    bound = BOUNDS.get(name, {}).get(groups)
-    if beside is None or bound is None:
-        return [str(beside or ""), ""]
-    return [str(beside), f"{bound:g}x {_reached(beside, bound)}"]
 
 
 def _reached(beside: Ratio, bound: float) -> str:
