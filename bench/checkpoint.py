@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,14 @@ from training.log import Log
 Turn = Callable[[], float]  # does it once; seconds
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     options = parser(
         __doc__,
         megabytes=(300, "size of the state"),
         rounds=(7, "turns of every side"),
         folder=(Path, "where to write; default: the system's temporary folder"),
         threads=(1, "threads of torch"),
-    ).parse_args(argv)
+    ).parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -64,7 +64,6 @@ def main(argv: Sequence[str]) -> int:
             ("stall of an async save / copy", "stall of an async save", "copy of the state"),
         ):
             print(f"{what}: {ratio(sides[figures], sides[other])}")
-    return 0
 
 
 class Bench:
@@ -155,4 +154,4 @@ class NoDigest:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,14 @@ from ft.digest import digest
 INTERVAL, STEPS = 100, 3
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     options = parser(
         __doc__,
         rounds=7,
         dims=("192,512", "widths of the model; 192: that of configs/llama.toml"),
         threads=1,
         device=("cpu", "or cuda"),
-    ).parse_args(argv)
+    ).parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     rows = []
@@ -59,7 +59,6 @@ def main(argv: Sequence[str]) -> int:
         verdict = "reached" if share.high <= 0.01 else "missed"
         rows.append([f"{megabytes:.1f} MB", *figures, f"{percent[0]} ({percent[1]}-{percent[2]})", verdict])
     print(table(["weights", "ms a step", "ms a digest", f"% of a step, every {INTERVAL}", "at most 1 %"], rows))
-    return 0
 
 
 def _seconds(what: Callable[[], object], times: int, device: torch.device) -> float:
@@ -73,4 +72,4 @@ def _seconds(what: Callable[[], object], times: int, device: torch.device) -> fl
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

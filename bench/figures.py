@@ -34,7 +34,7 @@ def sample(step: int) -> dict[str, object]:
     return {"slot_size": 8, "slots": slots, "holes": []}
 
 
-def main() -> int:
+def main() -> None:
     rows = parser(__doc__, rows=1_000_000).parse_args().rows
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -74,8 +74,7 @@ def main() -> int:
         taken_ms = f"a change of writer takes {1e3 * taken_over_s:.1f} ms in the scribe's thread"
         print(f"{rows:,} rows, {size_mb:.0f} MB: {taken_ms};")
         print(f"the slowest of the trainer's writes {1e3 * slowest_s:.2f} ms")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

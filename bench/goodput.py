@@ -285,7 +285,7 @@ def calm(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     options = parser(
         __doc__,
         peer=(str, "a Python that has torchft"),
@@ -299,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
         no_kills=False,
         steps=(20, "of a turn, with --no-kills"),
         write=(Path, "adds the figures to this page"),
-    ).parse_args(argv)
+    ).parse_args()
     options.rounds = options.rounds or (9 if options.no_kills else 2)
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     print(machine, file=sys.stderr)
@@ -322,7 +322,6 @@ def main(argv: Sequence[str]) -> int:
     print(text)
     if options.write:
         write(options.write, heading, what, text)
-    return 0
 
 
 def write(path: Path, heading: str, what: str, text: str) -> None:
@@ -339,4 +338,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         calm_rank(*sys.argv[2:])
     else:
-        sys.exit(main(sys.argv[1:]))
+        main()

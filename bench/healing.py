@@ -170,15 +170,14 @@ def measure(kinds: Sequence[str], turns: int, gb: float, device: str = "cpu") ->
     return figures
 
 
-def main(argv: Sequence[str]) -> int:
-    options = parser(__doc__, gb=(2.0, "of tensors, in each of the two processes"), pairs=5).parse_args(argv)
+def main() -> None:
+    options = parser(__doc__, gb=(2.0, "of tensors, in each of the two processes"), pairs=5).parse_args()
     figures, rows = measure(KINDS, options.pairs, options.gb), []
     speeds = {kind: [speed for speed, _, _ in of] for kind, of in figures.items()}
     for kind, of in figures.items():
         peaks = (f"{max(turn[side] for turn in of):.0f}" for side in (1, 2))
         rows.append([kind, spread(speeds[kind], ".2f"), str(ratio(speeds[kind], speeds["raw"])), *peaks])
     print(table(["over", "GB/s", "of raw", "source: MB above steady", "joiner: MB above steady"], rows))
-    return 0
 
 
 if __name__ == "__main__":
@@ -189,4 +188,4 @@ if __name__ == "__main__":
         for transport in side.transports.values():
             transport.close()
     else:
-        sys.exit(main(sys.argv[1:]))
+        main()

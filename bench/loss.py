@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -43,7 +43,7 @@ EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65
 REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     flags = parser(
         __doc__,
         rows=(4096, "tokens of a batch"),
@@ -55,11 +55,10 @@ def main(argv: Sequence[str]) -> int:
         device="cpu",
     )
     flags.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # set in the processes of the variants
-    options = flags.parse_args(argv)
+    options = flags.parse_args()
     if options.variant:
-        serve(LossSide(options))
-        return 0
-    exact, reused = (_measure(argv, options, *how) for how in ((EXACT_MEMORY, 1), (REUSED_MEMORY, options.rounds)))
+        return serve(LossSide(options))
+    exact, reused = (_measure(options, *how) for how in ((EXACT_MEMORY, 1), (REUSED_MEMORY, options.rounds)))
     seconds = {name: [answer["seconds"] for answer in answers] for name, answers in reused.items()}
     rows = []
     for name, spent in seconds.items():
@@ -70,13 +69,10 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{sizes}: the logits are {options.rows * options.vocab / 2**19:,.0f} MiB")
     print(table(("loss", "ms", "time to the first", "MiB held at most"), rows))
-    return 0
 
 
-def _measure(
-    argv: Sequence[str], options: argparse.Namespace, env: dict[str, str], rounds: int
-) -> dict[str, list[dict[str, float]]]:
-    commands = {name: [sys.executable, __file__, *argv, "--variant", name] for name in VARIANTS}
+def _measure(options: argparse.Namespace, env: dict[str, str], rounds: int) -> dict[str, list[dict[str, float]]]:
+    commands = {name: [sys.executable, *sys.argv, "--variant", name] for name in VARIANTS}
     with workers(commands, OMP_NUM_THREADS=str(options.threads), **env) as sides:
         return in_turns(asking(sides, do="turn"), rounds, warm=2)  # compiles, and touches the memory
 
@@ -120,4 +116,4 @@ def _loss(variant: str, *, chunk_tokens: int) -> Callable[..., Tensor]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -15,7 +15,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -30,13 +29,12 @@ from ft.rpc.group_server import Settings
 WAIT_S = 60.0
 
 
-def main(argv: Sequence[str]) -> int:
-    kills = parser(__doc__, kills=20).parse_args(argv).kills
+def main() -> None:
+    kills = parser(__doc__, kills=20).parse_args().kills
     with closing(LighthouseProcess(our_lighthouse(1, quorum_tick_ms=20))) as lighthouse:
         taken_ms = sorted(1e3 * seconds for seconds in measure(f"http://{lighthouse.address}", kills))
     middle, load = statistics.median(taken_ms), f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"{kills} kills: {middle:.1f} ms (median), {taken_ms[0]:.1f}-{taken_ms[-1]:.1f}; {load}")
-    return 0
 
 
 def measure(lighthouse: str, kills: int) -> list[float]:
@@ -88,4 +86,4 @@ class NoticeGroup:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

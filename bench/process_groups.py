@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from bench.reduce import MeetingMember, meeting
 SIDES = ("plain", "gloo", "baby_gloo, shared", "baby_gloo, copied")
 
 
-def main(argv: Sequence[str]) -> int:
-    options = parser(__doc__, megabytes=100, members=(3, "that sum"), rounds=9).parse_args(argv)
+def main() -> None:
+    options = parser(__doc__, megabytes=100, members=(3, "that sum"), rounds=9).parse_args()
     with meeting(__file__, options.members, count=options.megabytes * 250_000) as team:
 
         def slowest(side: str) -> float:
@@ -37,7 +36,6 @@ def main(argv: Sequence[str]) -> int:
     rows = [[side, spread(spent, ".3f"), str(ratio(spent, figures["plain"]))] for side, spent in figures.items()]
     print(f"all-reduce of {options.megabytes} MB, {options.members} members, {options.rounds} rounds")
     print(table(["side", "seconds", "by plain"], rows))
-    return 0
 
 
 class CollectiveMember(MeetingMember):
@@ -61,4 +59,4 @@ class CollectiveMember(MeetingMember):
 
 
 if __name__ == "__main__":
-    CollectiveMember.serve() if sys.argv[1:] == ["--worker"] else sys.exit(main(sys.argv[1:]))
+    CollectiveMember.serve() if sys.argv[1:] == ["--worker"] else main()

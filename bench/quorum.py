@@ -46,7 +46,7 @@ FIGURES = ("a round", "median ms", "server CPU ms", "load CPU ms", "load busy")
 CHANGES = (1_000, 10_000)
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     flags = parser(
         __doc__,
         peer=(str, "a Python that has torchft"),
@@ -59,21 +59,22 @@ def main(argv: Sequence[str]) -> int:
         kind.add_argument(f"--{name}", action="store_true")
     words = "pages that are open; --groups: 1000; 0: what the machine itself makes of two equal sides"
     kind.add_argument("--watchers", type=int, metavar="N", help=words)
-    options = flags.parse_args(argv)
+    options = flags.parse_args()
     default = "256,384,512,768,1000" if options.heartbeats else "2,8,64,256,1000"
     groups = [int(n) for n in (options.groups or default).split(",")]
     if options.heartbeats:
-        return asyncio.run(heartbeats(groups, options.seconds))
-    if options.idle:
-        return asyncio.run(idle(options.seconds))
-    if options.churn:
-        return asyncio.run(churn())
-    if options.watchers is not None:
-        return asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
-    return asyncio.run(rounds(groups, options.pairs, options.peer))
+        asyncio.run(heartbeats(groups, options.seconds))
+    elif options.idle:
+        asyncio.run(idle(options.seconds))
+    elif options.churn:
+        asyncio.run(churn())
+    elif options.watchers is not None:
+        asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
+    else:
+        asyncio.run(rounds(groups, options.pairs, options.peer))
 
 
-async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
+async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> None:
     rows = []
     for groups in sizes:
         sides = {
@@ -93,7 +94,6 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> int:
             rows.append([f"{groups} groups, {name}", *_figures(side), answer, str(beside or ""), verdict])
         print(f"{groups} groups done", file=sys.stderr)
     print(table([*FIGURES, "bytes an answer", "beside torchft's", "bound"], rows))
-    return 0
 
 
 async def in_turns(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dict[str, list[load.LoadTurn]]:
@@ -111,7 +111,7 @@ async def in_turns(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> 
             await side.close()
 
 
-async def watched(groups: int, watchers: int, pairs: int) -> int:
+async def watched(groups: int, watchers: int, pairs: int) -> None:
     """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
     servers = {name: load.ours(groups, http="127.0.0.1:0") for name in ("watched", "unwatched")}
     page = await asyncio.to_thread(servers["watched"].line)
@@ -128,7 +128,6 @@ async def watched(groups: int, watchers: int, pairs: int) -> int:
     verdict = _reached(beside, WATCHED_BOUND)
     print(f"with {watchers} watchers: {beside} of a round (bound {WATCHED_BOUND}x: {verdict}), {cpu} of its CPU")
     print(f"each had {updates / max(1, watchers):.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
-    return 0
 
 
 def _figures(turns: list[load.LoadTurn]) -> list[str]:
@@ -141,7 +140,7 @@ def _reached(beside: Ratio, bound: float) -> str:
     return "reached" if beside.high <= bound else "in range" if beside.low <= bound else "missed"
 
 
-async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
+async def heartbeats(sizes: Sequence[int], seconds: float) -> None:
     """Rounds at a quick step's pace, with and without beats; default heartbeat timeout. Ends at the first size that does not hold."""
     rows, largest = [], 0
     for groups in sizes:
@@ -154,7 +153,6 @@ async def heartbeats(sizes: Sequence[int], seconds: float) -> int:
     shares = ("server", "beats' load", "lost")
     print(table(["groups", "beats/s", "of", "longest gap s", "quiet ms", "beaten ms", "ratio", *shares], rows))
     print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {seconds:g} s of beats): {largest} groups")
-    return 0
 
 
 async def _beaten(groups: int, seconds: float) -> tuple[list[str], bool]:
@@ -192,7 +190,7 @@ async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list
     return times, lost
 
 
-async def idle(seconds: float) -> int:
+async def idle(seconds: float) -> None:
     """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
     room_for_connections()
     server = load.ours(IDLE_GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
@@ -224,7 +222,6 @@ async def idle(seconds: float) -> int:
     bound = f"(bound {IDLE_BOUND:.0%}: {'reached' if share < IDLE_BOUND else 'missed'})"
     print(f"lighthouse: {1e6 * used_s / beats:.0f} us a beat, {share:.1%} of a core {bound}, {memory_mb:.0f} MB")
     print(f"the load: {load_s / took_s:.0%} of a core")
-    return 0
 
 
 def _heard(groups: Sequence[load.LoadGroup]) -> tuple[int, int]:
@@ -240,7 +237,7 @@ def _scrape(page: str) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
 
 
-async def churn() -> int:
+async def churn() -> None:
     """One group stays; its peer is killed and another one comes, of a name never heard before: two losses of a generation's members
     and one new quorum a change, each on disk before it is answered."""
     with tempfile.TemporaryDirectory() as folder:
@@ -261,10 +258,9 @@ async def churn() -> int:
             verdict = "reached" if grown <= CHURN_BOUND_MB else "missed"
             print(f"grown by {grown:.1f} MB (bound {CHURN_BOUND_MB:g}: {verdict})")
             await stays.close()
-            return 0
         finally:
             server.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

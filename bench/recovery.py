@@ -394,7 +394,7 @@ WHAT = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     flags = parser(
         __doc__,
         peer=(str, "a Python that has torchft"),
@@ -409,14 +409,13 @@ def main(argv: Sequence[str]) -> int:
         starts=(20, "staggered: how many"),
     )
     flags.add_argument("what", choices=WHAT)
-    options = flags.parse_args(argv)
+    options = flags.parse_args()
     options.every = options.every or (20 if options.what == "storm" else 6)
     options.minutes = options.minutes or (2 if options.what == "storm" else 3)
     sides = [JobSide("ours"), *([JobSide("torchft", options.peer)] if options.peer else [])]
     print(f"{options.what}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     WHAT[options.what](sides, options)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

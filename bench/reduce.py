@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ SIDES = ("plain", "kept", "kept, fused", "not kept", "not kept, fused", "baby", 
 LR = 0.1
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     options = parser(
         __doc__,
         members=3,
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         tensors=8,
         rounds=7,
         steps=(4, "per side and round"),
-    ).parse_args(argv)
+    ).parse_args()
     sizes = {"elements": int(options.megabytes * 1e6 / 4), "tensors": options.tensors}
     with meeting(__file__, options.members, **sizes) as team:
         steps = partial(ask_all, team, "steps", count=options.steps)
@@ -63,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
         rows.append([side, spread(spent[side], ".0f", 1e3), str(ratio(spent[side], spent["plain"])), cpu_ms, by_cpu])
     what = f"{options.megabytes:g} MB in {options.tensors} tensors, {options.members} members, {options.rounds} rounds"
     print(f"a step of {what}\n{table(['side', 'ms a step', 'by plain', 'CPU ms, all', 'by plain'], rows)}")
-    return 0
 
 
 @contextmanager
@@ -166,4 +165,4 @@ class ReduceMember(MeetingMember):
 
 
 if __name__ == "__main__":
-    ReduceMember.serve() if sys.argv[1:] == ["--worker"] else sys.exit(main(sys.argv[1:]))
+    ReduceMember.serve() if sys.argv[1:] == ["--worker"] else main()

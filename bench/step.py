@@ -21,7 +21,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ SETTINGS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     flags = parser(
         __doc__,
         peer_python=(sys.executable, "interpreter in which the peers are installed"),
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         threads=(len(os.sched_getaffinity(0)), "CPUs and threads of every side"),
     )
     flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment of every side")
-    options = flags.parse_args(argv)
+    options = flags.parse_args()
     workers, first_steps = _start(options)
     try:
         in_turns(asking(workers, do="run", steps=2), 1)  # warm-up
@@ -58,7 +57,6 @@ def main(argv: Sequence[str]) -> int:
         for worker in workers:
             worker.close()
     print(_report(answers, options, first_steps))
-    return 0
 
 
 def _start(options: argparse.Namespace) -> tuple[list[Worker], dict[str, float]]:
@@ -102,4 +100,4 @@ def _report(answers: dict[str, list[Any]], options: argparse.Namespace, first_st
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
