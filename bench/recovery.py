@@ -233,12 +233,9 @@ class StormCase:
     lost: int
     seconds: float
     ends: list[DiaryLine]
+    weights: str
     groups: list[ReplicaGroup]
     longest_s: float  # in which nobody committed
-
-    @property
-    def weights(self) -> str:
-        return weights(self.ends)
 
 
 Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups those that a kill may take
@@ -261,7 +258,8 @@ def stormy(side: JobSide, options: argparse.Namespace, groups: int, victims: Vic
         job.steps(STEADY, groups)
         ends, seconds = job.finish(), time.monotonic() - began_s
     commits = sorted(line.at_s for group in job.groups for line in group.since(began_s, "commit"))
-    return StormCase(steps, kills, lost, seconds, ends, job.groups, max(b - a for a, b in pairwise(commits)))
+    longest_s = max(b - a for a, b in pairwise(commits))
+    return StormCase(steps, kills, lost, seconds, ends, weights(ends), job.groups, longest_s)
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
@@ -375,11 +373,9 @@ def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delay
 
             def whole() -> list[float]:
                 """When each first committed with all; empty before the last has."""
-                firsts = [
-                    next((x.at_s for x in group.since(started_s, "commit") if x.contributors == count), 0.0)
-                    for group in job.groups
-                ]
-                return firsts if all(firsts) else []
+                commits = [group.since(started_s, "commit") for group in job.groups]
+                firsts = [[line.at_s for line in of if line.contributors == count][:1] for of in commits]
+                return [at_s for [at_s] in firsts] if all(firsts) else []
 
             return max(job.until(f"a step of {count} groups", whole, 60)) - started_s
     except Failed as error:

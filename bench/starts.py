@@ -10,7 +10,6 @@ Manager and loader take turns to be first, gloo and baby gloo take turns, too. P
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -30,12 +29,8 @@ FIRST, KINDS = ("manager", "loader"), ("ProcessGroupGloo", "ProcessGroupBabyGloo
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = parser(__doc__, starts=(50, "of processes, two at a time"), steps=20)
-    flags.add_argument("--as", dest="role", nargs=2, metavar=("FIRST", "KIND"), help=argparse.SUPPRESS)
-    options = flags.parse_args(argv)
-    if options.role:
-        train(*options.role, options.steps)
-        return 0
+    options = parser(__doc__, starts=(50, "of processes, two at a time"), steps=20).parse_args(argv)
+
     from ft import LighthouseServer
 
     ended: Counter[str] = Counter()
@@ -59,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str]:
     """Two groups, until they end. What the one that failed said; nothing for one that ended well."""
-    command = [sys.executable, __file__, "--steps", str(steps), "--as", first, kind]
+    command = [sys.executable, __file__, "--worker", first, kind, str(steps)]
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(command, env={**env, "REPLICA_GROUP_ID": str(n)}, **pipes) for n in range(2)]
@@ -74,7 +69,7 @@ def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str]:
     return found
 
 
-def train(first: str, kind: str, steps: int) -> None:
+def train(first: str, kind: str, steps: str) -> None:
     """One group: the example's model and images, a new epoch, so new workers, every few steps."""
     import torch
     from torch.utils.data import DataLoader
@@ -101,16 +96,19 @@ def train(first: str, kind: str, steps: int) -> None:
     batches = iter(loader)  # the workers are there
     manager = manager or make_manager()
     ddp, optimizer = ft.DistributedDataParallel(manager, model), ft.Optimizer(manager, adam)
-    for step in range(steps):
+    for step in range(int(steps)):
         if step % 3 == 2:
             batches = iter(loader)
         inputs, labels = next(batches)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(ddp(inputs), labels).backward()
         optimizer.step()
-    assert manager.current_step() == steps, f"{manager.current_step()} of {steps} steps were committed"
+    assert manager.current_step() == int(steps), f"{manager.current_step()} of {steps} steps were committed"
     manager.shutdown()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["--worker"]:
+        train(*sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))
