@@ -65,16 +65,12 @@ QUICK = (BitsCase("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
 def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
     """All processes of a group, a few steps from now, or from the first checkpoint; returns when the others have gone on."""
     job.together()
-    at_step = max(step_of(job), INTERVAL) + dice.randrange(8)
-    job.until(f"step {at_step}", lambda: step_of(job) >= at_step)
-    lost_in, before = step_of(job) + 1, job.quorum.quorum_id
+    at_step = max(job.step, INTERVAL) + dice.randrange(8)
+    job.until(f"step {at_step}", lambda: job.step >= at_step)
+    lost_in, before = job.step + 1, job.quorum.quorum_id
     job.kill(victim)
     job.until(f"a quorum without group {victim}", lambda: job.quorum.quorum_id > before)
     return f"{victim} in step {lost_in}"
-
-
-def step_of(job: DrillJob) -> int:
-    return max(diary.step for diary in job.diaries.values())
 
 
 def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequence[str]) -> tuple[str, str, str, bool]:
@@ -98,7 +94,7 @@ def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequen
         kills = [kill(job, str(victims[number % case.groups]), dice) for number in range(case.kills)]
         if not case.quick:
             job.together()
-        last = (step_of(job) // INTERVAL + 1) * INTERVAL
+        last = (job.step // INTERVAL + 1) * INTERVAL
         killed = until_saved(job, last)
     with DrillJob([*argv, f"--job.name={name}-calm"], case.groups) as job:
         calm = until_saved(job, last)

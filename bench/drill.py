@@ -266,8 +266,7 @@ def report(
     for kind, why in left_out.items():
         print(f"left out: {kind}, {why}")
     cores, load = os.cpu_count(), os.getloadavg()[0]
-    steps = max(diary.step for diary in job.diaries.values())
-    seen = f"{len(incidents)} faults in {steps} steps; {cores} cores, load {load:.1f}"
+    seen = f"{len(incidents)} faults in {job.step} steps; {cores} cores, load {load:.1f}"
     print(f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {seen}")
     for verdict in verdicts:
         print(verdict)

@@ -174,6 +174,11 @@ class DrillJob:
         lines = (next(x for x in reversed(self.diaries[name].ranks[0]) if x.event == "quorum") for name in self.live)
         return max(lines, key=lambda line: line.quorum_id)
 
+    @property
+    def step(self) -> int:
+        """The newest that any group has committed."""
+        return max(diary.step for diary in self.diaries.values())
+
     def has(self, step: int) -> bool:
         """True when that checkpoint is whole."""
         return (self.checkpoints / f"step-{step}" / "manifest.json").exists()

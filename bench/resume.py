@@ -117,17 +117,16 @@ class Runs:
             def saved() -> bool:
                 if process.poll() is not None:
                     raise RuntimeError(f"{name}: no checkpoint; its last output:\n{self.output(name)}")
-                return self.last_step(name) not in (before, None) and self.checkpoint(name, self.steps).exists()
+                return (
+                    self.last_step(name) not in (before, None) and checkpoint(self.folder / name, self.steps).exists()
+                )
 
             until(f"{name}: a checkpoint", saved, START_TIMEOUT_S, poll_s=0.002)
             time.sleep(delay_s)
-        return process.returncode == -signal.SIGKILL and not self.checkpoint(name, 2 * self.steps).exists()
+        return process.returncode == -signal.SIGKILL and not checkpoint(self.folder / name, 2 * self.steps).exists()
 
     def output(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
-
-    def checkpoint(self, name: str, step: int) -> Path:
-        return checkpoint(self.folder / name, step)
 
     def last_step(self, name: str) -> int | None:
         lines = rows(self.folder / name)
@@ -207,7 +206,7 @@ def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
     history = f"killed in step {(runs.last_step(name) or 0) + 1}"
     runs.finish(name, "float32", after)
     places = (("float32", runs.steps), ("float32", 2 * runs.steps), (name, 2 * runs.steps))
-    start, expected, found = (checkpoint_values(runs.checkpoint(*place)) for place in places)
+    start, expected, found = (checkpoint_values(checkpoint(runs.folder / run, step)) for run, step in places)
     problems = [key for key in expected if key.startswith("ledger.") and found.get(key) != expected[key]]
     cursor = "another" if problems else "equal"
     far = apart(expected, found) / apart(expected, start)

@@ -27,16 +27,10 @@ from bench.job import ROOT, rows
 from bench.pairs import Failed, parser, table
 from scripts.plot_loss import Points, read, smooth, thin
 
-MODEL = (
-    "--model.dim=128",
-    "--model.n_layers=4",
-    "--model.hidden_dim=320",
-    "--validation.enable=true",
-    "--checkpoint.enable=false",
-    "--metrics.log_freq=1",
-    "--fault_tolerance.digest_interval=0",
-    "--sample.tokens=0",
-)
+MODEL = """
+--model.dim=128 --model.n_layers=4 --model.hidden_dim=320 --validation.enable=true --checkpoint.enable=false --metrics.log_freq=1
+--fault_tolerance.digest_interval=0 --sample.tokens=0
+"""
 CONFIG = ROOT / "bench" / "drill.toml"
 LIMIT_S = 1800.0
 
@@ -101,7 +95,7 @@ def run(way: str, extra: Sequence[str], folder: str, arguments: argparse.Namespa
     name = "".join(letter if letter.isalnum() else "-" for letter in way)
     argv = [
         str(CONFIG),
-        *MODEL,
+        *MODEL.split(),
         *extra,
         f"--job.dump_folder={folder}",
         f"--job.name={name}",

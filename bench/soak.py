@@ -65,42 +65,28 @@ def house(folder: Path, talk: Any) -> None:
 
 
 def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
-    """A group, in a thread of this process."""
+    """A group, in a thread of this process. Imports here: this module is imported where there is no torch."""
     import torch
     from torch import nn
 
     from ft.healing.transport import HealConfig  # noqa: F401 (imported before the first look, as all that a group needs)
-    from ft.rpc.access import Access
-    from ft.rpc.clients import channel
-    from ft.rpc.generated import pharos_pb2
-
-    torch.set_num_threads(1)
-    group = _group(name, lighthouse, folder, nn.Linear(16, 16))
-    operator = channel(lighthouse, Access(), aio=False).unary_unary("/pharos.Lighthouse/Evict")
-
-    def evict() -> None:
-        operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString())
-
-    orders = {"look": lambda: {"home": held(), "server": group.held()}, "leave": lambda: group.manager.leave()}
-    obey(talk, {**orders, "where": group.where, "evict": evict, "cut": group.cut})
-
-
-def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
-    """In a function, for this module is imported where there is no torch."""
-    import torch
-
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
     from ft.process_groups.gloo import ProcessGroupGloo
     from ft.protocol import messages as m
     from ft.rpc.access import Access
+    from ft.rpc.clients import channel
+    from ft.rpc.generated import pharos_pb2
     from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
     from training.log import Log
     from training.metrics_writer import LeaderMetricsWriter
     from training.scribe import Scribe
     from training.sinks import open_sinks
     from training.writer_lease import WriterLease
+
+    torch.set_num_threads(1)
+    model = nn.Linear(16, 16)
 
     def sinks(first: int | None) -> Any:
         return open_sinks(folder, resumed_step=first)
@@ -199,7 +185,14 @@ def _group(name: str, lighthouse: str, folder: Path, model: Any) -> Any:
             model.load_state_dict(state)
             self.commits.pop(max(self.commits, default=0), None)
 
-    return Group()
+    group = Group()
+    operator = channel(lighthouse, Access(), aio=False).unary_unary("/pharos.Lighthouse/Evict")
+
+    def evict() -> None:
+        operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString())
+
+    orders = {"look": lambda: {"home": held(), "server": group.held()}, "leave": lambda: group.manager.leave()}
+    obey(talk, {**orders, "where": group.where, "evict": evict, "cut": group.cut})
 
 
 def held() -> dict[str, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.resume import Runs, checkpoint_digests, compare
+from bench.resume import checkpoint, checkpoint_digests, compare
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +22,11 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed in step" in done.stdout and "12 steps" in done.stdout
 
-    runs = Runs(tmp_path, "", 6, [])
     calm, killed = tmp_path / "bfloat16", tmp_path / "bfloat16-1"
     assert compare(calm, killed, 12) == compare(calm, calm, 12)
-    shutil.rmtree(runs.checkpoint("bfloat16", 12))
-    shutil.copytree(runs.checkpoint("bfloat16", 6), runs.checkpoint("bfloat16", 12))
-    log = tmp_path / "bfloat16" / "metrics.jsonl"
+    shutil.rmtree(checkpoint(calm, 12))
+    shutil.copytree(checkpoint(calm, 6), checkpoint(calm, 12))
+    log = calm / "metrics.jsonl"
     log.write_text(log.read_text().replace('"step": 9, "loss": ', '"step": 9, "loss": 1'))
     compared, differing = compare(calm, killed, 12)
     assert compared.endswith("12 steps") and differing[:2] == ["ledger.ledger", "ledger.step"]
