@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.parity_worker import OptimizerName, ParityCase, Task, architecture
+from bench.parity_worker import STEPS, OptimizerName, ParityCase, Task, architecture
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
@@ -67,8 +67,8 @@ RECOMPUTATION = (
 
 def cases(task: Task, world_size: int) -> list[ParityCase]:
     """All cases for that many ranks, in an order that never changes: SGD's first, whose bounds are the narrow ones."""
-    pairs = [_pair(task, *layout, index) for index, layout in enumerate(_layouts(task, world_size))]
-    return sorted((case for pair in pairs for case in pair), key=lambda case: case.optimizer != "SGD")
+    layouts = list(_layouts(task, world_size))
+    return [_case(task, *layout, optimizer, index) for optimizer in STEPS for index, layout in enumerate(layouts)]
 
 
 def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Option, ...]]]:
@@ -90,49 +90,38 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Optio
 
 
 def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
-    """True when model and batch can be shared like that."""
+    """True when model and batch can be shared like that, by the checks of a run's settings."""
     if task.global_batch_size % (2 * degrees.data_parallel):
         return False
     try:
-        for case in _pair(task, degrees, options, 0):
-            check(task, case)
+        for optimizer in STEPS:
+            _check(task, _case(task, degrees, options, optimizer, 0))
     except ValueError:
         return False
     return True
 
 
-def check(task: Task, case: ParityCase) -> None:
-    """Applies the checks of a run's settings. Raises ValueError."""
+def _check(task: Task, case: ParityCase) -> None:
+    """Raises ValueError."""
     config, degrees = case.layout.parallelism, case.degrees
     task.model.check_tensor_parallel(degrees.tp)
     with torch.device("meta"):
         model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
     if degrees.tp > 1:
         check_plan(model, degrees)
-    check_pipeline(
-        config,
-        layers=list(model.layers),
-        local_batch_size=case.local_batch_size(task.global_batch_size),
-        compiled_blocks=False,
-    )
+    local_batch_size = case.local_batch_size(task.global_batch_size)
+    check_pipeline(config, layers=list(model.layers), local_batch_size=local_batch_size, compiled_blocks=False)
     if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
         raise ValueError(f"activation_checkpoint.mode: not with {schedule_of(config)}")
     if task.seq_len % (degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)):
         raise ValueError(f"training.seq_len = {task.seq_len}: cannot be shared by {degrees}")
 
 
-def _pair(task: Task, degrees: Degrees, options: tuple[Option, ...], index: int) -> tuple[ParityCase, ParityCase]:
-    """SGD, with the `index`th choice of everything else; AdamW, with all the opposites."""
-    halves, even, chunked = (bool(index >> bit & 1) for bit in range(3))
-    return (
-        _case(task, degrees, options, "SGD", halves, even, chunked),
-        _case(task, degrees, options, "AdamW", not halves, not even, not chunked),
-    )
-
-
 def _case(
-    task: Task, degrees: Degrees, options: tuple[Option, ...], optimizer: OptimizerName, halves: bool, even: bool, chunked: bool
-) -> ParityCase:  # fmt: skip
+    task: Task, degrees: Degrees, options: tuple[Option, ...], optimizer: OptimizerName, index: int
+) -> ParityCase:
+    """With the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
+    halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
     microsteps = 2 if halves else 1
     local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)
     # as many as the largest number of stages: DualPipeV asks for it
