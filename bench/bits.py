@@ -1,14 +1,14 @@
-"""Shows that who was alive does not reach the weights: a job of groups that were killed ends with the bits of one that was left alone.
+"""Shows that deaths do not reach the weights: a job of groups that were killed ends with the bits of a job without faults.
 
     python bench/bits.py                   without the options and with them; groups of one process and of two (FSDP); up to four kills
     python bench/bits.py --quick           two groups, one kill: for every change
     python bench/bits.py --write FILE      keeps the table, with its date
     python bench/bits.py ... -- --model.dim 512       further words are settings of the runs
 
-With keep_global_batch and deterministic_reduce each step trains on the same slots, and adds their gradients in the same order, whoever
-computed them. A job of real processes runs by scripts/replicas.py; at a seeded step, once all groups take part, a seeded group gets
-SIGKILL, comes back and heals; so often. The checkpoint that follows is compared with that of a job without faults: SHA-256 of every tensor
-of weights and of the optimizer, gradient norm, rate and tokens of every step, position and holes of the ledger. The same kills without
+With keep_global_batch and deterministic_reduce each step trains on the same slots, and adds their gradients in the same order,
+whichever group computed them. In a job of real processes, at a seeded step and once all groups take part, a seeded group gets SIGKILL,
+comes back and heals; so often. The checkpoint that follows is compared with that of a job without faults: SHA-256 of every tensor of
+weights and of the optimizer, gradient norm, rate and tokens of every step, position and holes of the ledger. The same kills without
 the options, or with keep_global_batch alone, must give other bits, else this proof says nothing.
 
 float32 on the CPU, one thread a process: sums inside one process are the same bits only with the same threads. The loss that is logged is

@@ -59,7 +59,7 @@ DEFAULTS = {  # overrides on the command line come after these
     "fault_tolerance.digest_interval": 10,
     "metrics.enable_tensorboard": "false",
 }
-KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whoever is there: equal things are compared
+KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whichever groups are there
 
 
 class DrillRequest(argparse.Namespace):
@@ -206,7 +206,7 @@ def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: li
 def open_job(
     asked: DrillRequest, name: str, network: Network | None = None, disk: ExitStack | None = None, **last: int
 ) -> DrillJob:
-    """In a folder of its own, of which nothing was before. `disk`: what closes the job's own. Raises ValueError."""
+    """A job in a new, empty run folder. `disk`: closes the job's own disks. Raises ValueError."""
     from configs.load import load
 
     argv = asked.argv(name, **last)

@@ -24,7 +24,7 @@ STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
 PARTITION_S, LINK_S = 10.0, 6.0
 BEAT_S = 1.0  # of a slow group: three quarters of it stopped
 LINK_MEGABITS = 8.0
-QUIET_S = 10.0  # who has committed nothing for so long sits out
+QUIET_S = 10.0  # a group that has committed nothing for so long sits out
 SAVE_S = 60.0  # for what a dead writer was about to save
 JOINERS = 3  # deaths of one group, each while it heals
 WRONG_S, BAD_INPUT = 60.0, 2  # for a start that is refused; its exit code
@@ -92,7 +92,7 @@ def half(job: DrillJob, dice: random.Random) -> Hurt:
 
 
 def kill_server(job: DrillJob, dice: random.Random) -> Hurt:
-    """Its ranks end with it, and come back."""
+    """The ranks end with their server, and come back."""
     name = job.pick(dice)
     signal_all(job.server(name), signal.SIGKILL)
     return Hurt(f"the server of group {name}", {name})
@@ -131,7 +131,7 @@ def joiner(job: DrillJob, dice: random.Random) -> Hurt:
 
 
 def writer(job: DrillJob, dice: random.Random) -> Hurt:
-    """The group that saves dies while it does. Whoever takes the role over has to save what was due."""
+    """The group that saves dies while it does. The next writer has to save the checkpoint that was due."""
     name, at_s, step = killed_in_a_save(job)
     while job.has(step):  # it was too late: the checkpoint stood
         job.together()
@@ -168,7 +168,7 @@ def _stopped(job: DrillJob, pids: Collection[int], seconds: float) -> None:
 def stop(
     job: DrillJob, dice: random.Random, *, of: str = "group", pids: Callable[[DrillJob, str], Sequence[int]]
 ) -> Hurt:
-    """Longer than the heartbeat timeout. Without its ranks, a group's server still sends heartbeats."""
+    """SIGSTOP for longer than the heartbeat timeout. Where only ranks are stopped, the group's server still sends heartbeats."""
     name = job.pick(dice)
     _stopped(job, pids(job, name), STOP_S)
     return Hurt(f"{of} {name}", {name})
@@ -201,7 +201,7 @@ def lighthouse_away(job: DrillJob, dice: random.Random) -> Hurt:
 
 
 def capacity(job: DrillJob, dice: random.Random) -> Hurt:
-    """All but one are gone, and fewer are left than min_replica_size."""
+    """All groups but one are gone, and fewer are left than min_replica_size."""
     stays = job.pick(dice)
     names = sorted(set(job.live) - {stays}, key=int)
     job.away |= set(names)
@@ -270,7 +270,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
     return Hurt(f"groups {one} and {other}, store at {store}", hit, at_s, repaired_s)
 
 
-# ------------------------------------------------------------------------------------------------ who comes, who goes, who is wrong
+# ------------------------------------------------------------------------------------------------ members that come, go or are wrong
 
 
 def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
@@ -283,7 +283,7 @@ def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
 
 
 def drain(job: DrillJob, dice: random.Random) -> Hurt:
-    """It leaves on purpose, for good."""
+    """A group leaves on purpose, for good."""
     name = job.pick(dice)
     job.drain(name)
     job.until(f"the end of group {name}", lambda: job.groups[name].code == 0)
@@ -370,8 +370,8 @@ HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.i
 
 
 def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief: bool = False) -> list[str]:
-    """Every variant of these kinds once, shuffled; a group comes before one goes. Not the first round: who only comes, or only goes, would
-    leave ever more groups, or none. brief: of each kind its first variant alone."""
+    """Every variant of these kinds once, shuffled; a group comes before one goes. After the first round `add` alone, or `drain` alone, is
+    left out: there would be ever more groups, or none. brief: of each kind its first variant alone."""
     if not first:
         kinds = [kind for kind in kinds if not KINDS[kind].once]
     if not first and ("add" in kinds) != ("drain" in kinds):

@@ -106,11 +106,11 @@ class DrillJob:
         return [name for name in self.groups if name not in self.gone]
 
     def pick(self, dice: random.Random, names: Collection[str] | None = None) -> str:
-        """One of the live, or of these, by the seed alone: not by who came first to what."""
+        """One of the live, or of these, by the seed alone, in the order of their names."""
         return dice.choice(sorted(self.live if names is None else names, key=int))
 
     def start_lighthouse(self) -> None:
-        """Again at the same address, with the state that the last one left."""
+        """Starts it, the next time at the same address with the state that the last one left."""
         through = [*(self.network.through(HUB) if self.network else []), *self._under]
         self.lighthouse, self.address = start_lighthouse(self.config, self._env, bind=self._bind, through=through)
         self._bind = self.address.partition("//")[2]
@@ -123,7 +123,7 @@ class DrillJob:
         self.start_lighthouse()
 
     def add(self) -> str:
-        """One more group; its name."""
+        """Starts one more group. Returns its name."""
         name = str(len(self.groups))
         if self.disk:
             self.disk.keep_diaries(self.folder / name, self.ranks)
@@ -133,7 +133,7 @@ class DrillJob:
         return name
 
     def group(self, name: str, *overrides: str) -> ReplicaSupervisor:
-        """One that is yet to be started, and is none of the job's."""
+        """A group that is yet to be started, and is none of the job's."""
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
         env, its = {**self._env, "TORCHFT_LIGHTHOUSE": self.address}, self._devices.of(name, self.gone)
@@ -143,7 +143,7 @@ class DrillJob:
         return group
 
     def drain(self, name: str) -> None:
-        """It is told to leave, and does not come again."""
+        """Tells a group to leave; it does not come again."""
         self.gone.add(name)
         self.groups[name].restarts = 0
         self.groups[name].tell(signal.SIGTERM)
@@ -163,7 +163,7 @@ class DrillJob:
         return [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
 
     def kill(self, *names: str) -> float:
-        """All processes of these groups. Returns when."""
+        """SIGKILL of all processes of these groups. Returns when."""
         at_s = time.monotonic()
         signal_all([pid for name in names for pid in self.processes(name)], signal.SIGKILL)
         return at_s
@@ -184,7 +184,7 @@ class DrillJob:
         return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
 
     def look(self) -> None:
-        """Starts again who died, as run_replicas.sh does, and reads. Raises Failed where a group ended that must not."""
+        """Starts dead groups again, as run_replicas.sh does, and reads the diaries. Raises Failed where a group ended that must not."""
         for name, group in self.groups.items():
             group.short_lives = 0  # its deaths are ours
             if name in self.away and group.process is None:
@@ -198,12 +198,12 @@ class DrillJob:
         return until(what, holds, limit_s, look=self.look, failure=self.failure, poll_s=0.02)
 
     def hold(self, seconds: float) -> None:
-        """A fault lasts so long."""
+        """Lets a fault last so long."""
         end_s = time.monotonic() + seconds
         self.until("the end of a fault", lambda: time.monotonic() >= end_s, seconds + LIMIT_S)
 
     def together(self, since_s: float = 0.0) -> None:
-        """Until the last steps, made since then or from now on, were of all groups that are to be there, on all their ranks."""
+        """Waits until the last steps, since then or from now on, are of all groups that are to be there, on all their ranks."""
         since_s = since_s or time.monotonic()
 
         def holds() -> bool:
@@ -218,8 +218,8 @@ class DrillJob:
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
     def compared(self) -> None:
-        """Until each is a witness of its own weights: since its latest life, and heal, began, all have compared them. Of three groups one
-        of which has just healed nobody can tell whose went wrong."""
+        """Waits until all groups have compared their weights since the latest life, and heal, of each began: of three groups of which
+        one has just healed nobody can tell which has other weights."""
         interval, count = self.config.fault_tolerance.digest_interval, len(self.live)
 
         def is_compared(lines: Sequence[DiaryLine]) -> bool:
@@ -231,13 +231,13 @@ class DrillJob:
         self.until(what, lambda: all(is_compared(self.diaries[name].ranks[0]) for name in self.live))
 
     def end(self) -> None:
-        """All save and leave."""
+        """Lets all groups save and leave."""
         for name in self.live:
             self.drain(name)
         self.ended()
 
     def ended(self) -> None:
-        """Until all have finished by themselves, however many steps that takes: each has its time."""
+        """Waits until all groups have finished by themselves, however many steps that takes: each has its time."""
         self.gone |= set(self.groups)
         before = list[int]()
 

@@ -63,7 +63,7 @@ class Network:
         return ["ip", "netns", "exec", self._prefix + name]
 
     def cut(self, name: str, down: bool) -> None:
-        """Nothing gets to it or from it."""
+        """Cuts its cable: nothing gets to it or from it."""
         self._at(HUB, f"ip link set {_cable(name)} {'down' if down else 'up'}")
 
     def blind(self, name: str, on: bool) -> None:
@@ -72,7 +72,7 @@ class Network:
             self._at(name, f"ip route {'add' if on else 'del'} blackhole {address}/32")
 
     def part(self, one: str, other: str, on: bool) -> None:
-        """Packets between these two are lost, without a word, to whoever sends them; all others arrive. Each has a wrong address of the
+        """Packets between these two are lost, and the sender is not told; all others arrive. Each has a wrong address of the
         other's card, which the bridge delivers to nobody."""
         for here, there in ((one, other), (other, one)):
             neighbour = f"{self.addresses[there]} dev eth0"

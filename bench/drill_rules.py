@@ -53,7 +53,7 @@ def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: 
 
 
 def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
-    """In words; empty ones for a step that it has from another, with its own gradients."""
+    """Lost steps in words; "" for a step that a survivor has from another group, with its own gradients."""
     lines = diary.since(incident.at_s, *EVENTS, to_s=incident.back_s)
     before = [line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s]
     step = before[-1] if before else 0  # not the highest: when all had died, they went back to a checkpoint
@@ -75,7 +75,7 @@ def trained_by(run: Path) -> Trained:
 
 
 def next_commit_s(diaries: Diaries, incident: Incident) -> float:
-    """From the fault to the job's next commit: of a survivor, if there is one."""
+    """Seconds from the fault to the job's next commit: of a survivor, if there is one."""
     who, since_s = incident.survivors, incident.at_s
     if not who:
         who = incident.hit
@@ -143,7 +143,7 @@ def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
 
 
 def ledger_exact(run: Path) -> Verdict:
-    """Every sample below the highest was trained on once, but for the holes of the last step."""
+    """Checks that every sample below the highest was trained on once, but for the holes of the last step."""
     found = samples.prove(samples.read(run / samples.FILE_NAME))
     words = f"{found.sequences:,} sequences in {found.steps} steps; missing {samples.listed(found.missing) or 'none'}, "
     words += f"doubled {samples.listed(found.doubled) or 'none'}, open {samples.listed(found.open) or 'none'}"
@@ -169,7 +169,7 @@ def looks(run: Path) -> list[tuple[float, float]]:
 
 
 def steps_for(run: Path, tokens: float, slots: int) -> int:
-    """After which a run whose steps have so many slots has seen as many tokens, by what a sequence of the other run has."""
+    """Steps after which a run with so many slots a step has seen as many tokens, by the tokens of the other run's sequences."""
     trained = samples.read(run / samples.FILE_NAME)
     seen = max(row.get("tokens", 0.0) for row in rows(run))
     a_sequence = seen / samples.prove(trained).sequences
@@ -194,13 +194,13 @@ def loss_of_twin(run: Path, twin: Path) -> Verdict:
 SLACK_S = 5.0  # to come together, once it is known what to do
 BACK_S = 60.0  # after a cable is whole again
 STEADY_STEPS = 20
-HUNG_LEAST_S, HUNG_ALONE_S = 10.0, 60.0  # that a majority, or anybody, waits at least for who hangs
+HUNG_LEAST_S, HUNG_ALONE_S = 10.0, 60.0  # that a majority, or any group, waits at least for one that hangs
 HUNG_MEDIANS = 5
 Figure = tuple[str, float, float]  # words, what it is, what it may be at most
 
 
 def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
-    """Every fault that has a bound kept it."""
+    """Checks that every fault kept its bound, where it has one."""
     told, missed = list[str](), list[str]()
     for incident in incidents:
         bound = BOUNDS.get(incident.kind, lambda *_: ())
@@ -219,7 +219,7 @@ def steady_s(diaries: Diaries, incident: Incident) -> float:
 
 
 def _next_s(diaries: Diaries, incident: Incident, since_s: float) -> float:
-    """Until the first commit of a survivor after that, seconds; inf: there is none."""
+    """Seconds until the first commit of a survivor after that; inf: there is none."""
     commits = [line.at_s for name in incident.survivors for line in diaries[name].since(since_s, "commit")[:1]]
     return min(commits, default=math.inf) - since_s
 

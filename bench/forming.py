@@ -1,4 +1,4 @@
-"""How long groups take to form, by members and kind; how starts in any order go; where one machine's limits are.
+"""Seconds that groups take to form, by members and kind, also when they start in any order; and the limits of one machine.
 
     python bench/forming.py [--sizes 2,4,8,16,32,64] [--forms 5] [--starts 20] [--write docs/forming.svg]
 
@@ -124,7 +124,7 @@ def stagger(members: Sequence[Callable[..., Any]], kind: str, starts: int, store
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Their results, in order; an exception is one."""
+    """Results of calls that begin together, in order; an exception is one."""
     gate = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Any]) -> Any:
@@ -150,7 +150,7 @@ class FormingMember:
         self.group.prepare()
 
     def do(self, what: str, *about: Any) -> Any:
-        """In words where it does not form."""
+        """A result, or in words why no group forms."""
         try:
             return {"form": self.form, "drop": self.drop}[what](*about)
         except RuntimeError as error:

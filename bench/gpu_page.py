@@ -62,7 +62,7 @@ def page(rows: Sequence[Row], sizes: Mapping[str, Mapping[str, int]], device: st
 
 
 def verdicts(good: Mapping[str, Row], speeds: Mapping[str, Mapping[str, Any]], device: str) -> list[Verdict]:
-    """Each bound once; a CPU reaches none, whatever the figure."""
+    """Verdicts, each bound once; a CPU reaches none, whatever the figure."""
     found: list[Verdict] = []
 
     def bound(name: str, seen: str | None, reached: bool = False) -> None:

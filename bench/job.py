@@ -63,7 +63,7 @@ def until(
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on (Linux)."""
+    """Children of a process, theirs, and so on (Linux)."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has just ended
@@ -98,7 +98,7 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
-    """On a free port, without page and state file, unless said otherwise."""
+    """The command of our lighthouse: on a free port, without page and state file, unless `flags` say otherwise."""
     given = {"min_replicas": min_replicas, "bind": "127.0.0.1:0", "http": "none", "state_file": "none"} | flags
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
@@ -169,7 +169,7 @@ class Forked:
 
 
 def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
-    """In a forked process: until whoever gives the orders is gone."""
+    """Obeys orders in a forked process, until the process that gives them is gone."""
     with suppress(EOFError, OSError):
         while True:
             order, *about = pipe.recv()
@@ -292,7 +292,7 @@ class ReplicaGroup(Diary):
 
     @property
     def runs(self) -> bool:
-        """It lives, and has committed in its present life."""
+        """True when the group lives, and has committed in its present life."""
         return bool(self.process and self.process.poll() is None and self.since(self.started_s, "commit"))
 
     @property
@@ -313,7 +313,7 @@ class ReplicaGroup(Diary):
         return at_s
 
     def signal(self, number: signal.Signals, whole: bool) -> float:
-        """To the trainer alone, or to it and all that it has started."""
+        """Sends it to the trainer alone, or to it and all that it has started."""
         assert self.process
         at_s = time.monotonic()
         signal_all([self.process.pid, *(descendants(self.process.pid) if whole else ())], number)
@@ -347,7 +347,7 @@ class RecoveryJob:
         ]
 
     def start_lighthouse(self) -> None:
-        """Again at the same address, with the state file that it left, if it leaves one."""
+        """Starts it, the next time at the same address and with the state file that it left, if it leaves one."""
         if command := self._side.lighthouse(self.folder, self._bind):
             self._lighthouse = LighthouseProcess(command)
             self._bind = self._lighthouse.address
@@ -383,7 +383,7 @@ class RecoveryJob:
         self.until("", lambda: time.monotonic() >= end_s, seconds + 1, lives=())
 
     def failure(self, what: str) -> Failed:
-        """With the last words of each group."""
+        """An error with the last output of each group."""
         words = [what]
         for group in self.groups:
             code, out = group.process.poll() if group.process else None, group.out
@@ -393,7 +393,7 @@ class RecoveryJob:
         return Failed("\n  ".join(words))
 
     def steps(self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
-        """Until each of them (all) has committed so many more steps, of so many groups each."""
+        """Waits until each of `groups` (all) has committed so many more steps, of so many groups each."""
         since_s, watched = time.monotonic(), self.groups if groups is None else groups
 
         def done() -> bool:
@@ -403,7 +403,7 @@ class RecoveryJob:
         self.until(f"{count} steps of {contributors} groups", done, lives=watched)
 
     def finish(self, groups: Sequence[ReplicaGroup] | None = None) -> list[DiaryLine]:
-        """All (of them) train to one and the same step and end. Their last lines."""
+        """Lets `groups` (all) train to one and the same step and end. Returns their last lines."""
         finishing = self.groups if groups is None else groups
         last = max(group.step for group in finishing) + 20
         for group in finishing:

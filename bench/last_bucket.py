@@ -35,7 +35,7 @@ LIMIT_S = 60.0
 
 
 def train(name: str, lighthouse: str, talk: Any) -> None:
-    """One group, until it hears something."""
+    """Trains one group, until it is told anything."""
     import torch
 
     from ft.gradients import Gradients
@@ -93,7 +93,7 @@ class BucketGroup(Forked):
         self.healed: set[int] = set()  # to these steps: another had committed what this group could not
 
     def read(self) -> None:
-        """All that it has said; what it was about to say as it died is lost."""
+        """Reads all messages of the group; one that it was writing as it died is lost."""
         with suppress(EOFError, OSError):
             while self.pipe.poll():
                 what, told = self.pipe.recv()

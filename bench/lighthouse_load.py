@@ -63,7 +63,7 @@ QUORUM, WATCH = "/pharos.Lighthouse/Quorum", "/pharos.Lighthouse/Watch"
 
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
-    """One that never takes anybody for silent, unless said otherwise."""
+    """Our lighthouse, with a heartbeat timeout that never passes, unless `flags` say otherwise."""
     return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": NEVER_MS, **flags}))
 
 
@@ -222,7 +222,7 @@ class Beaten:
 
 
 def beat(address: str, groups: int, pipe: Any) -> None:
-    """Each group beats from here on as torchft's do: 100 ms after the last answer. Tells what became of the beats, and stops."""
+    """Sends heartbeats of each group as torchft does: 100 ms after the last answer. Answers once, with the fate of them, and stops."""
     asyncio.run(_beat(address, groups, pipe))
 
 
@@ -294,7 +294,7 @@ class LoadGroup:
             due_s += every_s
 
     async def close(self) -> None:
-        """Without a word, like a process that was killed."""
+        """Ends without a leave, like a process that was killed."""
         if self._reader:
             self._reader.cancel()
         await self._channel.close()

@@ -1,4 +1,4 @@
-"""How soon a death is known: from SIGKILL of a group's server until a rank of another group has heard of it.
+"""The time until a death is known: from SIGKILL of a group's server until a rank of another group has heard of it.
 
     python bench/notice.py [--kills 20]
 
@@ -46,7 +46,7 @@ def measure(lighthouse: str, kills: int) -> list[float]:
     for number in range(kills):
         name = f"victim:{number}"
         victim = NoticeGroup(name, lighthouse)
-        # Both at once: whoever came first may have had a quorum alone, and then the other waits for it, since it beats
+        # Both at once: the first may have had a quorum alone, and then the other waits for it, since it sends heartbeats
         thread = threading.Thread(target=victim.until_both, args=(0,))
         thread.start()
         known = stays.until_both(known)

@@ -68,7 +68,7 @@ class PageJob(Herd):
             time.sleep(0.3)  # so that the curve has a length
 
     def come_back(self, place: int, share: float) -> None:
-        """Under a new id; so much of the state has come."""
+        """Opens the group again under a new id, with so much of its state healed."""
         self.ids[place] = f"{self.ids[place].partition(':')[0]}:{secrets.token_hex(4)}"
         self.open([self.ids[place]])
         self.form(failed=True)

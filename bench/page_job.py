@@ -57,11 +57,11 @@ class Herd:
     # ---- what a test or a picture wants
 
     def open(self, ids: Iterable[str]) -> None:
-        """They are known to the lighthouse, and in no quorum yet."""
+        """Makes groups known to the lighthouse, in no quorum yet."""
         self.do(self._open(list(ids)))
 
     def form(self, *, failed: bool = False) -> int:
-        """All that are there ask for a quorum, and have it; those that were in none heal. Its id."""
+        """Lets all groups ask for a quorum; those that were in none heal. Returns its id."""
         self.quorum_id = self.do(self._form(failed))
         return self.quorum_id
 
@@ -71,7 +71,7 @@ class Herd:
         self.do(self._beat(figures))
 
     def heal(self, replica_id: str, share: float) -> None:
-        """So much of the state has come; 1.0: all of it, with the next beat."""
+        """Reports so much of the state as healed; 1.0: all of it, with the next beat."""
         self._heals[replica_id] = int(share * STATE_BYTES)
         if share >= 1:
             del self._heals[replica_id]
@@ -81,11 +81,11 @@ class Herd:
         self.do(self.streams[replica_id].write(pharos_pb2.Up(happened=happened).SerializeToString()))
 
     def leave(self, replica_id: str) -> None:
-        """It says good-bye."""
+        """Leaves with a clean goodbye."""
         self.do(self._leave(replica_id))
 
     def lose(self, *ids: str) -> None:
-        """They end as killed processes do."""
+        """Ends groups as killed processes end."""
         self.do(self._lose(ids))
 
     def close(self) -> None:

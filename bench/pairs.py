@@ -131,14 +131,14 @@ def workers(commands: Mapping[str, Sequence[str]], **env: str) -> Iterator[list[
 
 
 def ask_all(members: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
-    """All at once; each is told its rank, too."""
+    """Asks all at once; each is told its rank, too."""
     with ThreadPoolExecutor(len(members)) as threads:
         requests = ({"do": do, "rank": rank, **arguments} for rank in range(len(members)))
         return list(threads.map(Worker.ask, members, requests))
 
 
 def serve(member: object, ready: Any = None) -> None:
-    """In a member's process: says that it is ready, and calls the method that each request names. Answers are dicts."""
+    """Serves a member in its process: says that it is ready, and calls the method that each request names. Answers are dicts."""
     print(json.dumps(ready or {}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

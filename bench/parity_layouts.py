@@ -120,7 +120,7 @@ def _check(task: Task, case: ParityCase) -> None:
 def _case(
     task: Task, degrees: Degrees, options: tuple[Option, ...], optimizer: OptimizerName, index: int
 ) -> ParityCase:
-    """With the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
+    """A case with the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
     halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
     microsteps = 2 if halves else 1
     local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)

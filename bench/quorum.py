@@ -97,7 +97,7 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> None:
 
 
 async def in_turns(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dict[str, list[load.LoadTurn]]:
-    """Every other pair runs backwards: nobody is always first. Closes the sides."""
+    """Turns of each side; every other pair runs backwards: no side is always first. Closes the sides."""
     turns: dict[str, list[load.LoadTurn]] = {name: [] for name in sides}
     try:
         for side in sides.values():

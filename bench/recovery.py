@@ -71,7 +71,7 @@ Fault = Callable[[RecoveryJob, ReplicaGroup], RecoveryFault]
 
 
 def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, again: Callable[[], float]) -> RecoveryFault:
-    """After a fault: the others go on; `again` mends it, and returns since when; all are together."""
+    """Follows a fault: the others go on; `again` mends it, and returns since when; all are together."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     commits = [line for line in others[0].since(0.0, "commit") if line.at_s < at_s][-STEADY:]
     steps_s = gaps([line for line in commits if line.contributors == count])
@@ -106,7 +106,7 @@ def stop(job: RecoveryJob, victim: ReplicaGroup, whole: bool) -> RecoveryFault:
 
 
 def rejoin(job: RecoveryJob, victim: ReplicaGroup) -> None:
-    """Until the last steps are everybody's; what a launcher would start again is started again."""
+    """Waits until the last steps are of all groups; starts again what a launcher would."""
     since_s, count = time.monotonic(), len(job.groups)
 
     def done() -> bool:
@@ -177,7 +177,7 @@ def same(weights: str) -> dict[str, tuple[float, float]]:
 
 
 def kills(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
-    """Up to 100 MB a second; beyond, two steps and half a second."""
+    """Bounds of the gap: a second up to 100 MB; beyond, two steps and half a second."""
     rows = []
     for megabytes in map(float, options.mb.split(",")):
         bound = (lambda _: 1.0) if megabytes <= 100 else (lambda steady_s: 2 * steady_s + 0.5)

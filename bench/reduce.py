@@ -7,7 +7,7 @@ All sides run in the same processes, in turns; every other round runs backwards.
 process, beside the CPU time of all (children included; it suffers less from other programs); ratios are taken inside a round. A step
 zeroes the gradients, makes new ones, sums them over the processes, divides, and applies SGD. `plain` sums each .grad where it is and
 divides it in place. Ours keep the originals until the sums are there (`kept`), or not (`not kept`), or sum in a child process (`baby`).
-Whoever divides does it where the trainer does: `fused` in the learning rate, else over every gradient, as plain has to.
+Division is where the trainer has it: `fused` in the learning rate, else over every gradient, as plain has to.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def meeting(program: str, members: int, **about: int) -> Iterator[list[Worker]]:
 
 
 class MeetingMember:
-    """One that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
+    """A process that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
 
     gloo: Any
     baby: Any
@@ -99,7 +99,7 @@ class MeetingMember:
         return {}
 
     def begin(self, **about: int) -> None:
-        """Once all have met."""
+        """Prepares the sides, once all have met."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""One replica group, of one rank, of a tiny data-parallel job: what recovery.py, goodput.py and gpu.py start, kill and start again.
+"""One replica group, of one rank, of a tiny data-parallel job, for recovery.py, goodput.py and gpu.py to start, kill and start again.
 
     python replica.py ours|torchft|restart MB STEP_MS gloo|baby|nccl|... DEVICE GROUP FOLDER       env: TORCHFT_LIGHTHOUSE
 

@@ -117,14 +117,14 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             }
 
         def held(self) -> dict[str, int]:
-            """By its server, and in its store."""
+            """Counts resources of its server, and keys of its store."""
             mine = self.manager.membership
             if not mine.server or not mine.rendezvous:
                 return {}
             return {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
 
         def cut(self) -> int:
-            """All connections of this group to others end, as a network lets them; how many."""
+            """Ends all connections of this group to others, as a network does. Returns how many."""
             generation = self.manager.group._generation
             engine: Any = generation and generation.engine
             return sockets.shut(near=engine.near, far=engine.far) if engine else 0
@@ -181,7 +181,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 model.zero_grad()
 
         def _heal(self, state: dict[str, Any]) -> None:
-            """Has not gone on from its own last commit, of which the others may have another version."""
+            """Loads the state, and forgets its own last commit, of which the others may have another version."""
             model.load_state_dict(state)
             self.commits.pop(max(self.commits, default=0), None)
 
@@ -265,7 +265,7 @@ class SoakJob:
         return found
 
     def together(self, past: int) -> dict[str, dict[str, Any]]:
-        """Once all have committed in one quorum after that one. Raises RuntimeError."""
+        """Waits until all have committed in one quorum after that one. Raises RuntimeError."""
         groups: dict[str, dict[str, Any]] = {}
 
         def holds() -> bool:
@@ -298,7 +298,7 @@ class SoakJob:
                 time.sleep(0.02)
 
     def look(self) -> dict[str, int]:
-        """To be called after a cut: no group that stands has healed anybody, so all threads of heals belong to groups that are over."""
+        """Counts resources after a cut: no present group has healed another, so all threads of heals belong to groups that are over."""
         for one in (self.house, self.homes["a"], self.homes["b"]):
             one.tell("look")
         found = {f"lighthouse: {what}": count for what, count in self.house.hear().items()}
@@ -399,7 +399,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[GrowthLine]:
 
 
 def judge_logs(folder: Path) -> list[GrowthLine]:
-    """Each step once, in order; rows no longer at the end than at the beginning, but for a longer number."""
+    """Checks that each step is there once, in order, and that rows get no longer, but for a longer number."""
     lines = []
     for name in LOGS[:2]:
         rows = (folder / name).read_bytes().splitlines(keepends=True)

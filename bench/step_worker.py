@@ -31,7 +31,7 @@ Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
 def our_llama(sizes: dict[str, int]) -> Any:
-    """On the meta device."""
+    """Our model, on the meta device."""
     from models.llama import Config, build
 
     heads = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
@@ -47,7 +47,7 @@ def pharos(
     cleanup: ExitStack,
     show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
 ) -> Step:
-    """As train.py builds and runs it, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets what is trained."""
+    """Our step as in train.py, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets the parameters."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
