@@ -119,7 +119,7 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
     for expandable in ("True", "False"):
         how = f"expandable_segments:{expandable}"
-        env = {"PYTORCH_CUDA_ALLOC_CONF": how}
+        env = {**_env(options.device), "PYTORCH_CUDA_ALLOC_CONF": how}
         for file in files:  # each in a process of its own: an illegal address ends one of them
             yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, env))
     eager = ("--activation_checkpoint.mode=selective",)
@@ -156,7 +156,7 @@ def _train(
         "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
         "--sample.tokens=8", *settings,
     ]  # fmt: skip
-    code, text = _output(command, {**_device_env(options.device), **env}, limit_s)
+    code, text = _output(command, {**_env(options.device), **env}, limit_s)
     if code:
         raise Failed(_last_line(text, code))
     [journal] = folder.glob("**/metrics.jsonl")
@@ -190,7 +190,7 @@ def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limi
     arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": []}
     python = sys.executable if side == "pharos" else options.peer_python
     command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
-    with closing(Worker(side, command, _paths(), limit_s=limit_s)) as worker:
+    with closing(Worker(side, command, _env(options.device), limit_s=limit_s)) as worker:
         worker.answer()
         worker.ask({"do": "run", "steps": 1})
         answer = worker.ask({"do": "run", "steps": options.steps})
@@ -232,7 +232,7 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
     """The one answer of gpu_worker.py."""
-    env = {**_device_env(arguments["device"]), "OMP_NUM_THREADS": "1"}
+    env = {**_env(arguments["device"]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), what, json.dumps(arguments)]
     with closing(Worker(what, command, env, limit_s=limit_s)) as worker:
         return dict(worker.answer())
@@ -241,7 +241,7 @@ def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
 def _output(command: Sequence[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
     """Exit code, and stdout and stderr. Raises Failed when the time is up; whatever the command started ends with it."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **_paths(), **env}, text=True, start_new_session=True,
+        command, cwd=ROOT, env={**os.environ, **env}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -260,13 +260,10 @@ def _last_line(text: str, code: int) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
 
 
-def _paths() -> dict[str, str]:
-    """PYTHONPATH with this tree before what is there."""
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def _device_env(device: str) -> dict[str, str]:
-    return {**_paths(), **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+def _env(device: str) -> dict[str, str]:
+    """PYTHONPATH with this tree before what is there, and no GPU where the device is a CPU."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {**paths, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
 
 
 def _install(wheels: Path, target: Path) -> None:
